@@ -1,0 +1,52 @@
+"""routeplane: carry mixture-of-experts routing decisions safely from rollout engines to trainers.
+
+    capture  ->  record  ->  stream / archive  ->  batch  ->  replay
+
+The names below need numpy, pyarrow and xxhash only. Stages with heavier needs are imported by module:
+``routeplane.batch`` (torch), ``routeplane.replay.transformers``, ``routeplane.capture.vllm``, ...
+"""
+
+from routeplane.assembly import Assembly, AssemblyReport, assemble
+from routeplane.calls import ModelCall, merge_layers
+from routeplane.coverage import Coverage
+from routeplane.errors import ErrorKind, Problem, RouteplaneError
+from routeplane.ports import RouteSink, RouteSource, RouteTicket
+from routeplane.prefixes import resolve
+from routeplane.record import Prefix, RecordKey, RouteRecord
+from routeplane.schema import FORMAT_VERSION
+from routeplane.spans import Capture, Span
+from routeplane.spec import MISSING, RouteSpec
+from routeplane.stream import MemoryStream, new_stream, open_stream
+from routeplane.validate import check_routes, find_problems
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MISSING",
+    "Assembly",
+    "AssemblyReport",
+    "Capture",
+    "Coverage",
+    "ErrorKind",
+    "MemoryStream",
+    "ModelCall",
+    "Prefix",
+    "Problem",
+    "RecordKey",
+    "RouteRecord",
+    "RouteSink",
+    "RouteSource",
+    "RouteSpec",
+    "RouteTicket",
+    "RouteplaneError",
+    "Span",
+    "__version__",
+    "assemble",
+    "check_routes",
+    "find_problems",
+    "merge_layers",
+    "new_stream",
+    "open_stream",
+    "resolve",
+]

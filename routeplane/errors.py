@@ -1,0 +1,190 @@
+"""What can go wrong, grouped by what the catcher would do about it.
+
+    RouteplaneError
+    |- DataError         (ValueError)    the records are bad: drop, quarantine or re-roll them
+    |  `- ChecksumError
+    |- FormatError       (ValueError)    the container is unreadable: fetch or write it again
+    |  `- TruncatedError (EOFError)      ... it ended early: the producer died or is still writing
+    |- SpecError         (ValueError)    geometries disagree or are unknown: fix the configuration
+    |- UsageError        (ValueError)    a call was made with arguments that cannot be served: fix the code
+    |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
+    |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
+    `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
+
+Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
+process and Ray boundaries). Messages say what was expected, what came, and where. This module imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+__all__ = [
+    "CaptureError",
+    "ChecksumError",
+    "DataError",
+    "ErrorKind",
+    "FormatError",
+    "MissingExtraError",
+    "Problem",
+    "ReplayError",
+    "RouteplaneError",
+    "SpecError",
+    "TruncatedError",
+    "UsageError",
+]
+
+
+class ErrorKind(StrEnum):
+    """What exactly went wrong. Append-only: a value, once released, keeps its meaning and its place."""
+
+    # rows
+    PARTIAL_ROW = "partial_row"  # some ids of a row are negative, or negative but not -1
+    ID_OUT_OF_RANGE = "id_out_of_range"
+    DUPLICATE_ID = "duplicate_id"
+    # records
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUE_RANGE = "value_range"  # a value does not fit the type it is stored in
+    SPANS = "spans"
+    COVERAGE = "coverage"  # rows present or absent against what the captures declare
+    ROW_COUNT = "row_count"
+    TOKEN_MISMATCH = "token_mismatch"
+    CHECKSUM = "checksum"
+    PREFIX = "prefix"
+    DUPLICATE_KEY = "duplicate_key"
+    TOKEN_COLUMN = "token_column"
+    # calls
+    CONTEXT_BREAK = "context_break"
+    ROUTES_MISSING = "routes_missing"
+    GAP = "gap"
+    MEDIA = "media"
+    LAYERS = "layers"
+    # alarms: statistics that a healthy capture does not show
+    CONSTANT_LAYER = "constant_layer"
+    IDENTICAL_ROWS = "identical_rows"
+    ENTROPY_COLLAPSE = "entropy_collapse"
+    # containers
+    NOT_ARROW = "not_arrow"
+    NOT_ROUTEPLANE = "not_routeplane"
+    VERSION = "version"
+    SCHEMA = "schema"
+    ENCODING = "encoding"
+    COMPRESSED = "compressed"
+    TRUNCATED = "truncated"
+    TRAILER = "trailer"
+    CORRUPT_BATCH = "corrupt_batch"
+    # geometry
+    DENSE_MODEL = "dense_model"
+    UNKNOWN_ARCHITECTURE = "unknown_architecture"
+    UNSUPPORTED_GEOMETRY = "unsupported_geometry"
+    SPEC_MISMATCH = "spec_mismatch"
+    SPEC_INVALID = "spec_invalid"
+    # use
+    ARGUMENT = "argument"
+    CLOSED = "closed"
+    TOO_LONG = "too_long"
+    MISSING_EXTRA = "missing_extra"
+    NOT_FOUND = "not_found"
+    # engine
+    CAPTURE_OFF = "capture_off"
+    DENSE_SLOT = "dense_slot"  # a dense layer's slot holds ids
+    UNCAPTURED_SLOT = "uncaptured_slot"  # an MoE layer's slot is all zero
+    # replay
+    NO_SEAM = "no_seam"
+    GATE_NOT_CONSUMED = "gate_not_consumed"
+    GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
+    UNBOUND_RECOMPUTE = "unbound_recompute"
+    DETACHED = "detached"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One finding. ``error`` findings make data unusable; ``alarm`` findings are statistics to look at.
+
+    ``token`` is an absolute position in the record, ``layer`` a decoder-layer id; ``None`` where it does not apply.
+    """
+
+    kind: ErrorKind
+    message: str
+    sample: str | None = None
+    token: int | None = None
+    layer: int | None = None
+    severity: Literal["error", "alarm"] = "error"
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {value}"
+            for name, value in (("sample", self.sample), ("token", self.token), ("layer", self.layer))
+            if value is not None
+        ]
+        return f"{self.message} @ {', '.join(where)}" if where else self.message
+
+
+class RouteplaneError(Exception):
+    """Base of all errors raised on purpose by routeplane.
+
+    ``kind`` is stable across releases; ``problems`` holds every finding behind the error (possibly none).
+    """
+
+    def __init__(self, message: str, *, kind: ErrorKind, problems: Iterable[Problem] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind
+        self.problems = tuple(problems)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.kind, self.problems)
+
+    @classmethod
+    def from_problems(cls, problems: Iterable[Problem], *, what: str) -> RouteplaneError:
+        """Build the error for a non-empty list of findings; the first one gives the kind."""
+        found = tuple(problems)
+        shown = "; ".join(str(problem) for problem in found[:4])
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        return cls(f"{what}: {shown}{more}", kind=found[0].kind, problems=found)
+
+
+def _rebuild(
+    cls: type[RouteplaneError], message: str, kind: ErrorKind, problems: tuple[Problem, ...]
+) -> RouteplaneError:
+    return cls(message, kind=kind, problems=problems)
+
+
+class DataError(RouteplaneError, ValueError):
+    """Records or calls whose content is illegal or contradicts what they declare."""
+
+
+class ChecksumError(DataError):
+    """Content that differs from the checksum made at capture."""
+
+
+class FormatError(RouteplaneError, ValueError):
+    """A stream or archive that cannot be read as routeplane format."""
+
+
+class TruncatedError(FormatError, EOFError):
+    """A stream that ended before its trailer."""
+
+
+class SpecError(RouteplaneError, ValueError):
+    """A model geometry that is unknown, unsupported, or not the one expected."""
+
+
+class UsageError(RouteplaneError, ValueError):
+    """Arguments that cannot be served."""
+
+
+class CaptureError(RouteplaneError, RuntimeError):
+    """An engine that does not deliver the routes it should."""
+
+
+class ReplayError(RouteplaneError, RuntimeError):
+    """Gates that did not receive, or did not consume, the rows meant for them."""
+
+
+class MissingExtraError(RouteplaneError, ImportError):
+    """An optional dependency is not installed; the message names the extra to install."""

@@ -1,0 +1,131 @@
+"""How records come and go, as types: the sink, the source, and the ticket that names rows from afar.
+
+Interfaces only. ``stream`` and ``archive`` implement them; ``capture`` and ``batch`` are given them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from routeplane.admission import Admission
+from routeplane.errors import ErrorKind, UsageError
+from routeplane.record import RecordKey, RouteRecord
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["MAX_TICKET_BYTES", "Report", "RouteSink", "RouteSource", "RouteTicket"]
+
+#: A ticket rides in HTTP bodies and log lines; larger ones are refused (design section 4).
+MAX_TICKET_BYTES = 256
+
+
+class RouteSink(Protocol):
+    """Where records go. ``write`` blocks at the sink's byte bound; leaving ``with`` by an exception aborts."""
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry every record must have."""
+
+    def write(self, record: RouteRecord) -> None:
+        """Hand over one record; the sink does not modify it. Raises DataError or SpecError, and then wrote nothing."""
+
+    def close(self) -> None:
+        """Write the trailer and publish. Idempotent."""
+
+    def abort(self) -> None:
+        """Publish nothing. Idempotent; after ``close`` it does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Report(Protocol):
+    """Counts that any metrics logger takes."""
+
+    def scalars(self, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names."""
+
+
+class RouteSource(Protocol):
+    """Where records come from: iterate once, in the producer's order."""
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry of the records."""
+
+    def __iter__(self) -> Iterator[RouteRecord]: ...
+
+    def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> Self:
+        """The same source restricted to layers and to positions ``[a, b)`` of every record; ask before iterating."""
+
+    def admit(self, records: Sequence[RouteRecord]) -> Admission:
+        """Judge records as one batch, under the source's policy; raises nothing."""
+
+    def report(self) -> Report:
+        """What was read so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteTicket:
+    """Rows ``[start, stop)`` of one call, held by a stream; whoever holds the stream redeems it.
+
+    ``checksum`` is the call's. The JSON form has at most MAX_TICKET_BYTES bytes. Raises UsageError.
+    """
+
+    stream: str
+    key: RecordKey
+    call_id: str
+    start: int
+    stop: int
+    checksum: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", RecordKey(*self.key))
+        if not 0 <= self.start <= self.stop or not 0 <= self.checksum < 2**64:
+            raise UsageError(
+                f"expected 0 <= start <= stop and a 64-bit checksum, got [{self.start}, {self.stop}) and {self.checksum}",
+                kind=ErrorKind.ARGUMENT,
+            )
+        size = len(self.to_json().encode())
+        if size > MAX_TICKET_BYTES:
+            raise UsageError(
+                f"expected a ticket of at most {MAX_TICKET_BYTES} bytes, got {size} @ call {self.call_id}",
+                kind=ErrorKind.ARGUMENT,
+            )
+
+    def to_json(self) -> str:
+        """Compact JSON with sorted keys; the checksum as 16 hex digits (JSON numbers lose 64-bit integers)."""
+        document = {
+            "call": self.call_id,
+            "checksum": f"{self.checksum:016x}",
+            "key": list(self.key),
+            "start": self.start,
+            "stop": self.stop,
+            "stream": self.stream,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> RouteTicket:
+        """Parse what ``to_json`` wrote. Raises UsageError for anything else."""
+        try:
+            document: Any = json.loads(text)
+            return cls(
+                stream=str(document["stream"]),
+                key=RecordKey(*document["key"]),
+                call_id=str(document["call"]),
+                start=int(document["start"]),
+                stop=int(document["stop"]),
+                checksum=int(document["checksum"], 16),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"expected a ticket as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT) from None

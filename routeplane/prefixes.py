@@ -1,0 +1,73 @@
+"""Joining records whose first rows stand in another one (a prompt shared by a group is carried once).
+
+Knows records only; where they came from is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from routeplane.errors import DataError, ErrorKind
+from routeplane.record import RecordKey, RouteRecord
+
+__all__ = ["resolve"]
+
+
+def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
+    """Join records whose first rows stand in another one; all must be among ``records``. Order and keys are kept.
+
+    Verifies every input; the tokens of the shared prefix must be equal, the prefix's record must have the checksum that
+    was named. Raises DataError (kind PREFIX) where the record is absent, another, or refers to itself.
+    """
+    given = [record.verify() for record in records]
+    by_key = {record.key: record for record in given}
+    whole: dict[RecordKey, RouteRecord] = {}
+    for record in given:
+        _resolve_one(record, by_key, whole, ())
+    return [whole[record.key] for record in given]
+
+
+def _resolve_one(
+    record: RouteRecord,
+    by_key: Mapping[RecordKey, RouteRecord],
+    whole: dict[RecordKey, RouteRecord],
+    asking: tuple[RecordKey, ...],
+) -> RouteRecord:
+    if record.key in whole:
+        return whole[record.key]
+    if record.key in asking:
+        raise DataError(f"expected prefixes that end, got a cycle through {record.key}", kind=ErrorKind.PREFIX)
+    if record.prefix is None:
+        whole[record.key] = record
+        return record
+    holder = by_key.get(record.prefix.key)
+    if holder is None:
+        raise DataError(
+            f"expected the record {record.prefix.key} that holds rows [0, {record.routes_start}), got none "
+            f"@ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    _check_prefix(record, holder)
+    full = _resolve_one(holder, by_key, whole, (*asking, record.key))
+    rows_SLK = np.concatenate([full.routes[: record.routes_start], record.routes])
+    whole[record.key] = replace(record, routes=rows_SLK, routes_start=0, prefix=None, checksum=None)
+    return whole[record.key]
+
+
+def _check_prefix(record: RouteRecord, holder: RouteRecord) -> None:
+    stop = record.routes_start
+    record.spec.require_same_geometry(holder.spec, where=f"prefix of sample {record.sample_id}")
+    if record.prefix is None or holder.checksum != record.prefix.checksum:
+        raise DataError(
+            f"expected {holder.key} with the checksum named by the prefix, got {holder.checksum:016x} "
+            f"@ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    if stop > holder.num_tokens or not np.array_equal(holder.token_ids[:stop], record.token_ids[:stop]):
+        raise DataError(
+            f"expected {holder.key} to begin with the same {stop} tokens @ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )

@@ -1,0 +1,106 @@
+"""Who sampled which tokens (Span) and who captured which rows (Capture).
+
+Intervals are ``[start, stop)`` of token positions of one record, ordered, contiguous, and cover it. Pure values; knows
+nothing of routes or Arrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+from routeplane.errors import DataError, ErrorKind
+
+__all__ = ["PRESENT_STATES", "STATES", "Capture", "CaptureState", "Span", "SpanKind", "check_cover", "cut"]
+
+SpanKind = Literal["prompt", "generation"]
+CaptureState = Literal["captured", "cached", "partial", "not_fed", "aborted", "lost", "not_captured"]
+
+#: All capture states, in the order in which the format lists them.
+STATES: tuple[CaptureState, ...] = get_args(CaptureState)
+#: States whose rows carry ids in every layer.
+PRESENT_STATES: frozenset[CaptureState] = frozenset({"captured", "cached"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Who *sampled* tokens ``[start, stop)``.
+
+    ``kind``: prompt or generation. ``role``: a chat role, or None. ``call``: id of the call that brought the tokens.
+    ``weights_version``: the policy that sampled them; None for tokens no policy sampled. Raises DataError.
+    """
+
+    start: int
+    stop: int
+    kind: SpanKind
+    role: str | None = None
+    call: str
+    weights_version: int | None
+
+    def __post_init__(self) -> None:
+        _check_interval(self)
+        if self.kind not in get_args(SpanKind):
+            raise DataError(f"expected a span kind of {get_args(SpanKind)}, got {self.kind!r}", kind=ErrorKind.SPANS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """Who *captured* the rows ``[start, stop)``, and how.
+
+    ``weights_version``: of the weights that routed; None where unknown (a prefix cache that outlived an update, tokens
+    near an unpaused update) and for rows that are not there. ``state``: one of STATES. Raises DataError.
+    """
+
+    start: int
+    stop: int
+    call: str
+    weights_version: int | None
+    state: CaptureState
+
+    def __post_init__(self) -> None:
+        _check_interval(self)
+        if self.state not in STATES:
+            raise DataError(f"expected a capture state of {STATES}, got {self.state!r}", kind=ErrorKind.COVERAGE)
+
+
+Interval = TypeVar("Interval", Span, Capture)
+
+
+def _check_interval(item: Span | Capture) -> None:
+    name = type(item).__name__
+    for key in ("start", "stop"):
+        value = getattr(item, key)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DataError(f"expected {name}.{key} as an int, got {value!r}", kind=ErrorKind.SPANS)
+    if not 0 <= item.start < item.stop:
+        raise DataError(f"expected 0 <= start < stop, got {name} [{item.start}, {item.stop})", kind=ErrorKind.SPANS)
+    if not isinstance(item.call, str):
+        raise DataError(f"expected {name}.call as a string, got {item.call!r}", kind=ErrorKind.SPANS)
+    version = item.weights_version
+    if version is None:
+        return
+    if isinstance(version, bool) or not isinstance(version, int) or not -(2**63) <= version < 2**63:
+        raise DataError(f"expected {name}.weights_version as an int64 or None, got {version!r}", kind=ErrorKind.SPANS)
+
+
+def check_cover(intervals: Sequence[Interval], length: int, *, what: str) -> None:
+    """Raise DataError unless the intervals are ordered, contiguous and cover ``[0, length)``."""
+    at = 0
+    for item in intervals:
+        if item.start != at:
+            raise DataError(
+                f"expected {what} contiguous from token {at}, got [{item.start}, {item.stop})", kind=ErrorKind.SPANS
+            )
+        at = item.stop
+    if at != length:
+        raise DataError(f"expected {what} that cover {length} tokens, got {at}", kind=ErrorKind.SPANS)
+
+
+def cut(intervals: Iterable[Interval], start: int, stop: int) -> tuple[Interval, ...]:
+    """The parts of the intervals inside ``[start, stop)``, shifted so that ``start`` becomes 0."""
+    return tuple(
+        replace(item, start=max(item.start, start) - start, stop=min(item.stop, stop) - start)
+        for item in intervals
+        if item.start < stop and item.stop > start
+    )

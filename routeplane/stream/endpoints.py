@@ -1,0 +1,167 @@
+"""What the writers and readers of all transports share: the checks at the edge, selection, counting, ``with``.
+
+A transport adds how records travel: ``RecordWriter._put`` and ``RecordReader._arrive``. Knows no bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+from routeplane.admission import Admission, admit
+from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.record import RecordKey, RouteRecord
+from routeplane.stream.protocol import ReadPolicy, StreamReport
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["RecordReader", "RecordWriter"]
+
+
+class RecordWriter(ABC):
+    """The RouteSink of a transport. Not safe for several threads."""
+
+    def __init__(self, spec: RouteSpec, *, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise UsageError(f"expected max_bytes of at least 1, got {max_bytes}", kind=ErrorKind.ARGUMENT)
+        self._spec = spec
+        self._max_bytes = max_bytes
+        self._keys: set[RecordKey] = set()
+        self._open = True
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry every record must have."""
+        return self._spec
+
+    def write(self, record: RouteRecord) -> None:
+        """Verify and hand over one record. Raises DataError, SpecError or UsageError before anything of it is written."""
+        if not self._open:
+            raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
+        self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
+        if record.spec != self._spec:
+            raise DataError(
+                f"expected routes of model {self._spec.model!r}, got {record.spec.model!r} @ sample {record.key}",
+                kind=ErrorKind.SPEC_MISMATCH,
+            )
+        if record.key in self._keys:
+            raise DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
+        self._put(record.verify())
+        self._keys.add(record.key)
+
+    def close(self) -> None:
+        """Write what is held and the trailer, and publish. Does nothing on a stream that is closed or aborted."""
+        if self._open:
+            self._finish()
+            self._open = False
+
+    def abort(self) -> None:
+        """Publish nothing. Does nothing on a stream that is closed or aborted."""
+        if self._open:
+            self._open = False
+            self._discard()
+
+    @abstractmethod
+    def _put(self, record: RouteRecord) -> None:
+        """Take one checked record; blocks at the byte bound."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """End the stream as whole."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """End the stream so that no reader takes it for whole."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class RecordReader(ABC):
+    """The RouteSource of a transport. Iterate once; ``close`` (or ``with``) lets go of the source."""
+
+    def __init__(self, spec: RouteSpec, policy: ReadPolicy) -> None:
+        self._whole_spec = spec
+        self._policy = policy
+        self._report = StreamReport()
+        self._started = False
+        self._layer_ids: tuple[int, ...] | None = None
+        self._tokens: tuple[int, int] | None = None
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry of the records this reader yields (after ``select``)."""
+        return self._whole_spec if self._layer_ids is None else self._whole_spec.select(self._layer_ids)
+
+    def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> Self:
+        """Restrict what is yielded to layers and to positions ``[a, b)`` of every record; returns this reader.
+
+        Whole records are verified before they are cut. Records with no token in the range are counted, not yielded.
+        """
+        if self._started:
+            raise UsageError("expected select before iteration, got it after", kind=ErrorKind.ARGUMENT)
+        if layer_ids is not None:
+            self._layer_ids = self._whole_spec.select(layer_ids).layer_ids
+        if tokens is not None:
+            if not 0 <= tokens[0] < tokens[1]:
+                raise UsageError(f"expected tokens [a, b) with 0 <= a < b, got {tokens}", kind=ErrorKind.ARGUMENT)
+            self._tokens = tokens
+        return self
+
+    def __iter__(self) -> Iterator[RouteRecord]:
+        if self._started:
+            raise UsageError("expected one iteration of a stream, got another: open it again", kind=ErrorKind.CLOSED)
+        self._started = True
+        return self._selected()
+
+    def _selected(self) -> Iterator[RouteRecord]:
+        for record in self._arrive():
+            self._report = self._report.with_record(record)
+            cut = self._cut(record)
+            if cut is not None:
+                yield cut
+
+    @abstractmethod
+    def _arrive(self) -> Iterator[RouteRecord]:
+        """Whole, checked records in the producer's order; raises where the stream ends otherwise than it should."""
+
+    def _cut(self, record: RouteRecord) -> RouteRecord | None:
+        if self._tokens is not None:
+            start, stop = self._tokens[0], min(self._tokens[1], record.num_tokens)
+            if start >= stop:
+                self._report = replace(self._report, outside=self._report.outside + 1)
+                return None
+            record = record.slice(start, stop)
+        return record if self._layer_ids is None else record.select(self._layer_ids)
+
+    def admit(self, records: Sequence[RouteRecord]) -> Admission:
+        """Judge records as one batch, under this reader's ``max_missing``."""
+        return admit(records, self.spec, max_missing=self._policy.max_missing)
+
+    def report(self) -> StreamReport:
+        """What was read so far."""
+        return self._report
+
+    def close(self) -> None:
+        """Let go of the source. Records already yielded stay valid."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

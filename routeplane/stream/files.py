@@ -1,0 +1,135 @@
+"""Where bytes go and come from: paths published by rename, pipes and files of the caller's, mapped memory.
+
+Decides nothing about their content.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from routeplane.errors import ErrorKind, UsageError
+from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
+
+__all__ = ["CallersFile", "PublishedPath", "Target", "frames_of", "target_of"]
+
+
+class Target(Protocol):
+    """A place for the bytes of one stream."""
+
+    @property
+    def file(self) -> Any:
+        """A binary file to write to."""
+
+    def publish(self) -> None:
+        """Make everything written visible as whole."""
+
+    def discard(self) -> None:
+        """Leave nothing that could be taken for whole."""
+
+
+class PublishedPath:
+    """A path that appears complete or not at all: written under a temporary name beside it, renamed on ``publish``.
+
+    A symbolic link is resolved first (replacing the link would leave its target stale). What exists and is no regular
+    file, such as a FIFO, is opened in place: ``os.replace`` would turn it into one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(os.path.realpath(path))
+        self._in_place = self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
+        name = self._path if self._in_place else self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
+        self._written = name
+        self._file = open(name, "wb" if self._in_place else "xb")  # noqa: SIM115  closed by publish or discard
+
+    @property
+    def file(self) -> Any:
+        """The open file."""
+        return self._file
+
+    def publish(self) -> None:
+        """Flush to disk, close, and rename into place."""
+        self._file.flush()
+        if self._in_place:
+            self._file.close()
+            return
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._written, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself survives a crash only once the folder is on disk
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Close and remove the temporary file."""
+        self._file.close()
+        if not self._in_place:
+            self._written.unlink(missing_ok=True)
+
+
+class CallersFile:
+    """A binary file, pipe or socket file that the caller opened and will close."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    @property
+    def file(self) -> Any:
+        """The caller's file."""
+        return self._file
+
+    def publish(self) -> None:
+        """Flush; the trailer alone says that it is whole."""
+        self._file.flush()
+
+    def discard(self) -> None:
+        """Nothing: what was written stays, without a trailer."""
+
+
+def target_of(sink: Any) -> Target:
+    """A path or a writable binary file as a target. Raises UsageError for anything else."""
+    if isinstance(sink, str | os.PathLike):
+        return PublishedPath(sink)
+    if hasattr(sink, "write"):
+        return CallersFile(sink)
+    raise UsageError(f"expected a path or a writable binary file, got {type(sink).__name__}", kind=ErrorKind.ARGUMENT)
+
+
+def frames_of(source: Any) -> tuple[Iterator[Frame], bool]:
+    """Frames of a source, and whether all of it is there to be walked before anything is used.
+
+    A regular path is mapped and bytes or buffers are shared (zero copies, walkable); a readable binary file, and a path
+    that is no regular file, are read as pipes (one copy). Raises FileNotFoundError, UsageError for anything else.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if stat.S_ISREG(path.stat().st_mode):
+            return frames_of_buffer(_mapped(path)), True
+        return _frames_of_pipe(path), False
+    if isinstance(source, bytes | bytearray | memoryview | pa.Buffer):
+        return frames_of_buffer(source if isinstance(source, pa.Buffer) else pa.py_buffer(source)), True
+    if hasattr(source, "read"):
+        return frames_of_file(source), False
+    raise UsageError(
+        f"expected a path, bytes or a readable binary file, got {type(source).__name__}", kind=ErrorKind.ARGUMENT
+    )
+
+
+def _mapped(path: Path) -> pa.Buffer:
+    if path.stat().st_size == 0:
+        return pa.py_buffer(b"")  # an empty file cannot be mapped
+    with pa.memory_map(str(path), "r") as mapped:
+        return mapped.read_buffer()  # keeps the mapping alive after the file is closed
+
+
+def _frames_of_pipe(path: Path) -> Iterator[Frame]:
+    with path.open("rb") as pipe:
+        yield from frames_of_file(pipe)

@@ -1,0 +1,208 @@
+"""Arrow IPC messages one by one, with the header read before the body is decoded.
+
+The message reader of pyarrow decodes a compressed body before anyone can refuse it (one flipped bit once asked for
+10 GB), and hides batch metadata, where our trailer stands. So frames are cut here and their flatbuffer headers walked for
+the few fields that decide; decoding stays with pyarrow. Field numbers are those of Arrow's ``Message.fbs``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+
+from routeplane.errors import ErrorKind, FormatError, TruncatedError
+
+__all__ = ["MAX_METADATA_BYTES", "Frame", "Readable", "frames_of_buffer", "frames_of_file", "parse_metadata"]
+
+#: Largest message header accepted: a batch of 100k records has some 2 kB of it, a schema of 4,096 layers some 60 kB.
+MAX_METADATA_BYTES = 16 * 2**20
+# A body is read from a pipe in steps, so that a flipped length asks for no more memory than bytes that really come.
+_READ_STEP = 16 * 2**20
+
+_CONTINUATION = 0xFFFFFFFF
+_SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
+
+
+class Readable(Protocol):
+    """A binary file, pipe or socket file."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """At most ``size`` bytes; fewer only where a pipe has no more for now, none at its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One encapsulated message. ``data`` is the whole of it, shared with the source where that is memory."""
+
+    kind: str  # "schema", "batch" or "other"
+    compressed: bool
+    metadata: dict[str, str]
+    data: pa.Buffer
+
+
+def frames_of_buffer(buffer: pa.Buffer) -> Iterator[Frame]:
+    """Frames of an IPC stream in memory or a mapped file; zero copies. Ends after the end-of-stream mark.
+
+    Raises TruncatedError where the bytes end early, FormatError where they are no Arrow stream or go on after its end.
+    """
+    view = memoryview(buffer)
+    at = 0
+    while True:
+        length, start = _prefix_of(bytes(view[at : at + 8]), at)
+        if length == 0:
+            _refuse_rest(len(view) - start)
+            return
+        if start + length > len(view):
+            raise _truncated(f"a header of {length} bytes", len(view) - start)
+        header = parse_metadata(bytes(view[start : start + length]))
+        stop = start + length + header.body_length
+        if stop > len(view):
+            raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
+        yield _frame(header, buffer.slice(at, stop - at))
+        at = stop
+
+
+def frames_of_file(source: Readable) -> Iterator[Frame]:
+    """Frames of an IPC stream from a pipe, socket or file object, each copied into memory of its own.
+
+    Reads nothing behind the end-of-stream mark. Raises as ``frames_of_buffer``.
+    """
+    at = 0
+    while True:
+        head = _read(source, 8)
+        length, start = _prefix_of(head, at)
+        if length == 0:
+            return
+        metadata = head[start - at :] + _read(source, length - (8 - (start - at)))
+        if len(metadata) < length:
+            raise _truncated(f"a header of {length} bytes", len(metadata))
+        header = parse_metadata(metadata)
+        body = _read(source, header.body_length)
+        if len(body) < header.body_length:
+            raise _truncated(f"a body of {header.body_length} bytes", len(body))
+        data = pa.py_buffer(head[: start - at] + metadata + body)
+        yield _frame(header, data)
+        at += data.size
+
+
+def _read(source: Readable, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size > 0:
+        part = source.read(min(size, _READ_STEP))
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _prefix_of(head: bytes, at: int) -> tuple[int, int]:
+    """Length of the next header and where it starts; (0, _) at the end-of-stream mark."""
+    if len(head) < 8:
+        raise _truncated("a message prefix of 8 bytes", len(head))
+    mark, length = struct.unpack("<II", head)
+    if mark != _CONTINUATION:
+        raise FormatError(
+            f"expected an Arrow IPC stream message at byte {at}, got {head.hex()}", kind=ErrorKind.NOT_ARROW
+        )
+    if length > MAX_METADATA_BYTES:
+        raise FormatError(
+            f"expected a message header of at most {MAX_METADATA_BYTES} bytes at byte {at}, got {length}",
+            kind=ErrorKind.NOT_ARROW,
+        )
+    return length, at + 8
+
+
+def _truncated(expected: str, got: int) -> TruncatedError:
+    return TruncatedError(f"expected {expected}, got {max(got, 0)} before the stream ended", kind=ErrorKind.TRUNCATED)
+
+
+def _refuse_rest(size: int) -> None:
+    if size > 0:
+        raise FormatError(f"expected nothing after the end-of-stream mark, got {size} bytes", kind=ErrorKind.TRAILER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """The fields of a message header that decide whether and how its body is decoded."""
+
+    header_type: int
+    body_length: int
+    compressed: bool
+    metadata: dict[str, str]
+
+
+def _frame(header: Header, data: pa.Buffer) -> Frame:
+    kind = {_SCHEMA: "schema", _RECORD_BATCH: "batch"}.get(header.header_type, "other")
+    return Frame(kind=kind, compressed=header.compressed, metadata=header.metadata, data=data)
+
+
+def parse_metadata(raw: bytes) -> Header:
+    """Read a flatbuffer ``Message``; every offset is bounds-checked. Raises FormatError for a damaged header."""
+    try:
+        message = _Table(raw, struct.unpack_from("<I", raw, 0)[0])
+        header_type = message.scalar(1, "<B", 0)
+        body_length = message.scalar(3, "<q", 0)
+        if body_length < 0:
+            raise FormatError(f"expected a body length of at least 0, got {body_length}", kind=ErrorKind.NOT_ARROW)
+        header = message.table(2)
+        compressed = header_type == _RECORD_BATCH and header is not None and header.table(3) is not None
+        metadata = {entry.text(0): entry.text(1) for entry in message.tables(4)}
+    except (struct.error, UnicodeDecodeError) as error:
+        raise FormatError(f"expected an Arrow message header, got a damaged one ({error})", kind=ErrorKind.NOT_ARROW) from None
+    return Header(header_type=header_type, body_length=body_length, compressed=compressed, metadata=metadata)
+
+
+class _Table:
+    """A flatbuffer table. ``struct.unpack_from`` raises struct.error for every read outside the buffer."""
+
+    def __init__(self, raw: bytes, at: int) -> None:
+        self._raw = raw
+        self._at = at
+        self._vtable = at - self._read("<i", at)
+        self._vtable_size = self._read("<H", self._vtable)
+
+    def _read(self, code: str, at: int) -> int:
+        if at < 0:
+            raise struct.error(f"offset {at} before the buffer")
+        value: int = struct.unpack_from(code, self._raw, at)[0]
+        return value
+
+    def _field(self, index: int) -> int | None:
+        entry = 4 + 2 * index
+        if entry + 2 > self._vtable_size:
+            return None
+        offset = self._read("<H", self._vtable + entry)
+        return self._at + offset if offset else None
+
+    def scalar(self, index: int, code: str, default: int) -> int:
+        at = self._field(index)
+        return default if at is None else self._read(code, at)
+
+    def table(self, index: int) -> _Table | None:
+        at = self._field(index)
+        return None if at is None else _Table(self._raw, at + self._read("<I", at))
+
+    def tables(self, index: int) -> list[_Table]:
+        at = self._field(index)
+        if at is None:
+            return []
+        vector = at + self._read("<I", at)
+        # each entry takes four bytes, so a damaged count cannot ask for more entries than the buffer has
+        count = min(self._read("<I", vector), len(self._raw) // 4)
+        entries = [vector + 4 + 4 * i for i in range(count)]
+        return [_Table(self._raw, entry + self._read("<I", entry)) for entry in entries]
+
+    def text(self, index: int) -> str:
+        at = self._field(index)
+        if at is None:
+            return ""
+        start = at + self._read("<I", at)
+        length = self._read("<I", start)
+        if start + 4 + length > len(self._raw):
+            raise struct.error(f"text of {length} bytes outside the buffer")
+        return self._raw[start + 4 : start + 4 + length].decode()

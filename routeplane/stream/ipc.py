@@ -1,0 +1,219 @@
+"""Record streams as Arrow IPC: files, buffers, pipes and anything with ``write`` or ``read``.
+
+Owns the trailer and the order of checks on the way in: frame, header, version, batch, record, checksum, count. Encoding
+and decoding of batches is ``columns``; where bytes go and come from is ``files``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from routeplane.columns import column_types, read_records, salvage, write_batch
+from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError
+from routeplane.record import RecordKey, RouteRecord
+from routeplane.schema import Encoding, StreamHeader, arrow_schema, parse_schema
+from routeplane.stream.endpoints import RecordReader, RecordWriter
+from routeplane.stream.frames import Frame
+from routeplane.stream.protocol import TRAILER_KEY, Quarantined, ReadPolicy, Trailer, TrailerCounter
+
+if TYPE_CHECKING:
+    from routeplane.spec import RouteSpec
+    from routeplane.stream.files import Target
+
+__all__ = ["DEFAULT_MAX_BYTES", "IpcReader", "IpcWriter"]
+
+#: Payload bytes a writer holds before it writes a batch: framing costs nothing at this size, and memory little.
+DEFAULT_MAX_BYTES = 32 * 2**20
+# Arrow implementations exist that count the values of a batch in 32 bits (arrow-rs#5901); ours stay below.
+_MAX_VALUES = 2**31 - 1
+
+
+class IpcWriter(RecordWriter):
+    """Writes an Arrow IPC stream to a target that it owns until ``close`` or ``abort``.
+
+    Records are held up to ``max_bytes`` of payload and written as one batch.
+    """
+
+    def __init__(self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        super().__init__(spec, max_bytes=max_bytes)
+        self._target = target
+        self._encoding: Encoding = encoding
+        self._counter = TrailerCounter(spec, encoding)
+        self._held: list[RouteRecord] = []
+        self._held_bytes = self._held_values = 0
+        self._columns: tuple[tuple[str, pa.DataType], ...] | None = None
+        self._ipc: Any = None
+
+    def _put(self, record: RouteRecord) -> None:
+        columns = column_types(record)
+        if self._columns is not None and columns != self._columns:
+            raise DataError(
+                f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+        values = len(record.routes) * self._spec.num_layers * self._spec.top_k
+        if self._held and self._held_values + values > _MAX_VALUES:
+            self.flush()
+        self._columns = columns
+        self._held.append(record)
+        self._held_bytes += record.nbytes
+        self._held_values += values
+        if self._held_bytes >= self._max_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the held records as one batch, if any."""
+        if not self._held:
+            return
+        batch = write_batch(self._held, self._spec, encoding=self._encoding)
+        self._writer().write_batch(batch)
+        self._counter.add_batch()
+        for record in self._held:
+            self._counter.add_record(record.checksum, record.num_tokens)
+        self._held, self._held_bytes, self._held_values = [], 0, 0
+
+    def _schema(self) -> pa.Schema:
+        return arrow_schema(self._spec, self._encoding, columns=self._columns or ())
+
+    def _writer(self) -> Any:
+        if self._ipc is None:
+            self._ipc = pa.ipc.new_stream(self._target.file, self._schema())
+        return self._ipc
+
+    def _finish(self) -> None:
+        self.flush()
+        schema, writer = self._schema(), self._writer()
+        # schema.empty_table() fails on large_list<fixed_shape_tensor> (pyarrow 26); nulls of length 0 do not
+        empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
+        writer.write_batch(empty, custom_metadata={TRAILER_KEY: self._counter.trailer().to_json()})
+        writer.close()
+        self._target.publish()
+
+    def _discard(self) -> None:
+        # What went down a pipe already stays there without a trailer. The Arrow writer is dropped, not closed: closing
+        # would add an end-of-stream mark.
+        self._held = []
+        self._target.discard()
+
+
+class IpcReader(RecordReader):
+    """Reads Arrow IPC frames.
+
+    Records of a ``plain`` stream are read-only views of the source's memory and keep it alive after ``close``.
+    """
+
+    def __init__(self, frames: Iterator[Frame], policy: ReadPolicy) -> None:
+        first = next(frames, None)
+        if first is None:
+            raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
+        if first.kind != "schema":
+            raise FormatError(f"expected an Arrow schema first, got a {first.kind} message", kind=ErrorKind.NOT_ARROW)
+        self._schema: pa.Schema = _decode(lambda: pa.ipc.read_schema(pa.ipc.read_message(first.data)), "schema")
+        self._header = parse_schema(self._schema)
+        super().__init__(self._header.spec, policy)
+        self._frames = frames
+        self._counter = TrailerCounter(self._header.spec, self._header.encoding)
+        self._keys: set[RecordKey] = set()
+        self._position = 0
+
+    @property
+    def header(self) -> StreamHeader:
+        """Spec, encoding, version and token columns as the schema gives them."""
+        return self._header
+
+    def close(self) -> None:
+        """Let go of the source. Records already yielded stay valid."""
+        self._frames = iter(())
+
+    def _arrive(self) -> Iterator[RouteRecord]:
+        try:
+            for frame in self._frames:
+                if self._report.complete:
+                    raise FormatError("expected the end after the trailer, got a message", kind=ErrorKind.TRAILER)
+                batch = self._batch(frame)
+                if TRAILER_KEY in frame.metadata:
+                    self._accept_trailer(frame, batch)
+                    continue
+                self._counter.add_batch()
+                self._report = replace(self._report, batches=self._report.batches + 1)
+                yield from self._batch_records(batch)
+            if not self._report.complete:
+                raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
+        except TruncatedError:
+            if self._policy.on_truncated == "raise":
+                raise
+            self._report = replace(self._report, truncated=True)
+
+    def _batch(self, frame: Frame) -> pa.RecordBatch:
+        if frame.kind != "batch":
+            raise FormatError(f"expected a record batch, got a {frame.kind} message", kind=ErrorKind.SCHEMA)
+        if frame.compressed:
+            raise FormatError(
+                "expected uncompressed bodies (format v1), got a compressed batch", kind=ErrorKind.COMPRESSED
+            )
+
+        def decode() -> pa.RecordBatch:
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(frame.data), self._schema)
+            batch.validate(full=True)
+            return batch
+
+        return _decode(decode, "record batch")
+
+    def _accept_trailer(self, frame: Frame, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            raise FormatError(f"expected a trailer without rows, got {batch.num_rows}", kind=ErrorKind.TRAILER)
+        self._counter.check(Trailer.from_json(frame.metadata[TRAILER_KEY]))
+        self._report = replace(self._report, complete=True)
+
+    def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
+        checksums = batch.column("checksum").to_pylist()
+        tokens = batch.column("token_ids").value_lengths().to_pylist()
+        for index, read in enumerate(read_records(batch, self._header)):
+            self._counter.add_record(checksums[index], tokens[index])
+            error = read if isinstance(read, DataError) else self._fault(read)
+            if error is not None and self._policy.on_corrupt == "raise":
+                raise error
+            record = read if error is None else self._set_aside(batch, index, error)
+            self._position += 1
+            if isinstance(record, RouteRecord):
+                self._keys.add(record.key)
+                yield record
+
+    def _fault(self, record: RouteRecord) -> DataError | None:
+        if record.key in self._keys:
+            return DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
+        try:
+            if self._policy.verify:
+                record.verify()
+        except DataError as error:
+            return error
+        return None
+
+    def _set_aside(self, batch: pa.RecordBatch, index: int, error: DataError) -> RouteRecord | None:
+        """Keep the bytes, count, and give what can stand in: the record without its rows, or nothing."""
+        kept = salvage(batch, index, self._header)
+        if kept is not None and kept.key in self._keys:
+            kept = None
+        item = Quarantined(
+            index=self._position,
+            key=None if kept is None else kept.key,
+            error=error,
+            raw=batch.slice(index, 1),
+            yielded=kept is not None,
+        )
+        self._report = replace(self._report, quarantined=(*self._report.quarantined, item))
+        return kept
+
+
+def _decode(work: Callable[[], Any], what: str) -> Any:
+    """Run a pyarrow decoder over bytes from outside; whatever it objects to is a damaged stream."""
+    try:
+        return work()
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise FormatError(
+            f"expected a valid Arrow {what}, got a damaged one: {error}", kind=ErrorKind.CORRUPT_BATCH
+        ) from error

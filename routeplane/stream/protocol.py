@@ -1,0 +1,171 @@
+"""What every transport promises: the trailer that makes an end an end, the read policy, and the report.
+
+Pure values and counters; no IO. ``ipc`` and ``memory`` stand on it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import xxhash
+
+from routeplane.coverage import Coverage
+from routeplane.errors import DataError, ErrorKind, FormatError, UsageError
+from routeplane.record import RecordKey, RouteRecord
+from routeplane.schema import FORMAT_VERSION, Encoding
+from routeplane.spec import RouteSpec
+
+__all__ = ["TRAILER_KEY", "Quarantined", "ReadPolicy", "StreamReport", "Trailer", "TrailerCounter"]
+
+#: Metadata key of the zero-row batch that ends a stream.
+TRAILER_KEY = "routeplane.trailer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trailer:
+    """What a complete stream held. An Arrow stream cut at a batch boundary reads as complete; one of ours does not."""
+
+    batches: int
+    records: int
+    tokens: int
+    digest: int
+
+    def to_json(self) -> str:
+        """Canonical JSON; the digest as 16 hex digits."""
+        document = {
+            "batches": self.batches,
+            "digest": f"{self.digest:016x}",
+            "records": self.records,
+            "tokens": self.tokens,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Trailer:
+        """Parse what ``to_json`` wrote. Raises FormatError."""
+        try:
+            document: Any = json.loads(text)
+            counts = {name: document[name] for name in ("batches", "records", "tokens")}
+            if set(document) != {*counts, "digest"} or not all(type(count) is int for count in counts.values()):
+                raise ValueError("other keys or types")
+            return cls(**counts, digest=int(document["digest"], 16))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise FormatError(f"expected a trailer as JSON, got {text[:120]!r} ({error})", kind=ErrorKind.TRAILER) from None
+
+
+class TrailerCounter:
+    """Counts and digests what passes; both ends run one and must agree.
+
+    Digest: xxh3-64 over format, spec and encoding (each as u64 length and bytes), then the record checksums as u64 in
+    order.
+    """
+
+    def __init__(self, spec: RouteSpec, encoding: Encoding) -> None:
+        self._hash = xxhash.xxh3_64()
+        for text in (FORMAT_VERSION, spec.to_json(), encoding):
+            data = text.encode()
+            self._hash.update(len(data).to_bytes(8, "little") + data)
+        self._batches = self._records = self._tokens = 0
+
+    def add_batch(self) -> None:
+        """Count one batch."""
+        self._batches += 1
+
+    def add_record(self, checksum: int, tokens: int) -> None:
+        """Count one record; ``checksum`` as it stands in the stream."""
+        self._hash.update(checksum.to_bytes(8, "little"))
+        self._records += 1
+        self._tokens += tokens
+
+    def trailer(self) -> Trailer:
+        """The trailer for what passed so far."""
+        return Trailer(
+            batches=self._batches, records=self._records, tokens=self._tokens, digest=self._hash.intdigest()
+        )
+
+    def check(self, declared: Trailer) -> None:
+        """Raise FormatError unless exactly what ``declared`` counts has passed."""
+        found = self.trailer()
+        if found != declared:
+            raise FormatError(f"expected what the trailer counts, {declared}, got {found}", kind=ErrorKind.TRAILER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadPolicy:
+    """What a reader does with what is wrong. ``max_missing``: largest share of fed rows that may be absent, or None."""
+
+    on_truncated: Literal["raise", "keep"] = "raise"
+    on_corrupt: Literal["raise", "quarantine"] = "raise"
+    max_missing: float | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("on_truncated", ("raise", "keep")), ("on_corrupt", ("raise", "quarantine"))):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
+        if self.max_missing is not None and not 0.0 <= self.max_missing <= 1.0:
+            raise UsageError(f"expected max_missing in [0, 1], got {self.max_missing}", kind=ErrorKind.ARGUMENT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quarantined:
+    """A record set aside. ``index`` counts records of the stream from 0; ``raw`` is its one-row batch as it came.
+
+    ``yielded``: whether a copy with every row MISSING took its place; a record whose very shape is unreadable has none.
+    """
+
+    index: int
+    key: RecordKey | None
+    error: DataError
+    raw: object
+    yielded: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamReport:
+    """What a reader saw so far."""
+
+    batches: int = 0
+    records: int = 0
+    tokens: int = 0
+    quarantined: tuple[Quarantined, ...] = ()
+    outside: int = 0  # records with no token in the selected range
+    truncated: bool = False
+    complete: bool = False  # the trailer was reached and agrees
+    coverage: Coverage = field(default_factory=Coverage)
+
+    def with_record(self, record: RouteRecord) -> StreamReport:
+        """The report after one more record."""
+        return replace(
+            self,
+            records=self.records + 1,
+            tokens=self.tokens + record.num_tokens,
+            coverage=self.coverage.merge(record.coverage()),
+        )
+
+    def merge(self, other: StreamReport) -> StreamReport:
+        """The counts of both; truncated if either is, complete if both are."""
+        return StreamReport(
+            batches=self.batches + other.batches,
+            records=self.records + other.records,
+            tokens=self.tokens + other.tokens,
+            quarantined=self.quarantined + other.quarantined,
+            outside=self.outside + other.outside,
+            truncated=self.truncated or other.truncated,
+            complete=self.complete and other.complete,
+            coverage=self.coverage.merge(other.coverage),
+        )
+
+    def scalars(self, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {
+            **self.coverage.scalars(prefix),
+            f"{prefix}batches": float(self.batches),
+            f"{prefix}records": float(self.records),
+            f"{prefix}tokens": float(self.tokens),
+            f"{prefix}quarantined": float(len(self.quarantined)),
+            f"{prefix}outside_selection": float(self.outside),
+            f"{prefix}truncated": float(self.truncated),
+        }

@@ -1,0 +1,221 @@
+"""The rule for rows, as pure functions of an array and a spec. No IO, no records, no Arrow.
+
+``find_problems`` returns findings, ``check_routes`` raises with them, ``all_legal`` is the fast verdict both stand on:
+it skips locating, never computes another rule. ``find_alarms`` looks for statistics that a healthy capture does not
+show; an alarm is reported, never an error by itself.
+
+Axes: S tokens, L captured layers, K top-k slots, N = S*L rows of a block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.errors import DataError, ErrorKind, Problem
+from routeplane.spec import MISSING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["all_legal", "check_routes", "find_alarms", "find_problems", "missing_rows"]
+
+# Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
+_BLOCK_ROWS = 32_768
+
+
+def find_problems(
+    routes: NDArray[Any], spec: RouteSpec, *, limit: int = 16, first_token: int = 0, sample: str | None = None
+) -> list[Problem]:
+    """Every way in which ``routes`` breaks the row rule, at most ``limit`` findings, in token order.
+
+    ``routes``: integer array ``[S, L, K]`` of any width; ``first_token`` is the absolute position of its first row.
+    A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
+    An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
+    """
+    shape_problem = _shape_problem(routes, spec, sample)
+    if shape_problem is not None:
+        return [shape_problem]
+    found: list[Problem] = []
+    for start, block_SLK in _blocks(routes):
+        if _block_is_legal(block_SLK, spec):
+            continue
+        for token, slot in np.argwhere(~_legal_rows(block_SLK, spec)):
+            if len(found) >= limit:
+                return found
+            row_K = block_SLK[token, slot]
+            found.append(_row_problem(row_K, spec, slot=int(slot), token=first_token + start + int(token), sample=sample))
+    return found
+
+
+def check_routes(
+    routes: NDArray[Any], spec: RouteSpec, *, first_token: int = 0, sample: str | None = None
+) -> None:
+    """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal."""
+    found = find_problems(routes, spec, first_token=first_token, sample=sample)
+    if found:
+        raise DataError.from_problems(found, what="illegal routes")
+
+
+def all_legal(routes: NDArray[Any], spec: RouteSpec) -> bool:
+    """Whether every row of ``routes`` ``[S, L, K]`` is legal; the verdict of ``find_problems`` without locating."""
+    if _shape_problem(routes, spec, None) is not None:
+        return False
+    return all(_block_is_legal(block_SLK, spec) for _, block_SLK in _blocks(routes))
+
+
+def missing_rows(routes: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of legal ``routes`` ``[S, L, K]`` are MISSING, as a fresh bool array ``[S, L]``.
+
+    One slot decides: in a legal row either all ids are -1 or none is.
+    """
+    return np.asarray(routes[:, :, 0] == MISSING)
+
+
+def _shape_problem(routes: NDArray[Any], spec: RouteSpec, sample: str | None) -> Problem | None:
+    if routes.dtype.kind not in "iu":
+        return Problem(
+            kind=ErrorKind.DTYPE, message=f"expected routes of an integer type, got {routes.dtype}", sample=sample
+        )
+    if routes.ndim != 3 or routes.shape[1:] != spec.row_shape:
+        layers, top_k = spec.row_shape
+        return Problem(
+            kind=ErrorKind.SHAPE,
+            message=f"expected routes [tokens, {layers} layers, {top_k} top-k], got {list(routes.shape)}",
+            sample=sample,
+        )
+    return None
+
+
+def _blocks(routes_SLK: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    step = max(1, _BLOCK_ROWS // routes_SLK.shape[1])
+    for start in range(0, routes_SLK.shape[0], step):
+        yield start, routes_SLK[start : start + step]
+
+
+def _block_is_legal(block_SLK: NDArray[Any], spec: RouteSpec) -> bool:
+    """One verdict for a block, by counting.
+
+    In a legal block the only equal pairs are those inside MISSING rows, K(K-1)/2 each; any duplicate adds one.
+    So with ranges in order, the count of equal pairs decides, and no per-row reduction over pairs is needed.
+    """
+    columns_KN = _columns(block_SLK)
+    top_k = columns_KN.shape[0]
+    low_N, high_N = columns_KN.min(axis=0), columns_KN.max(axis=0)
+    missing_N = (low_N == MISSING) & (high_N == MISSING)
+    in_range_N = (low_N >= 0) & _below_width(high_N, spec)
+    if not np.all(missing_N | in_range_N):
+        return False
+    equal_pairs = sum(np.count_nonzero(columns_KN[shift:] == columns_KN[:-shift]) for shift in range(1, top_k))
+    return bool(equal_pairs == np.count_nonzero(missing_N) * (top_k * (top_k - 1) // 2))
+
+
+def _legal_rows(block_SLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
+    """The rule itself, per row: bool ``[S, L]``."""
+    columns_KN = _columns(block_SLK)
+    low_N, high_N = columns_KN.min(axis=0), columns_KN.max(axis=0)
+    duplicate_N = np.zeros(columns_KN.shape[1], dtype=np.bool_)
+    for shift in range(1, columns_KN.shape[0]):
+        duplicate_N |= (columns_KN[shift:] == columns_KN[:-shift]).any(axis=0)
+    missing_N = (low_N == MISSING) & (high_N == MISSING)
+    legal_N = missing_N | ((low_N >= 0) & _below_width(high_N, spec) & ~duplicate_N)
+    return legal_N.reshape(block_SLK.shape[:2])
+
+
+def _columns(block_SLK: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(block_SLK.reshape(-1, block_SLK.shape[2]).T)
+
+
+def _below_width(high_N: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
+    if isinstance(spec.num_experts, int):
+        return np.asarray(high_N < spec.num_experts)
+    widths_L = np.asarray(spec.num_experts, dtype=np.int64)
+    return np.asarray(high_N.reshape(-1, widths_L.size) < widths_L).reshape(-1)
+
+
+def _row_problem(row_K: NDArray[Any], spec: RouteSpec, *, slot: int, token: int, sample: str | None) -> Problem:
+    width = spec.experts_per_layer[slot]
+    ids = [int(expert) for expert in row_K]
+    if any(expert >= width for expert in ids):
+        kind, message = ErrorKind.ID_OUT_OF_RANGE, f"expected ids in [0, {width}), got {ids}"
+    elif any(expert < 0 for expert in ids):
+        kind, message = ErrorKind.PARTIAL_ROW, f"expected all ids -1 or none negative, got {ids}"
+    else:
+        kind, message = ErrorKind.DUPLICATE_ID, f"expected pairwise distinct ids, got {ids}"
+    return Problem(kind=kind, message=message, sample=sample, token=token, layer=spec.layer_ids[slot])
+
+
+def find_alarms(
+    routes: NDArray[np.int16],
+    spec: RouteSpec,
+    *,
+    token_ids: NDArray[np.int32] | None = None,
+    first_token: int = 0,
+    sample: str | None = None,
+    longest_run: int = 32,
+    least_rows: int = 64,
+) -> list[Problem]:
+    """Statistics of legal ``routes`` ``[S, L, K]`` that point at a broken capture, as ``alarm`` problems.
+
+    * identical rows: more than ``longest_run`` consecutive tokens with the same rows in *all* layers (a stale buffer);
+    * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel);
+    * entropy collapse: fewer than K + 1 effective experts in a layer over at least ``least_rows`` tokens.
+
+    Runs of one repeated token are honest (measured: 64 equal tokens give 64 equal rows; greedy decoding repeats at most
+    2 rows in all layers), so with ``token_ids`` ``[S]`` positions that repeat their predecessor are left out.
+    """
+    keep_S = ~missing_rows(routes).any(axis=1)
+    if token_ids is not None and len(token_ids) > 1:
+        keep_S[1:] &= token_ids[1:] != token_ids[:-1]
+    positions = np.flatnonzero(keep_S)
+    rows_SLK = routes[positions]
+    found = _run_alarm(rows_SLK, positions + first_token, longest_run, sample)
+    if len(positions) >= least_rows:
+        for slot, layer in enumerate(spec.layer_ids):
+            found += _layer_alarms(rows_SLK[:, slot], spec, layer, sample)
+    return found
+
+
+def _run_alarm(
+    rows_SLK: NDArray[np.int16], positions: NDArray[np.int64], longest_run: int, sample: str | None
+) -> list[Problem]:
+    if len(rows_SLK) <= longest_run:
+        return []
+    starts = np.flatnonzero(np.concatenate([[True], (rows_SLK[1:] != rows_SLK[:-1]).any(axis=(1, 2))]))
+    lengths = np.diff(np.append(starts, len(rows_SLK)))
+    longest = int(lengths.argmax())
+    if lengths[longest] <= longest_run:
+        return []
+    message = f"expected at most {longest_run} consecutive tokens with equal rows in all layers, got {lengths[longest]}"
+    return [
+        Problem(
+            kind=ErrorKind.IDENTICAL_ROWS,
+            message=message,
+            sample=sample,
+            token=int(positions[starts[longest]]),
+            severity="alarm",
+        )
+    ]
+
+
+def _layer_alarms(rows_SK: NDArray[np.int16], spec: RouteSpec, layer: int, sample: str | None) -> list[Problem]:
+    if (rows_SK == rows_SK[0]).all():
+        message = f"expected rows that vary over {len(rows_SK)} tokens, got {rows_SK[0].tolist()} throughout"
+        return [
+            Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, sample=sample, layer=layer, severity="alarm")
+        ]
+    load_E = np.bincount(rows_SK.ravel()).astype(np.float64)
+    share = load_E[load_E > 0] / load_E.sum()
+    effective = float(np.exp(-(share * np.log(share)).sum()))
+    # A gate that uses hardly more experts than it must; a router no wider than K + 1 cannot do otherwise.
+    if effective < spec.top_k + 1 < spec.experts_per_layer[spec.slot(layer)]:
+        message = f"expected at least {spec.top_k + 1} effective experts, got {effective:.2f}"
+        return [
+            Problem(kind=ErrorKind.ENTROPY_COLLAPSE, message=message, sample=sample, layer=layer, severity="alarm")
+        ]
+    return []
