@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind
+from routeplane.scalars import check_text
 
 __all__ = ["RESERVED_COLUMNS", "as_integers", "as_logprobs", "as_token_columns", "frozen_view"]
 
@@ -51,7 +52,7 @@ def as_integers(values: Any, dtype: type[np.signedinteger[Any]], *, what: str, n
     Raises DataError for other than whole-number input (floats are never rounded), a wrong rank, or a value that does
     not fit ``dtype``.
     """
-    array = np.asarray(values)
+    array = _array(values, what)
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(values, np.ndarray):
         array = array.astype(dtype)  # an empty list has no type of its own
     if array.dtype.kind not in "iu":
@@ -71,8 +72,9 @@ def as_integers(values: Any, dtype: type[np.signedinteger[Any]], *, what: str, n
 
 
 def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[np.float32]:
-    """``values`` as read-only float32 ``[length]``. NaN means none; positive values and infinities above are refused."""
-    array = np.asarray(values)
+    """``values`` as read-only float32 ``[length]``. NaN means none; positive values and infinities above are
+    refused."""
+    array = _array(values, what)
     if array.dtype.kind != "f" and array.size:
         raise DataError(f"expected {what} of a float type, got {array.dtype}", kind=ErrorKind.DTYPE)
     if array.shape != (length,):
@@ -80,7 +82,19 @@ def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[
     # Engines round: a log-probability of a certain token can come out a few ulp above zero.
     if array.size and bool((array > 1e-3).any()):
         raise DataError(f"expected {what} of at most 0, got {np.nanmax(array)}", kind=ErrorKind.VALUE_RANGE)
+    finite = array[np.isfinite(array)]
+    if finite.size and float(finite.min()) < np.finfo(np.float32).min:
+        raise DataError(f"expected {what} that float32 can hold, got {finite.min()}", kind=ErrorKind.VALUE_RANGE)
     return frozen_view(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def _array(values: Any, what: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (ValueError, OverflowError) as error:
+        raise DataError(
+            f"expected {what} as one array, got what numpy refuses: {error}", kind=ErrorKind.SHAPE
+        ) from None
 
 
 def as_token_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[str, NDArray[Any]]:
@@ -90,10 +104,15 @@ def as_token_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[
     for.
     """
     checked: dict[str, NDArray[Any]] = {}
-    for name in sorted(columns or {}):
-        if not name or name in RESERVED_COLUMNS:
-            raise DataError(f"expected a token column name outside the format's own, got {name!r}", kind=ErrorKind.TOKEN_COLUMN)
-        array = np.asarray((columns or {})[name])
+    given = dict(columns or {})
+    for name in given:
+        check_text(name, "a token column's name")
+        if name in RESERVED_COLUMNS:
+            raise DataError(
+                f"expected a token column name outside the format's own, got {name!r}", kind=ErrorKind.TOKEN_COLUMN
+            )
+    for name in sorted(given):
+        array = _array(given[name], f"token column {name!r}")
         if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
             raise DataError(
                 f"expected token column {name!r} of an integer, float or bool type, got {array.dtype}",
@@ -104,5 +123,5 @@ def as_token_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[
                 f"expected token column {name!r} of the record's {length} tokens, got shape {list(array.shape)}",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
-        checked[name] = frozen_view(np.ascontiguousarray(array))
+        checked[name] = frozen_view(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
     return MappingProxyType(checked)

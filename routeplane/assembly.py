@@ -9,6 +9,7 @@ Axes: S token positions of a segment, R rows of a call, L captured layers, K top
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ _ABSENT, _SOME, _WHOLE = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssemblyReport:
-    """What assembling decided, in counts. A *row* here is one token in one layer."""
+    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer."""
 
     calls: int = 0
     records: int = 0
@@ -54,7 +55,7 @@ class AssemblyReport:
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return AssemblyReport(**sums, coverage=self.coverage.merge(other.coverage))
 
-    def scalars(self, prefix: str = "routeplane/") -> dict[str, float]:
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
         """A flat dict with stable names for a metrics logger."""
         return {
             f"{prefix}calls": float(self.calls),
@@ -63,7 +64,7 @@ class AssemblyReport:
             f"{prefix}drift_rows": float(self.drift_rows),
             f"{prefix}drift_share": self.drift_rows / self.overlap_rows if self.overlap_rows else 0.0,
             f"{prefix}boundary_tokens": float(self.boundary_tokens),
-            **self.coverage.scalars(prefix),
+            **self.coverage.scalars(prefix=prefix),
         }
 
 
@@ -90,12 +91,14 @@ def assemble(
     """Join calls, in the order they were made, into one record per unbroken context.
 
     ``overlap``: which capture stays where two calls bring the same row; differences are counted either way (a bfloat16
-    re-prefill flips about 2% of rows per layer, so equality is no rule). A row that an earlier call lacked is taken from
-    a later one under both. ``on_break``: what a prompt does that is no extension of the tokens before it. ``on_missing``:
-    whether rows that were fed and did not come are marked with their state or refused.
+    re-prefill flips about 2% of rows per layer, so equality is no rule). Both decide between captures of equal reach,
+    and token by token: rows in all layers replace rows in some, which replace none, under either; captures of different
+    layers are not mixed, so that ``captures`` says exactly who brought a row (``merge_layers`` joins pipeline stages).
+    ``on_break``: what a prompt does that is no extension of the tokens before it. ``on_missing``: whether rows that
+    were fed and did not come are marked with their state or refused.
 
-    Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call and token, UsageError
-    for an unknown policy.
+    Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call and token,
+    UsageError for an unknown policy.
     """
     _check_policies(overlap=overlap, on_break=on_break, on_missing=on_missing)
     verified = [_checked(call, spec) for call in calls]
@@ -199,13 +202,14 @@ class _Fill:
         self._rank_S = np.full(size, _ABSENT, dtype=np.int8)
         self._state_S = np.full(size, _UNKNOWN, dtype=np.int8)
         self._call_S = np.zeros(size, dtype=np.int32)
+        self._cached_S = np.zeros(size, dtype=np.bool_)
 
     def add(self, position: int, *, keep_last: bool) -> None:
         call = self._segment[position]
         if call.routes is not None and len(call.routes):
             self._take(position, call, keep_last=keep_last)
         # A call that generated nothing fed its whole prompt; otherwise its last token was only sampled.
-        fed = call.num_tokens if len(call.generation_ids) == 0 else max(call.num_tokens - 1, call.rows_stop)
+        fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
         unexplained_S = np.flatnonzero((self._rank_S[:fed] == _ABSENT) & (self._state_S[:fed] == _UNKNOWN))
         self._state_S[unexplained_S] = _CODE[call.loss or "not_captured"]
         self._call_S[unexplained_S] = position
@@ -223,6 +227,7 @@ class _Fill:
         self.routes_SLK[at_S] = new_RLK[taken_R]
         self._rank_S[at_S] = new_rank_R[taken_R]
         self._call_S[at_S] = position
+        self._cached_S[at_S] = at_S < call.cached
         whole = np.where(at_S < call.cached, _CODE["cached"], _CODE["captured"])
         self._state_S[at_S] = np.where(new_rank_R[taken_R] == _WHOLE, whole, _CODE["partial"])
 
@@ -232,7 +237,8 @@ class _Fill:
         return np.arange(where.start, where.stop) < before
 
     def _on_spec_layers(self, call: ModelCall) -> NDArray[np.int16]:
-        """The call's rows on the spec's layer axis; layers it did not capture are MISSING. A view where nothing moves."""
+        """The call's rows on the spec's layer axis; layers it did not capture are MISSING. A view where nothing
+        moves."""
         routes_RLK = call.routes
         if routes_RLK is None or call.layer_ids is None or call.layer_ids == self._spec.layer_ids:
             return routes_RLK if routes_RLK is not None else self._spec.missing_rows(0)
@@ -258,17 +264,17 @@ class _Fill:
         state_S, call_S = self._state_S.copy(), self._call_S.copy()
         left = state_S == _UNKNOWN
         state_S[left], call_S[left] = _CODE["not_fed"], len(self._segment) - 1
-        edges = np.flatnonzero((np.diff(state_S) != 0) | (np.diff(call_S) != 0)) + 1
+        same_run = (np.diff(state_S) == 0) & (np.diff(call_S) == 0) & (np.diff(self._cached_S.astype(np.int8)) == 0)
+        edges = np.flatnonzero(~same_run) + 1
         bounds = [0, *edges.tolist(), len(state_S)]
         return tuple(
             self._capture(start, stop, STATES[int(state_S[start])], self._segment[int(call_S[start])])
-            for start, stop in zip(bounds, bounds[1:], strict=False)
+            for start, stop in itertools.pairwise(bounds)
         )
 
-    @staticmethod
-    def _capture(start: int, stop: int, state: CaptureState, call: ModelCall) -> Capture:
+    def _capture(self, start: int, stop: int, state: CaptureState, call: ModelCall) -> Capture:
         # Cached rows may come from weights before an update; rows that are not there come from none.
-        known = state in ("captured", "partial")
+        known = state in ("captured", "partial") and not self._cached_S[start]
         version = call.weights_version if known else None
         return Capture(start=start, stop=stop, call=call.call_id, weights_version=version, state=state)
 
@@ -319,15 +325,16 @@ def _attributes(segment: Sequence[ModelCall], given: Mapping[str, str] | None) -
 
 def _columns(segment: Sequence[ModelCall]) -> dict[str, NDArray[Any]]:
     """Token columns; each call gives the values of the tokens it brought. All calls must carry the same ones."""
-    names = set(segment[0].columns)
+    types = {name: values.dtype for name, values in segment[0].columns.items()}
     for call in segment:
-        if set(call.columns) != names:
+        found = {name: values.dtype for name, values in call.columns.items()}
+        if found != types:
             raise DataError(
-                f"expected token columns {sorted(names)} in every call, got {sorted(call.columns)} @ call {call.call_id}",
+                f"expected token columns {types} in every call, got {found} @ call {call.call_id}",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
     starts = [0, *(call.num_tokens for call in segment)]
     return {
         name: np.concatenate([call.columns[name][start:] for start, call in zip(starts, segment, strict=False)])
-        for name in names
+        for name in types
     }

@@ -1,8 +1,8 @@
 """Requests to an engine as they happened (ModelCall), before they become a record.
 
-A call fed P prompt tokens and all its G generated ones but the last, so n = P + G tokens bring n - 1 rows, or n where the
-last was fed too. Nothing else is accepted, unless the capture declares why rows are absent. Knows no engine; ``assemble``
-turns calls into records.
+A call fed P prompt tokens and all its G generated ones but the last, so n = P + G tokens bring n - 1 rows, or n where
+the last was fed too. Nothing else is accepted, unless the capture declares why rows are absent. Knows no engine;
+``assemble`` turns calls into records.
 
 Axes: S token positions of the call (n), R rows that came, L captured layers, K top-k slots.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from routeplane.arrays import as_integers, as_logprobs, as_token_columns
 from routeplane.checksum import CanonicalHash
 from routeplane.errors import ChecksumError, DataError, ErrorKind
+from routeplane.scalars import check_count, check_optional_int64, check_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,35 +39,38 @@ class ModelCall:
     """One request to the engine.
 
     ``prompt_ids`` int32 ``[P]`` and ``generation_ids`` int32 ``[G]``: the tokens fed and sampled. ``routes`` int16
-    ``[R, L, K]`` or None: rows of tokens ``[first_row, first_row + R)``; ``layer_ids`` names the layers of axis L (None:
-    those of the spec it is assembled under). ``weights_version``: of the policy, None where unknown. ``logprobs`` float32
-    ``[G]``. ``media``: one digest per media item, in prompt order. ``cached``: rows ``[first_row, cached)`` came from a
-    prefix cache, so by weights of an unknown version. ``loss``: declares that rows are absent, and why; without it
-    ``first_row + R`` must be n or n - 1. ``columns``: token columns ``[P + G]``. ``checksum``: None computes it.
+    ``[R, L, K]`` or None: rows of tokens ``[first_row, first_row + R)``; ``layer_ids`` names the layers of axis L
+    (None: those of the spec it is assembled under). ``weights_version``: of the policy, None where unknown.
+    ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order. ``cached``: rows ``[first_row,
+    cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``: declares that rows are absent,
+    and why; without it ``first_row + R`` must be n or n - 1. ``columns``: token columns ``[P + G]``. ``checksum``: None
+    computes it.
 
     Raises DataError for anything else. Arrays are kept as read-only views where their type fits.
     """
 
-    prompt_ids: NDArray[np.int32]
-    generation_ids: NDArray[np.int32]
-    routes: NDArray[np.int16] | None
+    prompt_ids: NDArray[Any]
+    generation_ids: NDArray[Any]
+    routes: NDArray[Any] | None
     first_row: int = 0
     layer_ids: tuple[int, ...] | None = None
     weights_version: int | None
     call_id: str
-    logprobs: NDArray[np.float32] | None = None
+    logprobs: NDArray[Any] | None = None
     media: tuple[str, ...] = ()
     cached: int = 0
     loss: RowLoss | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=_no_columns)
-    checksum: int = None  # type: ignore[assignment]  # None asks for it to be computed; an int ever after
+    checksum: Any = None  # None asks for it to be computed; an int ever after
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "prompt_ids", as_integers(self.prompt_ids, np.int32, what="prompt_ids", ndim=1))
         put(self, "generation_ids", as_integers(self.generation_ids, np.int32, what="generation_ids", ndim=1))
-        if not isinstance(self.call_id, str) or not self.call_id:
-            raise DataError(f"expected call_id as a non-empty string, got {self.call_id!r}", kind=ErrorKind.DTYPE)
+        check_text(self.call_id, "call_id")
+        check_optional_int64(self.weights_version, "weights_version")
+        for name in ("first_row", "cached"):
+            check_count(getattr(self, name), name, below=2**31)
         if self.num_tokens == 0:
             raise DataError(f"expected at least one token, got none @ call {self.call_id}", kind=ErrorKind.SHAPE)
         if self.logprobs is not None:
@@ -78,16 +82,21 @@ class ModelCall:
         self._check_rows()
         if self.checksum is None:
             put(self, "checksum", self.compute_checksum())
+        check_count(self.checksum, "checksum", below=2**64)
 
     def _check_rows(self) -> None:
         put, where = object.__setattr__, f"@ call {self.call_id}"
         if self.layer_ids is not None:
-            put(self, "layer_ids", tuple(int(layer) for layer in self.layer_ids))
-        if not 0 <= self.first_row <= self.num_tokens:
+            put(self, "layer_ids", tuple(check_count(layer, "a layer id", below=2**31) for layer in self.layer_ids))
+        if self.first_row > self.num_tokens:
             raise DataError(
                 f"expected first_row in [0, {self.num_tokens}], got {self.first_row} {where}", kind=ErrorKind.ROW_COUNT
             )
         if self.routes is None:
+            if self.cached:
+                raise DataError(
+                    f"expected cached 0 without routes, got {self.cached} {where}", kind=ErrorKind.ROW_COUNT
+                )
             return
         routes_RLK = as_integers(self.routes, np.int16, what=f"routes of call {self.call_id}", ndim=3)
         put(self, "routes", routes_RLK)
@@ -103,7 +112,7 @@ class ModelCall:
                 f"{len(self.generation_ids)} generated), got {rows} from {self.first_row} {where}",
                 kind=ErrorKind.ROW_COUNT,
             )
-        if not 0 <= self.cached <= end:
+        if self.cached > end:
             raise DataError(f"expected cached in [0, {end}], got {self.cached} {where}", kind=ErrorKind.ROW_COUNT)
 
     @property
@@ -138,7 +147,7 @@ class ModelCall:
         out.int64("cached", self.cached)
         out.text("loss", self.loss)
         for name, values in self.columns.items():
-            out.array(name, values)
+            out.token_column(name, values)
         return out.value()
 
     def verify(self) -> Self:
@@ -164,9 +173,16 @@ def _rebuild(content: dict[str, Any]) -> ModelCall:
 
 def _media(media: Sequence[str], call_id: str) -> tuple[str, ...]:
     """Media without digests have no identity: equal placeholder tokens would pass for equal prompts."""
+    if isinstance(media, str):
+        raise DataError(
+            f"expected a sequence of digests, got one string {media!r} @ call {call_id}", kind=ErrorKind.MEDIA
+        )
     for digest in media:
         if not isinstance(digest, str) or not digest:
-            raise DataError(f"expected a digest for every media item, got {digest!r} @ call {call_id}", kind=ErrorKind.MEDIA)
+            raise DataError(
+                f"expected a digest for every media item, got {digest!r} @ call {call_id}", kind=ErrorKind.MEDIA
+            )
+        check_text(digest, "a media digest")
     return tuple(media)
 
 
@@ -188,14 +204,14 @@ def merge_layers(calls: Iterable[ModelCall]) -> ModelCall:
             raise DataError(f"expected routes and layer_ids in every part @ call {part.call_id}", kind=ErrorKind.LAYERS)
         for slot, layer in enumerate(part.layer_ids):
             if layer in slots:
-                raise DataError(f"expected layer {layer} once, got it twice @ call {part.call_id}", kind=ErrorKind.LAYERS)
+                raise DataError(
+                    f"expected layer {layer} once, got it twice @ call {part.call_id}", kind=ErrorKind.LAYERS
+                )
             slots[layer] = part.routes[:, slot]
     layers = sorted(slots)
     logprobs, columns = _merge_columns(parts)
     routes_RLK = np.stack([slots[layer] for layer in layers], axis=1)
-    return replace(
-        first, routes=routes_RLK, layer_ids=tuple(layers), logprobs=logprobs, columns=columns, checksum=None
-    )
+    return replace(first, routes=routes_RLK, layer_ids=tuple(layers), logprobs=logprobs, columns=columns, checksum=None)
 
 
 def _check_same_call(first: ModelCall, part: ModelCall) -> None:
@@ -206,6 +222,12 @@ def _check_same_call(first: ModelCall, part: ModelCall) -> None:
                 f"{getattr(part, name)!r} @ call {first.call_id}",
                 kind=ErrorKind.LAYERS,
             )
+    if first.routes is not None and part.routes is not None and first.routes.shape[2] != part.routes.shape[2]:
+        raise DataError(
+            f"expected parts of one call to agree in top-k, got {first.routes.shape[2]} and {part.routes.shape[2]} "
+            f"@ call {first.call_id}",
+            kind=ErrorKind.SHAPE,
+        )
     for name in ("prompt_ids", "generation_ids"):
         if not np.array_equal(getattr(first, name), getattr(part, name)):
             raise DataError(

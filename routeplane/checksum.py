@@ -1,7 +1,7 @@
 """Canonical bytes and the xxh3-64 over them: what "the same record" means, whatever encoding carried it.
 
-Grammar (``docs/spec/v1.md``, section "Checksum"): the spec's digest as u64, then for every column its name, a null flag,
-a u64 length and its values, all little endian. Knows no record class; callers name their columns in schema order.
+Grammar (``docs/spec/v1.md``, section "Checksum"): the spec's digest as u64, then for every column its name, a null
+flag, a u64 length and its values, all little endian. Knows no record class; callers name their columns in schema order.
 """
 
 from __future__ import annotations
@@ -71,13 +71,19 @@ class CanonicalHash:
         self._hash.update(_name(name) + b"\x00" + _U64.pack(count))
 
     def array(self, name: str, values: NDArray[Any] | None) -> None:
-        """A fixed-width column; length in bytes, values little endian, NaN in its canonical spelling, bool as one byte."""
+        """A fixed-width column; length in bytes, values little endian, NaN in its canonical spelling, bool as one
+        byte."""
         if values is None:
             return self.null(name)
         canonical = _canonical_array(values)
         self._hash.update(_name(name) + b"\x00" + _U64.pack(canonical.nbytes))
         self._hash.update(canonical.reshape(-1).view(np.uint8).data)
         return None
+
+    def token_column(self, name: str, values: NDArray[Any]) -> None:
+        """A token column: its type by name first, so that equal bytes of another type are another content."""
+        self.text("type", values.dtype.name)
+        self.array(name, values)
 
     def text_map(self, name: str, entries: Mapping[str, str]) -> None:
         """A map column: entries in ascending order of the key's bytes."""

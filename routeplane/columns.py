@@ -19,7 +19,7 @@ from routeplane.coverage import lose_rows
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError
 from routeplane.record import Prefix, RouteRecord
 from routeplane.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPE, Encoding, StreamHeader, arrow_schema, row_type
-from routeplane.spans import Capture, Span
+from routeplane.spans import Capture, Interval, Span
 from routeplane.spec import MISSING, NARROW_MISSING, RouteSpec
 
 __all__ = ["column_types", "read_records", "salvage", "widen", "write_batch"]
@@ -49,7 +49,9 @@ def write_batch(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: En
         _ragged_routes([record.routes for record in records], spec, encoding),
         pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
         pa.array([[_entry(span, SPAN_TYPE) for span in record.spans] for record in records], pa.list_(SPAN_TYPE)),
-        pa.array([[_entry(item, CAPTURE_TYPE) for item in record.captures] for record in records], pa.list_(CAPTURE_TYPE)),
+        pa.array(
+            [[_entry(item, CAPTURE_TYPE) for item in record.captures] for record in records], pa.list_(CAPTURE_TYPE)
+        ),
         _ragged([record.logprobs for record in records], pa.float32()),
         pa.array([sorted(record.attributes.items()) for record in records], pa.map_(pa.utf8(), pa.utf8())),
         pa.array([record.checksum for record in records], pa.uint64()),
@@ -132,45 +134,69 @@ def read_records(batch: pa.RecordBatch, header: StreamHeader) -> Iterator[RouteR
         )
 
 
-_SMALL = ("sample_id", "attempt", "segment", "group", "routes_start", "prefix", "spans", "captures", "attributes", "checksum")
+_SMALL = (
+    "sample_id",
+    "attempt",
+    "segment",
+    "group",
+    "routes_start",
+    "prefix",
+    "spans",
+    "captures",
+    "attributes",
+    "checksum",
+)
 
 
-def salvage(batch: pa.RecordBatch, index: int, header: StreamHeader) -> RouteRecord | None:
-    """Record ``index`` of a validated batch with every row of its own MISSING and marked ``lost``, under a new checksum.
+def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> RouteRecord | None:
+    """Record ``index`` of a validated batch with every row of its own MISSING and marked ``lost``, under a new
+    checksum.
 
     ``attributes["quarantined"]`` is set. None where tokens, spans or captures are unreadable too.
     """
     one = batch.slice(index, 1)
     row = {name: one.column(name).to_pylist()[0] for name in _SMALL}
     tokens = _Ragged(one.column("token_ids"))[0]
-    rows = (0 if tokens is None else len(tokens)) - row["routes_start"]
-    if not 0 <= rows <= 2**31:
-        return None
+    rows = len(tokens) - row["routes_start"]
+    if rows < 0 or row["routes_start"] < 0:
+        return None  # before anything of that size is allocated
     row["captures"] = _lost_captures(row["captures"], row["routes_start"])
-    row["attributes"] = [*row["attributes"], ("quarantined", "true")]
+    kept = [(key, value) for key, value in row["attributes"] if key != "quarantined"]
+    row["attributes"] = [*kept, ("quarantined", "true")]
     row["checksum"] = None
     extra = {name: _Ragged(one.column(name))[0] for name, _ in header.columns}
     routes = header.spec.missing_rows(rows)
-    read = _build(row, header, token_ids=tokens, routes=routes, logprobs=_Ragged(one.column("logprobs"))[0], columns=extra)
+    read = _build(
+        row, header, token_ids=tokens, routes=routes, logprobs=_Ragged(one.column("logprobs"))[0], columns=extra
+    )
     return read if isinstance(read, RouteRecord) else None
 
 
 def _lost_captures(entries: list[dict[str, Any]], routes_start: int) -> list[dict[str, Any]]:
     try:
-        captures = lose_rows(tuple(Capture(**entry) for entry in entries), routes_start)
+        captures = lose_rows(_entries(entries, Capture), routes_start)
     except DataError:
         return entries  # unreadable here, and refused with its reason where the record is built
     return [_entry(capture, CAPTURE_TYPE) for capture in captures]
+
+
+def _entries(entries: Sequence[dict[str, Any] | None], kind: type[Interval]) -> tuple[Interval, ...]:
+    built = []
+    for entry in entries:
+        if entry is None:
+            raise DataError(f"expected no null among the {kind.__name__.lower()}s, got one", kind=ErrorKind.SCHEMA)
+        built.append(kind(**entry))
+    return tuple(built)
 
 
 def _build(
     row: dict[str, Any],
     header: StreamHeader,
     *,
-    token_ids: NDArray[Any] | None,
+    token_ids: NDArray[Any],
     routes: NDArray[np.int16],
     logprobs: NDArray[Any] | None,
-    columns: dict[str, NDArray[Any] | None],
+    columns: dict[str, NDArray[Any]],
 ) -> RouteRecord | DataError:
     try:
         if len(dict(row["attributes"])) != len(row["attributes"]):
@@ -184,8 +210,8 @@ def _build(
             routes=routes,
             routes_start=row["routes_start"],
             prefix=None if row["prefix"] is None else Prefix(**row["prefix"]),
-            spans=tuple(Span(**span) for span in row["spans"]),
-            captures=tuple(Capture(**capture) for capture in row["captures"]),
+            spans=_entries(row["spans"], Span),
+            captures=_entries(row["captures"], Capture),
             spec=header.spec,
             logprobs=logprobs,
             attributes=dict(row["attributes"]),
@@ -204,17 +230,23 @@ class _Ragged:
         self._valid = column.is_valid().to_numpy(zero_copy_only=False)
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.flat = column.flatten()
+        self.flat = _without_nulls(column.flatten())
         if isinstance(self.flat, pa.ExtensionArray):
-            self.flat = self.flat.storage.flatten()
-        if self.flat.null_count:
-            raise FormatError("expected no nulls inside lists, got some", kind=ErrorKind.SCHEMA)
+            # flattening drops null rows, so they are looked for before and after
+            self.flat = _without_nulls(_without_nulls(self.flat.storage).flatten())
         self._values = self.flat.to_numpy(zero_copy_only=False)
 
-    def __getitem__(self, index: int) -> NDArray[Any] | None:
+    def __getitem__(self, index: int) -> Any:
+        """A view ``[rows]``, or None where the entry is null."""
         if not self._valid[index]:
             return None
         return self._values[self.offsets_B1[index] : self.offsets_B1[index + 1]]
+
+
+def _without_nulls(array: pa.Array) -> pa.Array:
+    if array.null_count:
+        raise FormatError(f"expected no nulls inside lists, got {array.null_count}", kind=ErrorKind.SCHEMA)
+    return array
 
 
 class _RaggedRoutes:

@@ -5,6 +5,7 @@ Pure functions of captures and arrays; knows no record and no IO. Axes: S tokens
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -36,7 +37,7 @@ class Coverage:
     @classmethod
     def of(cls, captures: Iterable[Capture]) -> Coverage:
         """Count the rows of one record."""
-        rows = dict.fromkeys(STATES, 0)
+        rows: dict[str, int] = dict.fromkeys(STATES, 0)
         for capture in captures:
             rows[capture.state] += capture.stop - capture.start
         return cls(records=1, rows=MappingProxyType(dict(rows)))
@@ -67,10 +68,10 @@ class Coverage:
 
     def merge(self, other: Coverage) -> Coverage:
         """The counts of both."""
-        rows = {state: self.count(state) + other.count(state) for state in STATES}
+        rows: dict[str, int] = {state: self.count(state) + other.count(state) for state in STATES}
         return Coverage(records=self.records + other.records, rows=MappingProxyType(rows))
 
-    def scalars(self, prefix: str = "routeplane/") -> dict[str, float]:
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
         """A flat dict with stable names for a metrics logger."""
         found: dict[str, float] = {f"{prefix}rows_{state}": float(self.count(state)) for state in STATES}
         found[f"{prefix}records"] = float(self.records)
@@ -90,11 +91,16 @@ def _rebuild_coverage(records: int, rows: dict[str, int]) -> Coverage:
 
 
 def coverage_problems(
-    captures: Iterable[Capture], routes_SLK: NDArray[np.int16], routes_start: int, sample: str
+    captures: Iterable[Capture], routes_SLK: NDArray[np.int16], *, routes_start: int, sample: str
 ) -> Iterator[Problem]:
     """Where legal rows ``[S - routes_start, L, K]`` contradict what their captures declare, one finding per capture."""
     missing_SL = missing_rows(routes_SLK)
+    last = routes_start + len(routes_SLK) - 1
     for capture in captures:
+        if capture.state == "not_fed" and capture.start != last:
+            # an engine feeds every token but the last it sampled; anything else that is absent was lost, and counts
+            message = f"expected not_fed for the last token {last} alone, got [{capture.start}, {capture.stop})"
+            yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=capture.start)
         start, stop = max(capture.start, routes_start), capture.stop
         if start >= stop:
             continue
@@ -107,12 +113,14 @@ def coverage_problems(
             wrong_S, expected = ~rows_SL.all(axis=1), "no ids"
         if wrong_S.any():
             token = start + int(wrong_S.argmax())
-            message = f"expected {expected} where the capture says {capture.state}, got {int(wrong_S.sum())} rows otherwise"
+            message = (
+                f"expected {expected} where the capture says {capture.state}, got {int(wrong_S.sum())} rows otherwise"
+            )
             yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=token)
 
 
 def settle_partial(
-    captures: Iterable[Capture], routes_SLK: NDArray[np.int16], routes_start: int
+    captures: Iterable[Capture], routes_SLK: NDArray[np.int16], *, routes_start: int
 ) -> tuple[Capture, ...]:
     """Captures after layers were dropped: a partial row may have become whole, or may have lost all it had.
 
@@ -128,9 +136,9 @@ def settle_partial(
         if capture.start < first:
             settled.append(replace(capture, stop=first))
         rows_SL = missing_SL[first - routes_start : capture.stop - routes_start]
-        code_S = rows_SL.any(axis=1).astype(np.int8) + rows_SL.all(axis=1)
+        code_S: NDArray[np.int8] = np.asarray(rows_SL.any(axis=1).astype(np.int8) + rows_SL.all(axis=1))
         edges = [0, *(np.flatnonzero(np.diff(code_S)) + 1).tolist(), len(code_S)]
-        for a, b in zip(edges, edges[1:], strict=False):
+        for a, b in itertools.pairwise(edges):
             state = _SETTLED[int(code_S[a])]
             version = None if state == "not_captured" else capture.weights_version
             settled.append(replace(capture, start=first + a, stop=first + b, state=state, weights_version=version))

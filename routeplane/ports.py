@@ -6,13 +6,15 @@ Interfaces only. ``stream`` and ``archive`` implement them; ``capture`` and ``ba
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from routeplane.admission import Admission
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record import RecordKey, RouteRecord
+from routeplane.scalars import check_count, check_text
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,6 +25,8 @@ __all__ = ["MAX_TICKET_BYTES", "Report", "RouteSink", "RouteSource", "RouteTicke
 
 #: A ticket rides in HTTP bodies and log lines; larger ones are refused (design section 4).
 MAX_TICKET_BYTES = 256
+
+_CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 class RouteSink(Protocol):
@@ -51,7 +55,7 @@ class RouteSink(Protocol):
 class Report(Protocol):
     """Counts that any metrics logger takes."""
 
-    def scalars(self, prefix: str = "routeplane/") -> dict[str, float]:
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
         """A flat dict with stable names."""
 
 
@@ -74,6 +78,10 @@ class RouteSource(Protocol):
         """What was read so far."""
 
 
+def _is_key(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteTicket:
     """Rows ``[start, stop)`` of one call, held by a stream; whoever holds the stream redeems it.
@@ -89,12 +97,21 @@ class RouteTicket:
     checksum: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", RecordKey(*self.key))
-        if not 0 <= self.start <= self.stop or not 0 <= self.checksum < 2**64:
-            raise UsageError(
-                f"expected 0 <= start <= stop and a 64-bit checksum, got [{self.start}, {self.stop}) and {self.checksum}",
-                kind=ErrorKind.ARGUMENT,
-            )
+        try:
+            sample_id, attempt, segment = self.key
+            check_text(self.stream, "stream")
+            check_text(sample_id, "key[0]")
+            check_text(self.call_id, "call_id")
+            check_count(attempt, "key[1]", below=2**31)
+            check_count(segment, "key[2]", below=2**31)
+            check_count(self.start, "start", below=2**63)
+            check_count(self.stop, "stop", below=2**63)
+            check_count(self.checksum, "checksum", below=2**64)
+        except (DataError, TypeError, ValueError) as error:
+            raise UsageError(f"a ticket: {error}", kind=ErrorKind.ARGUMENT) from None
+        object.__setattr__(self, "key", RecordKey(sample_id, attempt, segment))
+        if self.start > self.stop:
+            raise UsageError(f"expected start <= stop, got [{self.start}, {self.stop})", kind=ErrorKind.ARGUMENT)
         size = len(self.to_json().encode())
         if size > MAX_TICKET_BYTES:
             raise UsageError(
@@ -116,16 +133,26 @@ class RouteTicket:
 
     @classmethod
     def from_json(cls, text: str) -> RouteTicket:
-        """Parse what ``to_json`` wrote. Raises UsageError for anything else."""
+        """Parse what ``to_json`` wrote, exactly. Raises UsageError for anything else."""
         try:
             document: Any = json.loads(text)
-            return cls(
-                stream=str(document["stream"]),
-                key=RecordKey(*document["key"]),
-                call_id=str(document["call"]),
-                start=int(document["start"]),
-                stop=int(document["stop"]),
-                checksum=int(document["checksum"], 16),
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                f"expected a ticket as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
+            ) from None
+        keys = {"call", "checksum", "key", "start", "stop", "stream"}
+        if not isinstance(document, dict) or set(document) != keys or not _is_key(document["key"]):
+            raise UsageError(
+                f"expected a ticket with the keys {sorted(keys)}, got {text[:80]!r}", kind=ErrorKind.ARGUMENT
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"expected a ticket as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT) from None
+        digits = document["checksum"]
+        if not isinstance(digits, str) or not _CHECKSUM.fullmatch(digits):
+            raise UsageError(f"expected a checksum of 16 hex digits, got {digits!r}", kind=ErrorKind.ARGUMENT)
+        return cls(
+            stream=document["stream"],
+            key=RecordKey(*document["key"]),
+            call_id=document["call"],
+            start=document["start"],
+            stop=document["stop"],
+            checksum=int(digits, 16),
+        )

@@ -20,10 +20,14 @@ def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
     """Join records whose first rows stand in another one; all must be among ``records``. Order and keys are kept.
 
     Verifies every input; the tokens of the shared prefix must be equal, the prefix's record must have the checksum that
-    was named. Raises DataError (kind PREFIX) where the record is absent, another, or refers to itself.
+    was named. Raises DataError: DUPLICATE_KEY, or PREFIX where the record is absent, another, or refers to itself.
     """
     given = [record.verify() for record in records]
-    by_key = {record.key: record for record in given}
+    by_key: dict[RecordKey, RouteRecord] = {}
+    for record in given:
+        if record.key in by_key:
+            raise DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
+        by_key[record.key] = record
     whole: dict[RecordKey, RouteRecord] = {}
     for record in given:
         _resolve_one(record, by_key, whole, ())

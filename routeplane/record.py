@@ -8,6 +8,8 @@ Axes: S token positions, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -19,6 +21,7 @@ from routeplane.arrays import as_integers, as_logprobs, as_token_columns
 from routeplane.checksum import CanonicalHash
 from routeplane.coverage import Coverage, coverage_problems, lose_rows, settle_partial
 from routeplane.errors import ChecksumError, DataError, ErrorKind, Problem, UsageError
+from routeplane.scalars import check_count, check_text
 from routeplane.spans import Capture, Span, check_cover, cut
 from routeplane.validate import check_routes
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
 
 __all__ = ["Prefix", "RecordKey", "RouteRecord"]
+
+_SLICE = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 
 
 class RecordKey(NamedTuple):
@@ -52,9 +57,9 @@ class Prefix:
     checksum: int
 
     def __post_init__(self) -> None:
-        _check_text(self.sample_id, "prefix.sample_id")
+        check_text(self.sample_id, "prefix.sample_id")
         for name, below in (("attempt", 2**31), ("segment", 2**31), ("stop", 2**63), ("checksum", 2**64)):
-            _check_count(getattr(self, name), f"prefix.{name}", below=below)
+            check_count(getattr(self, name), f"prefix.{name}", below=below)
 
     @property
     def key(self) -> RecordKey:
@@ -71,11 +76,11 @@ class RouteRecord:
     """One finished sequence of S tokens.
 
     ``token_ids``: int32 ``[S]``, the positions *fed*, after any placeholder expansion. ``routes``: int16
-    ``[S - routes_start, L, K]``, one row per token and captured layer; rows that were not captured are MISSING (all -1).
-    ``spans`` and ``captures`` each cover ``[0, S)``; what a capture declares must be what the rows show. ``routes_start``
-    above 0 needs a ``prefix`` that names the record holding the rows before it. ``logprobs``: float32 ``[S]``,
-    ``logprobs[t]`` is for token t given those before it (so governed by ``routes[t-1]``), NaN where there is none.
-    ``columns``: further token-aligned arrays ``[S]``. ``checksum``: None computes it; a given one is kept, and
+    ``[S - routes_start, L, K]``, one row per token and captured layer; rows that were not captured are MISSING (all
+    -1). ``spans`` and ``captures`` each cover ``[0, S)``; what a capture declares must be what the rows show.
+    ``routes_start`` above 0 needs a ``prefix`` that names the record holding the rows before it. ``logprobs``: float32
+    ``[S]``, ``logprobs[t]`` is for token t given those before it (so governed by ``routes[t-1]``), NaN where there is
+    none. ``columns``: further token-aligned arrays ``[S]``. ``checksum``: None computes it; a given one is kept, and
     ``verify()`` compares.
 
     Arrays are kept as read-only views where their type already fits (the caller must not write to them afterwards) and
@@ -86,17 +91,17 @@ class RouteRecord:
     attempt: int = 0
     segment: int = 0
     group: str | None = None
-    token_ids: NDArray[np.int32]
-    routes: NDArray[np.int16]
+    token_ids: NDArray[Any]
+    routes: NDArray[Any]
     routes_start: int = 0
     prefix: Prefix | None = None
     spans: tuple[Span, ...]
     captures: tuple[Capture, ...]
     spec: RouteSpec
-    logprobs: NDArray[np.float32] | None = None
+    logprobs: NDArray[Any] | None = None
     attributes: Mapping[str, str] = field(default_factory=_no_text)
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
-    checksum: int = None  # type: ignore[assignment]  # None asks for it to be computed; an int ever after
+    checksum: Any = None  # None asks for it to be computed; an int ever after
 
     def __post_init__(self) -> None:
         self._check_identity()
@@ -116,14 +121,15 @@ class RouteRecord:
         self._check_routes(length)
         if self.checksum is None:
             put(self, "checksum", self.compute_checksum())
+        check_count(self.checksum, "checksum", below=2**64)
 
     def _check_identity(self) -> None:
-        _check_text(self.sample_id, "sample_id")
+        check_text(self.sample_id, "sample_id")
         if self.group is not None:
-            _check_text(self.group, "group")
+            check_text(self.group, "group")
         for name in ("attempt", "segment"):
-            _check_count(getattr(self, name), name, below=2**31)
-        _check_count(self.routes_start, "routes_start", below=2**63)
+            check_count(getattr(self, name), name, below=2**31)
+        check_count(self.routes_start, "routes_start", below=2**63)
         if (self.prefix is None) != (self.routes_start == 0):
             raise DataError(
                 f"expected a prefix exactly where routes_start > 0, got routes_start={self.routes_start} and "
@@ -148,7 +154,9 @@ class RouteRecord:
                 kind=ErrorKind.ROW_COUNT,
             )
         check_routes(routes_SLK, self.spec, first_token=self.routes_start, sample=self.sample_id)
-        problems = list(coverage_problems(self.captures, routes_SLK, self.routes_start, self.sample_id))
+        problems = list(
+            coverage_problems(self.captures, routes_SLK, routes_start=self.routes_start, sample=self.sample_id)
+        )
         if problems:
             raise DataError.from_problems(problems, what="rows that contradict their captures")
 
@@ -165,7 +173,7 @@ class RouteRecord:
     @property
     def nbytes(self) -> int:
         """Payload bytes of the arrays, whoever owns them."""
-        arrays = [self.token_ids, self.routes, *self.columns.values()]
+        arrays: list[NDArray[Any]] = [self.token_ids, self.routes, *self.columns.values()]
         return sum(array.nbytes for array in arrays) + (0 if self.logprobs is None else self.logprobs.nbytes)
 
     def coverage(self) -> Coverage:
@@ -188,7 +196,7 @@ class RouteRecord:
         out.array("logprobs", self.logprobs)
         out.text_map("attributes", self.attributes)
         for name, values in self.columns.items():
-            out.array(name, values)
+            out.token_column(name, values)
         return out.value()
 
     def verify(self) -> Self:
@@ -203,7 +211,8 @@ class RouteRecord:
         return self
 
     def equals(self, other: RouteRecord) -> bool:
-        """Whether both hold the same content under the same spec (NaN equals NaN; stored checksums are not consulted)."""
+        """Whether both hold the same content under the same spec (NaN equals NaN; stored checksums are not
+        consulted)."""
         return self.spec == other.spec and self.compute_checksum() == other.compute_checksum()
 
     def slice(self, start: int, stop: int) -> RouteRecord:
@@ -212,6 +221,7 @@ class RouteRecord:
         ``attributes["slice"]`` says which positions of the original these are. Shares memory. Raises UsageError where
         the interval is empty, outside, or begins inside rows that stand in another record (``resolve`` it first).
         """
+        start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start < stop <= self.num_tokens:
             raise UsageError(
                 f"expected 0 <= start < stop <= {self.num_tokens}, got [{start}, {stop}) @ sample {self.sample_id}",
@@ -234,8 +244,8 @@ class RouteRecord:
             routes=self.routes[max(first_row, 0) : max(stop - self.routes_start, 0)],
             routes_start=routes_start,
             prefix=prefix,
-            spans=cut(self.spans, start, stop),
-            captures=cut(self.captures, start, stop),
+            spans=cut(self.spans, start=start, stop=stop),
+            captures=cut(self.captures, start=start, stop=stop),
             logprobs=None if self.logprobs is None else self.logprobs[start:stop],
             attributes={**self.attributes, "slice": f"{origin + start}:{origin + stop}"},
             columns={name: values[start:stop] for name, values in self.columns.items()},
@@ -248,7 +258,7 @@ class RouteRecord:
         spec = self.spec.select(layer_ids)
         slots = [self.spec.slot(layer) for layer in spec.layer_ids]
         routes_SLK = np.ascontiguousarray(self.routes[:, slots])
-        captures = settle_partial(self.captures, routes_SLK, self.routes_start)
+        captures = settle_partial(self.captures, routes_SLK, routes_start=self.routes_start)
         return replace(self, spec=spec, routes=routes_SLK, captures=captures, checksum=None)
 
     def without_routes(self) -> RouteRecord:
@@ -304,24 +314,11 @@ def _hash_captures(out: CanonicalHash, captures: tuple[Capture, ...]) -> None:
         out.int64("weights_version", capture.weights_version)
 
 
-def _check_text(value: object, name: str) -> None:
-    if not isinstance(value, str) or not value:
-        raise DataError(f"expected {name} as a non-empty string, got {value!r}", kind=ErrorKind.DTYPE)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"expected {name} as text that utf-8 can carry, got {value!r}", kind=ErrorKind.DTYPE) from None
-
-
-def _check_count(value: object, name: str, *, below: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < below:
-        raise DataError(f"expected {name} as an int in [0, {below}), got {value!r}", kind=ErrorKind.DTYPE)
-
-
 def _text_map(entries: Mapping[str, str] | None) -> Mapping[str, str]:
     checked = dict(entries or {})
     for key, value in checked.items():
-        _check_text(key, "an attribute's name")
-        if value != "":
-            _check_text(value, f"attribute {key!r}")
+        check_text(key, "an attribute's name")
+        check_text(value, f"attribute {key!r}", empty=True)
+    if "slice" in checked and not _SLICE.fullmatch(checked["slice"]):
+        raise DataError(f"expected attribute 'slice' as start:stop, got {checked['slice']!r}", kind=ErrorKind.DTYPE)
     return MappingProxyType(checked)

@@ -6,12 +6,14 @@ of these schemas and back; ``stream`` frames them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import pyarrow as pa
 
+from routeplane.arrays import RESERVED_COLUMNS
 from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
 from routeplane.spec import RouteSpec
 
@@ -32,6 +34,8 @@ __all__ = [
 FORMAT_VERSION = "1.0"
 
 Encoding = Literal["plain", "narrow"]
+
+_VERSION = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 
 _FORMAT_KEY, _SPEC_KEY, _ENCODING_KEY = b"routeplane.format", b"routeplane.spec", b"routeplane.encoding"
 
@@ -94,9 +98,7 @@ def choose_encoding(wanted: str, spec: RouteSpec) -> Encoding:
     raise UsageError(f"expected encoding plain, narrow or auto, got {wanted!r}", kind=ErrorKind.ENCODING)
 
 
-def arrow_schema(
-    spec: RouteSpec, encoding: Encoding, *, columns: Sequence[tuple[str, pa.DataType]] = ()
-) -> pa.Schema:
+def arrow_schema(spec: RouteSpec, encoding: Encoding, *, columns: Sequence[tuple[str, pa.DataType]] = ()) -> pa.Schema:
     """The schema of a stream; ``columns`` names the token columns and their value types."""
     return pa.schema(
         [
@@ -147,23 +149,34 @@ def parse_schema(schema: pa.Schema) -> StreamHeader:
     except SpecError as error:
         raise FormatError(f"schema metadata routeplane.spec: {error}", kind=ErrorKind.SCHEMA) from error
     encoding = _check_encoding(metadata[_ENCODING_KEY], spec)
-    fixed = arrow_schema(spec, encoding)
+    columns = _check_fields(schema, arrow_schema(spec, encoding))
+    return StreamHeader(spec=spec, encoding=encoding, version=version, columns=columns)
+
+
+def _check_fields(schema: pa.Schema, fixed: pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
+    """Compare the format's own columns one by one; the rest are token columns."""
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"expected column names in utf-8, got a damaged one: {error}", kind=ErrorKind.SCHEMA
+        ) from None
+    if len(set(names)) != len(names):
+        raise FormatError(f"expected each column once, got {names}", kind=ErrorKind.SCHEMA)
     for index, expected in enumerate(fixed):
         found = schema.field(index) if index < len(schema) else None
         if found is None or found.name != expected.name or not found.type.equals(expected.type):
             raise FormatError(
                 f"expected column {index} to be {expected.name}: {expected.type}, got {found}", kind=ErrorKind.SCHEMA
             )
-    columns = tuple(_token_column(field) for field in list(schema)[len(fixed) :])
-    return StreamHeader(spec=spec, encoding=encoding, version=version, columns=columns)
+    return tuple(_token_column(field) for field in list(schema)[len(fixed) :])
 
 
 def _check_version(raw: bytes) -> str:
     text = raw.decode("ascii", "replace")
-    major, dot, minor = text.partition(".")
-    if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise FormatError(f"expected a format version like {FORMAT_VERSION}, got {text!r}", kind=ErrorKind.VERSION)
-    if int(major) != int(FORMAT_VERSION.partition(".")[0]):
+    if not _VERSION.fullmatch(text):
+        raise FormatError(f"expected a format version like {FORMAT_VERSION}, got {text[:40]!r}", kind=ErrorKind.VERSION)
+    if text.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
         raise FormatError(
             f"expected format version {FORMAT_VERSION.partition('.')[0]}.x, got {text}: "
             "read it with the routeplane that wrote it, or a newer one",
@@ -184,11 +197,14 @@ def _check_encoding(raw: bytes, spec: RouteSpec) -> Encoding:
 def _token_column(field: pa.Field) -> tuple[str, pa.DataType]:
     kind = field.type
     fits = pa.types.is_large_list(kind) and (
-        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type) or pa.types.is_boolean(kind.value_type)
+        pa.types.is_integer(kind.value_type)
+        or pa.types.is_floating(kind.value_type)
+        or pa.types.is_boolean(kind.value_type)
     )
-    if not fits:
+    if not fits or not field.name or field.name in RESERVED_COLUMNS:
         raise FormatError(
-            f"expected token column {field.name!r} as a large_list of numbers or bools, got {kind}",
+            f"expected a token column outside the format's own names, a large_list of numbers or bools, got "
+            f"{field.name!r}: {kind}",
             kind=ErrorKind.TOKEN_COLUMN,
         )
     return field.name, kind.value_type

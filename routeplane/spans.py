@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
 from routeplane.errors import DataError, ErrorKind
+from routeplane.scalars import check_count, check_optional_int64, check_text
 
 __all__ = ["PRESENT_STATES", "STATES", "Capture", "CaptureState", "Span", "SpanKind", "check_cover", "cut"]
 
@@ -42,6 +43,8 @@ class Span:
         _check_interval(self)
         if self.kind not in get_args(SpanKind):
             raise DataError(f"expected a span kind of {get_args(SpanKind)}, got {self.kind!r}", kind=ErrorKind.SPANS)
+        if self.role is not None:
+            check_text(self.role, "Span.role", empty=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,18 +73,11 @@ Interval = TypeVar("Interval", Span, Capture)
 def _check_interval(item: Span | Capture) -> None:
     name = type(item).__name__
     for key in ("start", "stop"):
-        value = getattr(item, key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise DataError(f"expected {name}.{key} as an int, got {value!r}", kind=ErrorKind.SPANS)
-    if not 0 <= item.start < item.stop:
-        raise DataError(f"expected 0 <= start < stop, got {name} [{item.start}, {item.stop})", kind=ErrorKind.SPANS)
-    if not isinstance(item.call, str):
-        raise DataError(f"expected {name}.call as a string, got {item.call!r}", kind=ErrorKind.SPANS)
-    version = item.weights_version
-    if version is None:
-        return
-    if isinstance(version, bool) or not isinstance(version, int) or not -(2**63) <= version < 2**63:
-        raise DataError(f"expected {name}.weights_version as an int64 or None, got {version!r}", kind=ErrorKind.SPANS)
+        check_count(getattr(item, key), f"{name}.{key}", below=2**63)
+    if not item.start < item.stop:
+        raise DataError(f"expected start < stop, got {name} [{item.start}, {item.stop})", kind=ErrorKind.SPANS)
+    check_text(item.call, f"{name}.call", empty=True)
+    check_optional_int64(item.weights_version, f"{name}.weights_version")
 
 
 def check_cover(intervals: Sequence[Interval], length: int, *, what: str) -> None:
@@ -97,7 +93,7 @@ def check_cover(intervals: Sequence[Interval], length: int, *, what: str) -> Non
         raise DataError(f"expected {what} that cover {length} tokens, got {at}", kind=ErrorKind.SPANS)
 
 
-def cut(intervals: Iterable[Interval], start: int, stop: int) -> tuple[Interval, ...]:
+def cut(intervals: Iterable[Interval], *, start: int, stop: int) -> tuple[Interval, ...]:
     """The parts of the intervals inside ``[start, stop)``, shifted so that ``start`` becomes 0."""
     return tuple(
         replace(item, start=max(item.start, start) - start, stop=min(item.stop, stop) - start)

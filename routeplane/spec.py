@@ -9,6 +9,8 @@ Axes: L captured layers, K top-k slots, E experts.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,6 @@ from routeplane.errors import ErrorKind, SpecError
 from routeplane.geometry import Geometry, geometry_from_hf_config, geometry_from_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "MISSING", "NARROW_MISSING", "RouteSpec"]
@@ -35,6 +35,9 @@ MAX_EXPERTS = 32_767
 MAX_TOP_K = 256
 #: Largest number of captured layers accepted, for the same reason.
 MAX_LAYERS = 4_096
+
+# A rule of the format, so it asks no Unicode database: that of the next Python knows other characters.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,8 @@ class RouteSpec:
     id_space: str = "logical"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layer_ids, Iterable):
+            raise _invalid("layer_ids as a sequence", repr(self.layer_ids))
         layer_ids = tuple(_whole(layer, "layer_ids") for layer in self.layer_ids)
         object.__setattr__(self, "layer_ids", layer_ids)
         object.__setattr__(self, "top_k", _whole(self.top_k, "top_k"))
@@ -72,15 +77,19 @@ class RouteSpec:
     def _check(self) -> None:
         if not 1 <= len(self.layer_ids) <= MAX_LAYERS:
             raise _invalid(f"1 to {MAX_LAYERS} layer_ids", f"{len(self.layer_ids)}")
-        if self.layer_ids[0] < 0 or any(a >= b for a, b in zip(self.layer_ids, self.layer_ids[1:], strict=False)):
-            raise _invalid("layer_ids non-negative and strictly increasing", f"{list(self.layer_ids)}")
+        if (
+            self.layer_ids[0] < 0
+            or self.layer_ids[-1] >= 2**31
+            or any(a >= b for a, b in zip(self.layer_ids, self.layer_ids[1:], strict=False))
+        ):
+            raise _invalid("layer_ids in [0, 2^31) and strictly increasing", f"{list(self.layer_ids)}")
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise _invalid(f"top_k in [1, {MAX_TOP_K}]", f"{self.top_k}")
         for layer, width in zip(self.layer_ids, self.experts_per_layer, strict=True):
             if not self.top_k <= width <= MAX_EXPERTS:
                 raise _invalid(f"num_experts in [top_k={self.top_k}, {MAX_EXPERTS}]", f"{width} at layer {layer}")
-        if not isinstance(self.model, str):
-            raise _invalid("model as a string", repr(self.model))
+        if not isinstance(self.model, str) or _UNPRINTABLE.search(self.model):
+            raise _invalid("model as a string without control characters", repr(self.model))
         if self.id_space != "logical":
             raise _invalid("id_space 'logical' (map a load balancer's physical ids back first)", repr(self.id_space))
 
@@ -146,16 +155,15 @@ class RouteSpec:
         """The spec of a subset of layers, in axis order."""
         wanted = sorted(set(layer_ids))
         slots = [self.slot(layer) for layer in wanted]
-        return replace(
-            self, layer_ids=tuple(wanted), num_experts=tuple(self.experts_per_layer[slot] for slot in slots)
-        )
+        return replace(self, layer_ids=tuple(wanted), num_experts=tuple(self.experts_per_layer[slot] for slot in slots))
 
     def missing_rows(self, count: int) -> NDArray[np.int16]:
         """A fresh int16 array ``[count, L, K]`` of MISSING rows, owned by the caller."""
         return np.full((count, *self.row_shape), MISSING, dtype=np.int16)
 
     def differences(self, other: RouteSpec) -> list[str]:
-        """Geometry keys in which two specs differ, as ``key: ours against theirs``. ``model`` is a name, not geometry."""
+        """Geometry keys in which two specs differ, as ``key: ours against theirs``. ``model`` is a name, not
+        geometry."""
         return [
             f"{key}: {getattr(self, key)} against {getattr(other, key)}"
             for key in ("num_experts", "top_k", "layer_ids", "id_space")
@@ -192,7 +200,9 @@ class RouteSpec:
             raise _invalid("a JSON object", f"text that does not parse ({error})") from None
         expected = {"id_space", "layer_ids", "model", "num_experts", "top_k"}
         if not isinstance(document, dict) or set(document) != expected:
-            raise _invalid(f"the keys {sorted(expected)}", f"{sorted(document) if isinstance(document, dict) else document!r}")
+            raise _invalid(
+                f"the keys {sorted(expected)}", f"{sorted(document) if isinstance(document, dict) else document!r}"
+            )
         if not isinstance(document["layer_ids"], list):
             raise _invalid("layer_ids as a list", repr(document["layer_ids"]))
         widths = document["num_experts"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, Problem
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError
 from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ def find_problems(
     A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
     An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
     """
+    if limit < 1:
+        raise UsageError(
+            f"expected a limit of at least 1, got {limit}: no findings must mean legal", kind=ErrorKind.ARGUMENT
+        )
     shape_problem = _shape_problem(routes, spec, sample)
     if shape_problem is not None:
         return [shape_problem]
@@ -49,13 +53,13 @@ def find_problems(
             if len(found) >= limit:
                 return found
             row_K = block_SLK[token, slot]
-            found.append(_row_problem(row_K, spec, slot=int(slot), token=first_token + start + int(token), sample=sample))
+            found.append(
+                _row_problem(row_K, spec, slot=int(slot), token=first_token + start + int(token), sample=sample)
+            )
     return found
 
 
-def check_routes(
-    routes: NDArray[Any], spec: RouteSpec, *, first_token: int = 0, sample: str | None = None
-) -> None:
+def check_routes(routes: NDArray[Any], spec: RouteSpec, *, first_token: int = 0, sample: str | None = None) -> None:
     """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal."""
     found = find_problems(routes, spec, first_token=first_token, sample=sample)
     if found:
@@ -124,7 +128,7 @@ def _legal_rows(block_SLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
         duplicate_N |= (columns_KN[shift:] == columns_KN[:-shift]).any(axis=0)
     missing_N = (low_N == MISSING) & (high_N == MISSING)
     legal_N = missing_N | ((low_N >= 0) & _below_width(high_N, spec) & ~duplicate_N)
-    return legal_N.reshape(block_SLK.shape[:2])
+    return np.asarray(legal_N.reshape(block_SLK.shape[:2]))
 
 
 def _columns(block_SLK: NDArray[Any]) -> NDArray[Any]:
@@ -166,18 +170,22 @@ def find_alarms(
     * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel);
     * entropy collapse: fewer than K + 1 effective experts in a layer over at least ``least_rows`` tokens.
 
-    Runs of one repeated token are honest (measured: 64 equal tokens give 64 equal rows; greedy decoding repeats at most
-    2 rows in all layers), so with ``token_ids`` ``[S]`` positions that repeat their predecessor are left out.
+    A layer with E == K has one set of ids to give, and is left out. Runs of one repeated token are honest (measured: 64
+    equal tokens give 64 equal rows; greedy decoding repeats at most 2 rows in all layers), so with ``token_ids``
+    ``[S]`` positions that repeat their predecessor are left out.
     """
-    keep_S = ~missing_rows(routes).any(axis=1)
+    keep_S: NDArray[np.bool_] = np.asarray(~missing_rows(routes).any(axis=1))
     if token_ids is not None and len(token_ids) > 1:
         keep_S[1:] &= token_ids[1:] != token_ids[:-1]
     positions = np.flatnonzero(keep_S)
-    rows_SLK = routes[positions]
+    choosing = [slot for slot, width in enumerate(spec.experts_per_layer) if width > spec.top_k]
+    if not choosing:
+        return []
+    rows_SLK = routes[positions][:, choosing]
     found = _run_alarm(rows_SLK, positions + first_token, longest_run, sample)
     if len(positions) >= least_rows:
-        for slot, layer in enumerate(spec.layer_ids):
-            found += _layer_alarms(rows_SLK[:, slot], spec, layer, sample)
+        for index, slot in enumerate(choosing):
+            found += _layer_alarms(rows_SLK[:, index], spec, spec.layer_ids[slot], sample)
     return found
 
 
@@ -206,16 +214,12 @@ def _run_alarm(
 def _layer_alarms(rows_SK: NDArray[np.int16], spec: RouteSpec, layer: int, sample: str | None) -> list[Problem]:
     if (rows_SK == rows_SK[0]).all():
         message = f"expected rows that vary over {len(rows_SK)} tokens, got {rows_SK[0].tolist()} throughout"
-        return [
-            Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, sample=sample, layer=layer, severity="alarm")
-        ]
+        return [Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, sample=sample, layer=layer, severity="alarm")]
     load_E = np.bincount(rows_SK.ravel()).astype(np.float64)
     share = load_E[load_E > 0] / load_E.sum()
     effective = float(np.exp(-(share * np.log(share)).sum()))
     # A gate that uses hardly more experts than it must; a router no wider than K + 1 cannot do otherwise.
     if effective < spec.top_k + 1 < spec.experts_per_layer[spec.slot(layer)]:
         message = f"expected at least {spec.top_k + 1} effective experts, got {effective:.2f}"
-        return [
-            Problem(kind=ErrorKind.ENTROPY_COLLAPSE, message=message, sample=sample, layer=layer, severity="alarm")
-        ]
+        return [Problem(kind=ErrorKind.ENTROPY_COLLAPSE, message=message, sample=sample, layer=layer, severity="alarm")]
     return []

@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any, Literal
 
-from routeplane.errors import ErrorKind, TruncatedError
 from routeplane.ports import RouteSink
 from routeplane.schema import choose_encoding
 from routeplane.spec import RouteSpec
 from routeplane.stream.files import frames_of, target_of
-from routeplane.stream.frames import Frame
 from routeplane.stream.ipc import DEFAULT_MAX_BYTES, IpcReader, IpcWriter
 from routeplane.stream.memory import MemoryReader, MemoryStream
-from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, StreamReport
+from routeplane.stream.protocol import ReadPolicy, StreamReport
 
 __all__ = ["IpcReader", "IpcWriter", "MemoryStream", "StreamReport", "new_stream", "open_stream"]
 
@@ -52,9 +48,9 @@ def open_stream(
     """The records of a path, bytes, a readable binary file, or a MemoryStream.
 
     A path is mapped, and a missing trailer is found before the first record; a pipe tells only at its end.
-    ``on_truncated="keep"`` yields what came whole and reports the cut. ``on_corrupt="quarantine"`` replaces the rows of a
-    bad record by MISSING, keeps its bytes aside and counts it. ``max_missing``: largest share of fed rows that ``admit``
-    lets pass. ``verify=False`` skips comparing checksums, nothing else.
+    ``on_truncated="keep"`` yields what came whole and reports the cut. ``on_corrupt="quarantine"`` replaces the rows of
+    a bad record by MISSING, keeps its bytes aside and counts it. ``max_missing``: largest share of fed rows that
+    ``admit`` lets pass. ``verify=False`` skips comparing checksums, nothing else.
 
     Raises FormatError (TruncatedError) for what is no whole stream of a known version, DataError for a bad record.
     """
@@ -62,26 +58,4 @@ def open_stream(
     if isinstance(source, MemoryStream):
         return source.reader(policy)
     frames, walkable = frames_of(source)
-    return IpcReader(_known_whole(frames, policy) if walkable else frames, policy)
-
-
-def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> Iterator[Frame]:
-    """Walk the frames of a source that can be walked, so that a cut shows before the first record.
-
-    Headers alone are touched: their number, not their payload, is the cost.
-    """
-    walked: list[Frame] = []
-    try:
-        walked.extend(frames)
-    except TruncatedError as error:
-        if policy.on_truncated == "raise" or not walked:
-            raise
-        return itertools.chain(walked, _raising(error))
-    if policy.on_truncated == "raise" and walked and TRAILER_KEY not in walked[-1].metadata:
-        raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
-    return iter(walked)
-
-
-def _raising(error: TruncatedError) -> Iterator[Frame]:
-    yield from ()
-    raise error
+    return IpcReader(frames, policy, walkable=walkable)

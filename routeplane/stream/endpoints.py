@@ -40,7 +40,11 @@ class RecordWriter(ABC):
         return self._spec
 
     def write(self, record: RouteRecord) -> None:
-        """Verify and hand over one record. Raises DataError, SpecError or UsageError before anything of it is written."""
+        """Verify and hand over one record.
+
+        Raises DataError, SpecError or UsageError before anything of it is written, and then the stream goes on. Where
+        the transport itself fails (a full disk, a reader that left), the stream is aborted: half of a batch may be out.
+        """
         if not self._open:
             raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
         self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
@@ -51,20 +55,37 @@ class RecordWriter(ABC):
             )
         if record.key in self._keys:
             raise DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
-        self._put(record.verify())
+        self._check(record.verify())
+        try:
+            self._put(record)
+        except BaseException:
+            self.abort()
+            raise
         self._keys.add(record.key)
 
     def close(self) -> None:
-        """Write what is held and the trailer, and publish. Does nothing on a stream that is closed or aborted."""
-        if self._open:
+        """Write what is held and the trailer, and publish. Does nothing on a stream that is closed or aborted.
+
+        Where that fails, nothing is published.
+        """
+        if not self._open:
+            return
+        self._open = False
+        try:
             self._finish()
-            self._open = False
+        except BaseException:
+            self._discard()
+            raise
 
     def abort(self) -> None:
         """Publish nothing. Does nothing on a stream that is closed or aborted."""
         if self._open:
             self._open = False
             self._discard()
+
+    @abstractmethod
+    def _check(self, record: RouteRecord) -> None:
+        """What this transport asks of a record beyond the rest; raises before anything of it is written."""
 
     @abstractmethod
     def _put(self, record: RouteRecord) -> None:
@@ -97,7 +118,7 @@ class RecordReader(ABC):
         self._whole_spec = spec
         self._policy = policy
         self._report = StreamReport()
-        self._started = False
+        self._started = self._closed = False
         self._layer_ids: tuple[int, ...] | None = None
         self._tokens: tuple[int, int] | None = None
 
@@ -122,8 +143,11 @@ class RecordReader(ABC):
         return self
 
     def __iter__(self) -> Iterator[RouteRecord]:
-        if self._started:
-            raise UsageError("expected one iteration of a stream, got another: open it again", kind=ErrorKind.CLOSED)
+        if self._started or self._closed:
+            raise UsageError(
+                "expected one iteration of an open stream, got another, or one after close: open it again",
+                kind=ErrorKind.CLOSED,
+            )
         self._started = True
         return self._selected()
 
@@ -157,6 +181,7 @@ class RecordReader(ABC):
 
     def close(self) -> None:
         """Let go of the source. Records already yielded stay valid."""
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ Decides nothing about their content.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import uuid
@@ -69,21 +70,44 @@ class PublishedPath:
             os.close(folder)
 
     def discard(self) -> None:
-        """Close and remove the temporary file."""
-        self._file.close()
+        """Close and remove the temporary file. A disk that cannot take the last buffered bytes does not stop that."""
+        with contextlib.suppress(OSError):
+            self._file.close()
         if not self._in_place:
             self._written.unlink(missing_ok=True)
+
+
+class _WholeWrites:
+    """A file whose ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            taken = self._file.write(left)
+            if not taken:
+                raise OSError(f"expected a file that takes {len(left)} more bytes, got one that took {taken}")
+            left = left[taken:]
+        return size
+
+    def flush(self) -> None:
+        if hasattr(self._file, "flush"):
+            self._file.flush()
 
 
 class CallersFile:
     """A binary file, pipe or socket file that the caller opened and will close."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file = _WholeWrites(file)
 
     @property
     def file(self) -> Any:
-        """The caller's file."""
+        """The caller's file, writing all that it is given."""
         return self._file
 
     def publish(self) -> None:

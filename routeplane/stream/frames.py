@@ -1,8 +1,8 @@
 """Arrow IPC messages one by one, with the header read before the body is decoded.
 
 The message reader of pyarrow decodes a compressed body before anyone can refuse it (one flipped bit once asked for
-10 GB), and hides batch metadata, where our trailer stands. So frames are cut here and their flatbuffer headers walked for
-the few fields that decide; decoding stays with pyarrow. Field numbers are those of Arrow's ``Message.fbs``.
+10 GB), and hides batch metadata, where our trailer stands. So frames are cut here and their flatbuffer headers walked
+for the few fields that decide; decoding stays with pyarrow. Field numbers are those of Arrow's ``Message.fbs``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def parse_metadata(raw: bytes) -> Header:
         compressed = header_type == _RECORD_BATCH and header is not None and header.table(3) is not None
         metadata = {entry.text(0): entry.text(1) for entry in message.tables(4)}
     except (struct.error, UnicodeDecodeError) as error:
-        raise FormatError(f"expected an Arrow message header, got a damaged one ({error})", kind=ErrorKind.NOT_ARROW) from None
+        raise FormatError(
+            f"expected an Arrow message header, got a damaged one ({error})", kind=ErrorKind.NOT_ARROW
+        ) from None
     return Header(header_type=header_type, body_length=body_length, compressed=compressed, metadata=metadata)
 
 

@@ -6,6 +6,7 @@ and decoding of batches is ``columns``; where bytes go and come from is ``files`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,9 @@ class IpcWriter(RecordWriter):
     Records are held up to ``max_bytes`` of payload and written as one batch.
     """
 
-    def __init__(self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(
+        self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> None:
         super().__init__(spec, max_bytes=max_bytes)
         self._target = target
         self._encoding: Encoding = encoding
@@ -48,24 +51,26 @@ class IpcWriter(RecordWriter):
         self._columns: tuple[tuple[str, pa.DataType], ...] | None = None
         self._ipc: Any = None
 
-    def _put(self, record: RouteRecord) -> None:
+    def _check(self, record: RouteRecord) -> None:
         columns = column_types(record)
         if self._columns is not None and columns != self._columns:
             raise DataError(
                 f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
+
+    def _put(self, record: RouteRecord) -> None:
         values = len(record.routes) * self._spec.num_layers * self._spec.top_k
         if self._held and self._held_values + values > _MAX_VALUES:
-            self.flush()
-        self._columns = columns
+            self._flush()
+        self._columns = column_types(record)
         self._held.append(record)
         self._held_bytes += record.nbytes
         self._held_values += values
         if self._held_bytes >= self._max_bytes:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Write the held records as one batch, if any."""
         if not self._held:
             return
@@ -85,7 +90,7 @@ class IpcWriter(RecordWriter):
         return self._ipc
 
     def _finish(self) -> None:
-        self.flush()
+        self._flush()
         schema, writer = self._schema(), self._writer()
         # schema.empty_table() fails on large_list<fixed_shape_tensor> (pyarrow 26); nulls of length 0 do not
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
@@ -106,7 +111,7 @@ class IpcReader(RecordReader):
     Records of a ``plain`` stream are read-only views of the source's memory and keep it alive after ``close``.
     """
 
-    def __init__(self, frames: Iterator[Frame], policy: ReadPolicy) -> None:
+    def __init__(self, frames: Iterator[Frame], policy: ReadPolicy, *, walkable: bool) -> None:
         first = next(frames, None)
         if first is None:
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
@@ -115,8 +120,9 @@ class IpcReader(RecordReader):
         self._schema: pa.Schema = _decode(lambda: pa.ipc.read_schema(pa.ipc.read_message(first.data)), "schema")
         self._header = parse_schema(self._schema)
         super().__init__(self._header.spec, policy)
-        self._frames = frames
-        self._counter = TrailerCounter(self._header.spec, self._header.encoding)
+        # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
+        self._frames = _known_whole(frames, policy) if walkable else frames
+        self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
         self._keys: set[RecordKey] = set()
         self._position = 0
 
@@ -127,6 +133,7 @@ class IpcReader(RecordReader):
 
     def close(self) -> None:
         """Let go of the source. Records already yielded stay valid."""
+        super().close()
         self._frames = iter(())
 
     def _arrive(self) -> Iterator[RouteRecord]:
@@ -146,7 +153,7 @@ class IpcReader(RecordReader):
         except TruncatedError:
             if self._policy.on_truncated == "raise":
                 raise
-            self._report = replace(self._report, truncated=True)
+            self._report = replace(self._report, truncated=True, complete=False)
 
     def _batch(self, frame: Frame) -> pa.RecordBatch:
         if frame.kind != "batch":
@@ -195,18 +202,48 @@ class IpcReader(RecordReader):
 
     def _set_aside(self, batch: pa.RecordBatch, index: int, error: DataError) -> RouteRecord | None:
         """Keep the bytes, count, and give what can stand in: the record without its rows, or nothing."""
-        kept = salvage(batch, index, self._header)
+        kept = salvage(batch, index, header=self._header)
         if kept is not None and kept.key in self._keys:
             kept = None
         item = Quarantined(
             index=self._position,
             key=None if kept is None else kept.key,
             error=error,
-            raw=batch.slice(index, 1),
+            raw=_one_row(batch, index),
             yielded=kept is not None,
         )
         self._report = replace(self._report, quarantined=(*self._report.quarantined, item))
         return kept
+
+
+def _one_row(batch: pa.RecordBatch, index: int) -> bytes:
+    """A row as an Arrow IPC stream of its own; a slice would keep, and pickle, the whole batch."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch.take(pa.array([index])))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> Iterator[Frame]:
+    """Walk the frames of a source that can be walked, so that a cut shows before the first record.
+
+    Headers alone are touched: their number, not their payload, is the cost.
+    """
+    walked: list[Frame] = []
+    try:
+        walked.extend(frames)
+    except TruncatedError as error:
+        if policy.on_truncated == "raise":
+            raise
+        return itertools.chain(walked, _raising(error))
+    if policy.on_truncated == "raise" and (not walked or TRAILER_KEY not in walked[-1].metadata):
+        raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
+    return iter(walked)
+
+
+def _raising(error: TruncatedError) -> Iterator[Frame]:
+    yield from ()
+    raise error
 
 
 def _decode(work: Callable[[], Any], what: str) -> Any:

@@ -31,7 +31,7 @@ class MemoryStream:
         self._records: deque[RouteRecord] = deque()
         self._bytes = 0
         self._spec: RouteSpec | None = None
-        self._end: str | None = None  # "closed" or "aborted"
+        self._end: str | None = None  # "closed", "aborted" or "left by its reader"
 
     def writer(self, spec: RouteSpec, *, max_bytes: int) -> MemoryWriter:
         """The one sink of this stream. Raises UsageError for a second."""
@@ -49,7 +49,7 @@ class MemoryStream:
             spec = self._spec
         if spec is None:
             raise UsageError("expected a writer, got none", kind=ErrorKind.ARGUMENT)
-        return MemoryReader(self, spec, policy)
+        return MemoryReader(self, spec, policy=policy)
 
     def put(self, record: RouteRecord, max_bytes: int) -> None:
         """Add a record; blocks while the stream holds ``max_bytes`` or more."""
@@ -73,11 +73,11 @@ class MemoryStream:
             return record
 
     def end(self, how: str) -> None:
-        """Close or abort; the first one counts. An abort drops what was not taken yet."""
+        """Close, abort, or leave as its reader; the first one counts. Only a close keeps what was not taken yet."""
         with self._changed:
             if self._end is None:
                 self._end = how
-                if how == "aborted":
+                if how != "closed":
                     self._records.clear()
                     self._bytes = 0
             self._changed.notify_all()
@@ -89,6 +89,9 @@ class MemoryWriter(RecordWriter):
     def __init__(self, stream: MemoryStream, spec: RouteSpec, *, max_bytes: int) -> None:
         super().__init__(spec, max_bytes=max_bytes)
         self._stream = stream
+
+    def _check(self, record: RouteRecord) -> None:
+        """Nothing beyond the rest."""
 
     def _put(self, record: RouteRecord) -> None:
         self._stream.put(record, self._max_bytes)
@@ -103,9 +106,14 @@ class MemoryWriter(RecordWriter):
 class MemoryReader(RecordReader):
     """The RouteSource of a MemoryStream. Yields the writer's own (immutable) records, verified again."""
 
-    def __init__(self, stream: MemoryStream, spec: RouteSpec, policy: ReadPolicy) -> None:
+    def __init__(self, stream: MemoryStream, spec: RouteSpec, *, policy: ReadPolicy) -> None:
         super().__init__(spec, policy)
         self._stream = stream
+
+    def close(self) -> None:
+        """End the stream: a writer that waits for room is told that no one will read."""
+        super().close()
+        self._stream.end("left by its reader")
 
     def _arrive(self) -> Iterator[RouteRecord]:
         while isinstance(taken := self._stream.take(), RouteRecord):
@@ -113,6 +121,6 @@ class MemoryReader(RecordReader):
         if taken == "closed":
             self._report = replace(self._report, complete=True)
         elif self._policy.on_truncated == "raise":
-            raise TruncatedError("expected the writer to close, got an abort", kind=ErrorKind.TRUNCATED)
+            raise TruncatedError(f"expected the writer to close, got a stream {taken}", kind=ErrorKind.TRUNCATED)
         else:
             self._report = replace(self._report, truncated=True)

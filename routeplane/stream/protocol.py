@@ -6,6 +6,7 @@ Pure values and counters; no IO. ``ipc`` and ``memory`` stand on it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import xxhash
 from routeplane.coverage import Coverage
 from routeplane.errors import DataError, ErrorKind, FormatError, UsageError
 from routeplane.record import RecordKey, RouteRecord
+from routeplane.scalars import check_count
 from routeplane.schema import FORMAT_VERSION, Encoding
 from routeplane.spec import RouteSpec
 
@@ -21,6 +23,8 @@ __all__ = ["TRAILER_KEY", "Quarantined", "ReadPolicy", "StreamReport", "Trailer"
 
 #: Metadata key of the zero-row batch that ends a stream.
 TRAILER_KEY = "routeplane.trailer"
+
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +51,15 @@ class Trailer:
         """Parse what ``to_json`` wrote. Raises FormatError."""
         try:
             document: Any = json.loads(text)
-            counts = {name: document[name] for name in ("batches", "records", "tokens")}
-            if set(document) != {*counts, "digest"} or not all(type(count) is int for count in counts.values()):
-                raise ValueError("other keys or types")
-            return cls(**counts, digest=int(document["digest"], 16))
+            counts = {name: check_count(document[name], name, below=2**63) for name in ("batches", "records", "tokens")}
+            digits = document["digest"]
+            if set(document) != {*counts, "digest"} or not _DIGEST.fullmatch(digits):
+                raise ValueError("other keys, or a digest that is not 16 hex digits")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise FormatError(f"expected a trailer as JSON, got {text[:120]!r} ({error})", kind=ErrorKind.TRAILER) from None
+            raise FormatError(
+                f"expected a trailer as JSON, got {text[:120]!r} ({error})", kind=ErrorKind.TRAILER
+            ) from None
+        return cls(**counts, digest=int(digits, 16))
 
 
 class TrailerCounter:
@@ -62,9 +69,9 @@ class TrailerCounter:
     order.
     """
 
-    def __init__(self, spec: RouteSpec, encoding: Encoding) -> None:
+    def __init__(self, spec: RouteSpec, encoding: Encoding, *, version: str = FORMAT_VERSION) -> None:
         self._hash = xxhash.xxh3_64()
-        for text in (FORMAT_VERSION, spec.to_json(), encoding):
+        for text in (version, spec.to_json(), encoding):
             data = text.encode()
             self._hash.update(len(data).to_bytes(8, "little") + data)
         self._batches = self._records = self._tokens = 0
@@ -81,9 +88,7 @@ class TrailerCounter:
 
     def trailer(self) -> Trailer:
         """The trailer for what passed so far."""
-        return Trailer(
-            batches=self._batches, records=self._records, tokens=self._tokens, digest=self._hash.intdigest()
-        )
+        return Trailer(batches=self._batches, records=self._records, tokens=self._tokens, digest=self._hash.intdigest())
 
     def check(self, declared: Trailer) -> None:
         """Raise FormatError unless exactly what ``declared`` counts has passed."""
@@ -111,7 +116,8 @@ class ReadPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantined:
-    """A record set aside. ``index`` counts records of the stream from 0; ``raw`` is its one-row batch as it came.
+    """A record set aside. ``index`` counts records of the stream from 0; ``raw`` is an Arrow IPC stream of its one row
+    as it came, in memory of its own.
 
     ``yielded``: whether a copy with every row MISSING took its place; a record whose very shape is unreadable has none.
     """
@@ -119,7 +125,7 @@ class Quarantined:
     index: int
     key: RecordKey | None
     error: DataError
-    raw: object
+    raw: bytes
     yielded: bool
 
 
@@ -158,10 +164,10 @@ class StreamReport:
             coverage=self.coverage.merge(other.coverage),
         )
 
-    def scalars(self, prefix: str = "routeplane/") -> dict[str, float]:
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
         """A flat dict with stable names for a metrics logger."""
         return {
-            **self.coverage.scalars(prefix),
+            **self.coverage.scalars(prefix=prefix),
             f"{prefix}batches": float(self.batches),
             f"{prefix}records": float(self.records),
             f"{prefix}tokens": float(self.tokens),

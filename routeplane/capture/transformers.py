@@ -1,0 +1,238 @@
+"""The embedded engine: a Transformers model that generates here, with its own gates read as it goes.
+
+Rows are taken from what each gate returns (the indices it will use), by forward hooks on the gate instances, and placed
+by absolute position: the prefill's rows are those of the left-padded prompts, every later forward brings one row per
+sequence. Nothing of the model is changed, and the hooks are gone when the call returns. No server is needed, so this is
+also the reference that other engines are compared with.
+
+Axes: B sequences, P prompt tokens (padded), G generated tokens, N token rows of one forward, L captured layers, K
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from routeplane.assembly import assemble
+from routeplane.calls import ModelCall
+from routeplane.errors import CaptureError, ErrorKind, SpecError, UsageError
+from routeplane.geometry import gate_paths
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from routeplane.record import RouteRecord
+    from routeplane.spec import RouteSpec
+
+__all__ = ["GateTape", "generate_calls", "generate_records", "taping"]
+
+
+class GateTape:
+    """What a model's gates chose, forward by forward. Filled by ``taping``."""
+
+    def __init__(self, spec: RouteSpec) -> None:
+        self._spec = spec
+        self._rows: dict[int, list[torch.Tensor]] = {layer: [] for layer in spec.layer_ids}
+
+    def add(self, layer_id: int, indices_NK: torch.Tensor) -> None:
+        """Keep one gate's choice of one forward; copied to the host as int32, so the model may reuse its own."""
+        self._rows[layer_id].append(indices_NK.detach().to("cpu", torch.int32, copy=True))
+
+    def forwards(self) -> list[NDArray[np.int32]]:
+        """One array ``[N, L, K]`` per forward, layers in spec order. Raises CaptureError where a gate stayed silent."""
+        counts = {layer: len(rows) for layer, rows in self._rows.items()}
+        if len(set(counts.values())) > 1:
+            raise CaptureError(
+                f"expected every gate to fire in every forward, got {counts} forwards by layer",
+                kind=ErrorKind.UNCAPTURED_SLOT,
+            )
+        columns = [self._rows[layer] for layer in self._spec.layer_ids]
+        return [torch.stack(step, dim=1).numpy() for step in zip(*columns, strict=True)]
+
+
+@contextmanager
+def taping(model: nn.Module, spec: RouteSpec) -> Iterator[GateTape]:
+    """Record every gate's choice in the forwards of a ``with`` body.
+
+    Raises SpecError where the model's gates are not the spec's layers, CaptureError where a gate returns no indices.
+    """
+    paths = gate_paths(model)
+    if tuple(paths) != spec.layer_ids:
+        raise SpecError(
+            f"expected gates in the layers {list(spec.layer_ids)}, got {list(paths)}", kind=ErrorKind.SPEC_MISMATCH
+        )
+    tape = GateTape(spec)
+    handles = [_hook(model.get_submodule(path), tape, layer, spec) for layer, path in paths.items()]
+    try:
+        yield tape
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(gate: nn.Module, tape: GateTape, layer_id: int, spec: RouteSpec) -> Any:
+    def keep(module: nn.Module, args: object, output: object) -> None:
+        tape.add(layer_id, _indices(output, spec, layer_id))
+
+    return gate.register_forward_hook(keep)
+
+
+def _indices(output: object, spec: RouteSpec, layer_id: int) -> torch.Tensor:
+    """The one integer tensor ``[N, K]`` among what a gate returned; families differ in order (Ernie's changed in
+    5.13)."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    found = [
+        part
+        for part in parts
+        if isinstance(part, torch.Tensor) and not part.is_floating_point() and part.shape[-1:] == (spec.top_k,)
+    ]
+    if len(found) != 1:
+        raise CaptureError(
+            f"expected a gate that returns one integer tensor [N, {spec.top_k}], got {len(found)} @ layer {layer_id}",
+            kind=ErrorKind.CAPTURE_OFF,
+        )
+    return found[0].reshape(-1, spec.top_k)
+
+
+def generate_calls(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    spec: RouteSpec,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    weights_version: int = 0,
+    eos_token_id: int | None = None,
+    pad_token_id: int = 0,
+    call_ids: Sequence[str] | None = None,
+) -> list[ModelCall]:
+    """Sample from the model and bring each sequence back as a call, with raw log-probabilities of what was sampled.
+
+    ``model``: a Transformers causal language model in evaluation mode. ``temperature`` 0 decodes greedily. The global
+    random state is left as it was. Raises UsageError for no prompts or an empty one, else as ``taping``.
+    """
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise UsageError("expected prompts of at least one token each, got an empty one", kind=ErrorKind.ARGUMENT)
+    inputs, mask = _left_padded(prompts, pad_token_id)
+    config = GenerationConfig(
+        max_new_tokens=max_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}),
+    )
+    device = next(model.parameters()).device
+    devices = [device] if device.type != "cpu" else []
+    with taping(model, spec) as tape, torch.random.fork_rng(devices=devices), torch.inference_mode():
+        torch.manual_seed(seed)
+        output = model.generate(inputs.to(device), attention_mask=mask.to(device), generation_config=config)
+    width = inputs.shape[1]
+    generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
+    logprobs_BG = _sampled_logprobs(output.logits, output.sequences[:, width:])
+    forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
+    calls = []
+    for index, prompt in enumerate(prompts):
+        length = _generated_length(generated_BG[index], eos_token_id)
+        calls.append(
+            ModelCall(
+                prompt_ids=np.asarray(prompt, dtype=np.int32),
+                generation_ids=generated_BG[index, :length],
+                routes=_rows_of(forwards, index, prompt=len(prompt), width=width, generated=length),
+                layer_ids=spec.layer_ids,
+                weights_version=weights_version,
+                call_id=call_ids[index] if call_ids is not None else f"call-{index}",
+                logprobs=logprobs_BG[index, :length],
+            )
+        )
+    return calls
+
+
+def generate_records(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    spec: RouteSpec,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    weights_version: int = 0,
+    eos_token_id: int | None = None,
+    pad_token_id: int = 0,
+    sample_ids: Sequence[str] | None = None,
+) -> list[RouteRecord]:
+    """``generate_calls``, each call as a record of its own under ``sample_ids`` (default ``sample-0``, ...)."""
+    names = list(sample_ids) if sample_ids is not None else [f"sample-{index}" for index in range(len(prompts))]
+    calls = generate_calls(
+        model,
+        prompts,
+        spec=spec,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        weights_version=weights_version,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        call_ids=names,
+    )
+    raw = {"logprobs_mode": "raw"}
+    return [
+        assemble([call], spec, sample_id=name, attributes=raw).records[0]
+        for call, name in zip(calls, names, strict=True)
+    ]
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(prompt) for prompt in prompts)
+    inputs = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((len(prompts), width), dtype=torch.int64)
+    for index, prompt in enumerate(prompts):
+        inputs[index, width - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.int64)
+        mask[index, width - len(prompt) :] = 1
+    return inputs, mask
+
+
+def _sampled_logprobs(logits: Sequence[torch.Tensor], sampled_BG: torch.Tensor) -> NDArray[np.float32]:
+    """log softmax of the raw logits at the sampled token, float32 ``[B, G]``; step by step, so [B, G, V] never
+    exists."""
+    columns = [
+        torch.log_softmax(step_BV.float(), dim=-1).gather(-1, sampled_BG[:, at : at + 1].to(step_BV.device)).cpu()
+        for at, step_BV in enumerate(logits)
+    ]
+    return np.ascontiguousarray(torch.cat(columns, dim=1).numpy())
+
+
+def _checked_forwards(tape: GateTape, *, rows: int, width: int, steps: int) -> list[NDArray[np.int32]]:
+    forwards = tape.forwards()
+    expected = [rows * width] + [rows] * (steps - 1)
+    if [len(forward) for forward in forwards] != expected:
+        raise CaptureError(
+            f"expected one forward over {rows} x {width} prompt tokens and {steps - 1} over {rows} tokens, got "
+            f"{[len(forward) for forward in forwards][:8]}: a chunked prefill or assisted decoding feeds otherwise",
+            kind=ErrorKind.ROW_COUNT,
+        )
+    return forwards
+
+
+def _generated_length(tokens_G: NDArray[np.int32], eos_token_id: int | None) -> int:
+    ends = np.flatnonzero(tokens_G == eos_token_id) if eos_token_id is not None else np.empty(0)
+    return int(ends[0]) + 1 if ends.size else len(tokens_G)
+
+
+def _rows_of(
+    forwards: Sequence[NDArray[np.int32]], index: int, *, prompt: int, width: int, generated: int
+) -> NDArray[np.int32]:
+    """Rows of one sequence in token order: its unpadded part of the prefill, then one row per later forward."""
+    start = index * width + width - prompt
+    prefill = forwards[0][start : start + prompt]
+    decoded = [forward[index : index + 1] for forward in forwards[1:generated]]
+    return np.concatenate([prefill, *decoded])

@@ -1,0 +1,195 @@
+"""What engines send, turned into rows of a spec: foreign encodings, and the layout with one slot per decoder layer.
+
+Owns the byte format of vLLM's HTTP responses and the reading of an engine's layer axis. Says whether capture worked at
+all (dense slots empty, MoE slots filled); whether a row is legal is ``validate``'s to say, when a record is made. Pure
+numpy, no IO; knows no engine package, and nothing of tokens beyond their position.
+
+Axes: R rows that came, D decoder layers of the engine, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.arrays import as_integers
+from routeplane.errors import CaptureError, DataError, ErrorKind, Problem, SpecError
+from routeplane.spec import MAX_LAYERS, MAX_TOP_K
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["decode_npy", "rows_from_layers"]
+
+_MAGIC = b"\x93NUMPY"
+# np.save writes 118 bytes for rank 3; a structured type, which is refused anyhow, needs more.
+_MAX_HEADER = 4_096
+_HEADER = re.compile(rb"\{'descr': '([^']*)', 'fortran_order': (True|False), 'shape': \(([0-9, ]*)\),? *\} *\n")
+_MAX_ROWS = 2**31 - 1
+_INTEGER = re.compile(r"[<>|][iu][1248]")
+# With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``validate.find_alarms`` asks for
+# before it judges a layer.
+_MANY_ROWS = 64
+
+
+def rows_from_layers(
+    layers: NDArray[Any], spec: RouteSpec, *, first_row: int = 0, call: str | None = None
+) -> NDArray[np.int16]:
+    """The rows of ``spec.layer_ids`` out of an engine's array ``[R, D, K]`` with one slot per decoder layer.
+
+    ``layers``: any integer type; ids are widened or narrowed to int16 after a look at their range. ``first_row`` (the
+    token of row 0) and ``call`` serve the messages. Returns read-only int16 ``[R, L, K]``: a view of ``layers`` where
+    it is int16 already and the captured layers lie side by side, else memory of its own.
+
+    Raises SpecError where D or K is not the spec's geometry. Raises CaptureError with every finding: DENSE_SLOT where a
+    layer outside the spec holds ids, UNCAPTURED_SLOT where a captured layer holds rows that nobody wrote: all zero, as
+    the engine's buffer began (for K = 1, where that is a legal row: in every layer, over 64 rows or more). Raises
+    DataError for other than integers of rank 3 (DTYPE, SHAPE) and for ids beyond int16 (VALUE_RANGE).
+    """
+    layers_RDK = np.asarray(layers)
+    _check_layout(layers_RDK, spec, call)
+    _check_dense_slots(layers_RDK, spec, first_row, call)
+    narrow_RLK = layers_RDK[:, _slots(spec.layer_ids)]
+    _check_written(narrow_RLK, spec, first_row, call)
+    return as_integers(narrow_RLK, np.int16, what=_named("routes", call), ndim=3)
+
+
+def _named(what: str, call: str | None) -> str:
+    return what if call is None else f"{what} of call {call}"
+
+
+def _check_layout(layers_RDK: NDArray[Any], spec: RouteSpec, call: str | None) -> None:
+    what = _named("routes", call)
+    if layers_RDK.dtype.kind not in "iu":
+        raise DataError(f"expected {what} of an integer type, got {layers_RDK.dtype}", kind=ErrorKind.DTYPE)
+    if layers_RDK.ndim != 3:
+        raise DataError(
+            f"expected {what} [rows, decoder layers, top_k], got shape {list(layers_RDK.shape)}", kind=ErrorKind.SHAPE
+        )
+    _, depth, top_k = layers_RDK.shape
+    if top_k != spec.top_k:
+        raise SpecError(f"expected {what} with top_k={spec.top_k}, got {top_k}", kind=ErrorKind.SHAPE)
+    # An axis of MoE layers alone is never long enough to pass for one of all layers, unless they are the same.
+    if depth <= spec.layer_ids[-1]:
+        raise SpecError(
+            f"expected {what} with a slot for every decoder layer, {spec.layer_ids[-1] + 1} at least "
+            f"(captured: {list(spec.layer_ids)}), got {depth}",
+            kind=ErrorKind.LAYERS,
+        )
+
+
+def _slots(layer_ids: tuple[int, ...]) -> slice | list[int]:
+    """An index of axis D; a slice, hence a view, where the layers lie side by side."""
+    if layer_ids[-1] - layer_ids[0] + 1 == len(layer_ids):
+        return slice(layer_ids[0], layer_ids[-1] + 1)
+    return list(layer_ids)
+
+
+def _check_dense_slots(layers_RDK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:
+    dense = sorted(set(range(layers_RDK.shape[1])) - set(spec.layer_ids))
+    filled_RD = np.asarray(layers_RDK[:, dense].any(axis=2))
+    problems = [
+        Problem(
+            kind=ErrorKind.DENSE_SLOT,
+            message=f"expected zeros in a layer without a router, got {layers_RDK[row, layer].tolist()}",
+            sample=call,
+            token=first_row + row,
+            layer=layer,
+        )
+        for slot, layer in enumerate(dense)
+        if (row := _first(filled_RD[:, slot])) is not None
+    ]
+    if problems:
+        raise CaptureError.from_problems(problems, what="the engine's layers are not the spec's")
+
+
+def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:
+    if spec.top_k == 1 and (len(narrow_RLK) < _MANY_ROWS or bool(narrow_RLK.any())):
+        return
+    empty_RL = np.asarray(~narrow_RLK.any(axis=2))
+    problems = [
+        Problem(
+            kind=ErrorKind.UNCAPTURED_SLOT,
+            message=f"expected {spec.top_k} chosen experts, got zeros in {np.count_nonzero(empty_RL[:, slot])} of "
+            f"{len(empty_RL)} rows",
+            sample=call,
+            token=first_row + row,
+            layer=layer,
+        )
+        for slot, layer in enumerate(spec.layer_ids)
+        if (row := _first(empty_RL[:, slot])) is not None
+    ]
+    if problems:
+        raise CaptureError.from_problems(problems, what="capture not bound to these layers, or not for every row")
+
+
+def _first(flags_R: NDArray[np.bool_]) -> int | None:
+    return int(flags_R.argmax()) if flags_R.any() else None
+
+
+def decode_npy(text: str | bytes) -> NDArray[Any]:
+    """The routes of a vLLM HTTP response: base64 of a ``.npy`` file, an integer array of rank 3.
+
+    The header is read as text and never evaluated, and the byte count must be exactly what it announces, so nothing is
+    allocated beyond the decoded text. Returns a read-only array over that memory, in the file's byte order.
+
+    Raises DataError: ENCODING for what is no such file, DTYPE for other than integers, SHAPE for another rank.
+    """
+    if not isinstance(text, str | bytes):
+        raise DataError(f"expected base64 text of a .npy file, got {type(text).__name__}", kind=ErrorKind.DTYPE)
+    try:
+        content = base64.b64decode(text, validate=True)
+    except ValueError as error:  # binascii.Error is one; so is text outside ASCII
+        raise _undecodable("base64 text", str(error)) from None
+    start, stop = _header_bounds(content)
+    descr, fortran, shape = _parse_header(content[start:stop])
+    dtype = np.dtype(descr)
+    expected, got = prod(shape) * dtype.itemsize, len(content) - stop
+    if expected != got:
+        raise _undecodable(f"{expected} bytes for {descr} {list(shape)}", f"{got}")
+    flat = np.frombuffer(content, dtype=dtype, count=prod(shape), offset=stop)
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _header_bounds(content: bytes) -> tuple[int, int]:
+    """Where the header's text begins and ends; the end lies within ``content``."""
+    if content[:6] != _MAGIC or len(content) < 12:
+        raise _undecodable("a .npy file", f"{len(content)} bytes that begin with {content[:6]!r}")
+    version = content[6], content[7]
+    if version not in ((1, 0), (2, 0)):
+        raise _undecodable("a .npy file of version 1.0 or 2.0", f"{version[0]}.{version[1]}")
+    start = 10 if version == (1, 0) else 12
+    length = int.from_bytes(content[8:start], "little")
+    if length > min(_MAX_HEADER, len(content) - start):
+        raise _undecodable(f"a .npy header of at most {min(_MAX_HEADER, len(content) - start)} bytes", f"{length}")
+    return start, start + length
+
+
+def _parse_header(header: bytes) -> tuple[str, bool, tuple[int, ...]]:
+    found = _HEADER.fullmatch(header)
+    if found is None:
+        raise _undecodable("a .npy header with descr, fortran_order and shape", repr(header[:120]))
+    descr = found[1].decode("latin-1")
+    if _INTEGER.fullmatch(descr) is None:
+        raise DataError(f"expected routes of an integer type, got {descr!r}", kind=ErrorKind.DTYPE)
+    parts = [part for part in found[3].decode("latin-1").split(",") if part.strip()]
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise DataError(
+            f"expected routes [rows, decoder layers, top_k], got shape {found[3].decode('latin-1')}",
+            kind=ErrorKind.SHAPE,
+        )
+    shape = tuple(int(part) for part in parts)
+    # An axis of length 0 makes any others fit into no bytes, and numpy overflows over them.
+    if shape[0] > _MAX_ROWS or shape[1] > MAX_LAYERS or shape[2] > MAX_TOP_K:
+        raise _undecodable(f"a shape of at most {[_MAX_ROWS, MAX_LAYERS, MAX_TOP_K]}", f"{list(shape)}")
+    return descr, found[2] == b"True", shape
+
+
+def _undecodable(expected: str, got: str) -> DataError:
+    return DataError(f"expected {expected}, got {got}", kind=ErrorKind.ENCODING)

@@ -1,0 +1,139 @@
+"""The main job on a small real model: generate and record, stream, read back in another process, score with replay.
+
+Three stages, each a process of its own that knows the others by files alone: ``engine`` writes the route stream,
+``trainer`` reads it and writes figures, and the parent prints them. Arguments travel as JSON on the command line of the
+child. Numbers are computed in ``routeplane.demo_trainer`` and ``routeplane.demo_engine``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from routeplane.errors import ErrorKind, RouteplaneError, UsageError
+
+__all__ = ["DemoOptions", "format_table", "run_demo"]
+
+# What vLLM reads at start-up: one process, 1 GiB of KV cache, no network, no usage report.
+_VLLM_SETTINGS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+    "VLLM_CPU_KVCACHE_SPACE=1",
+    "VLLM_CPU_OMP_THREADS_BIND=auto",
+    "VLLM_NO_USAGE_STATS=1",
+    "HF_HUB_OFFLINE=1",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """What the demo runs. Defaults are the sizes at which the effect was first measured."""
+
+    out: str
+    engine: Literal["transformers", "vllm"] = "transformers"
+    trainer: Literal["transformers"] = "transformers"
+    transport: Literal["file"] = "file"
+    seed: int = 0
+    sequences: int = 8
+    prompt_tokens: int = 32
+    max_tokens: int = 96
+    layers: int = 12
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("engine", ("transformers", "vllm")),
+            ("trainer", ("transformers",)),
+            ("transport", ("file",)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
+
+    @property
+    def model_dir(self) -> str:
+        """Where the small model is saved, for both programs to load."""
+        return str(Path(self.out) / "model")
+
+    @property
+    def stream(self) -> str:
+        """The route stream that the engine leaves and the trainer reads."""
+        return str(Path(self.out) / "routes.arrows")
+
+
+def run_demo(options: DemoOptions) -> dict[str, Any]:
+    """Run all stages in ``options.out`` and return the figures of design section 7, plus the controls.
+
+    Raises RouteplaneError with the child's last words where a stage fails.
+    """
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    engine = _stage("routeplane.demo_engine", options, settings=_VLLM_SETTINGS if options.engine == "vllm" else ())
+    trainer = _stage("routeplane.demo_trainer", options, settings=("HF_HUB_OFFLINE=1",))
+    seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
+    return {
+        "engine": options.engine,
+        "trainer": options.trainer,
+        "transport": options.transport,
+        "seed": options.seed,
+        **engine,
+        **trainer,
+        "stream_bytes": Path(options.stream).stat().st_size,
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+    }
+
+
+def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...]) -> dict[str, Any]:
+    """Run one stage as a child; its progress goes to our stderr, its figures come back as the last line of stdout."""
+    command = ["env", *settings, sys.executable, "-m", module, json.dumps(asdict(options))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        raise RouteplaneError(
+            f"expected stage {module} to end with figures, got exit status {done.returncode} (its words are above)",
+            kind=ErrorKind.NOT_FOUND,
+        )
+    figures: dict[str, Any] = json.loads(lines[-1])
+    return figures
+
+
+def format_table(figures: Mapping[str, Any]) -> str:
+    """The figures as the table that people read."""
+    coverage = figures["coverage"]
+    rows = [
+        ("", "live", "replay", "shifted token", "shifted layer"),
+        *(
+            (
+                label,
+                *(f"{figures[f'{key}_{column}']:.5f}" for column in ("live", "replay", "shift_token", "shift_layer")),
+            )
+            for label, key in (
+                ("mean |logprob difference|", "mean_abs_diff"),
+                ("max  |logprob difference|", "max_abs_diff"),
+                ("KL (k3)", "kl"),
+            )
+        ),
+    ]
+    body = "\n".join(f"  {name:<27}" + "".join(f"{cell:>15}" for cell in cells) for name, *cells in rows)
+    ratio = figures["mean_abs_diff_live"] / max(figures["mean_abs_diff_replay"], 1e-12)
+    most = figures["max_abs_diff_live"] / max(figures["max_abs_diff_replay"], 1e-12)
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in figures["seconds"].items())
+    return "\n".join(
+        [
+            f"engine {figures['engine']} (bfloat16) -> {figures['transport']} -> "
+            f"trainer {figures['trainer']} (float32), seed {figures['seed']}",
+            f"  tokens {figures['tokens']}, rows {figures['rows']} "
+            f"(captured {coverage['captured']}, cached {coverage['cached']}, not fed {coverage['not_fed']}, "
+            f"missing {coverage['missing']})",
+            f"  the trainer would have flipped {figures['flipped_share']:.1%} of the routes",
+            "",
+            body,
+            "",
+            f"  replay lowers the mean difference {ratio:.1f}x and the maximum {most:.1f}x",
+            f"  stream {figures['stream_bytes']} bytes; seconds: {seconds}",
+        ]
+    )

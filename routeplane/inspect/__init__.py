@@ -1,0 +1,1 @@
+"""Looking at routes: summaries and checks of streams at rest. Reads, reports, changes nothing."""

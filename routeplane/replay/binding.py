@@ -1,0 +1,233 @@
+"""Which rows a firing gate gets: the binding of the forward it belongs to, also when autograd recomputes it.
+
+Three places know a binding. ``Wiring.current`` is that of the open ``replaying``. A *frame* is a checkpointed region:
+it captures the current binding, or that there is none, when it first runs, and puts it back for each recomputation,
+whatever is current by then. A gate that fires inside a backward pass and outside every frame is recomputed by a
+checkpoint that was not captured; it gets the current binding only where it must be the right one, else ReplayError.
+
+Knows gates and rows, hooks and checkpoint functions. Knows no batch and no model library.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from routeplane.errors import ErrorKind, ReplayError
+from routeplane.replay.gate import ForcedTopK, Gate, GateRows
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Binding:
+    """The rows of one ``replaying``, by decoder layer. Lives as long as the autograd graphs that may recompute."""
+
+    rows: Mapping[int, GateRows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frame:
+    binding: Binding | None
+    rerun: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    hook: GateHook
+    mode: ForcedTopK
+    rerun: bool
+
+
+class _Thread(threading.local):
+    # autograd recomputes on one thread per device: frames of two devices may be open at once
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.open: list[_Open] = []
+
+
+class Wiring:
+    """The state that a handle, its hooks and its captured checkpoints share. One per handle."""
+
+    def __init__(self) -> None:
+        self.current: Binding | None = None
+        self.detached = False
+        self.thread = _Thread()
+
+    @contextmanager
+    def binding(self, binding: Binding) -> Iterator[None]:
+        """Make a binding current for the forwards of a ``with`` body."""
+        depth = len(self.thread.open)
+        self.current = binding
+        try:
+            yield
+        finally:
+            self.current = None
+            self._close(depth)
+
+    def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpointed region that runs under today's binding, now and in every recomputation."""
+        thread = self.thread
+        binding = thread.frames[-1].binding if thread.frames else self.current
+        calls = 0
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            with self._frame(binding, rerun=calls > 1 or _in_backward()):
+                return function(*args, **kwargs)
+
+        return region
+
+    @contextmanager
+    def _frame(self, binding: Binding | None, *, rerun: bool) -> Iterator[None]:
+        if binding is not None and self.detached:
+            raise ReplayError(
+                "expected the handle to stay attached until backward() is done, got a recomputation after detach()",
+                kind=ErrorKind.DETACHED,
+            )
+        thread = self.thread
+        depth = len(thread.open)
+        thread.frames.append(_Frame(binding=binding, rerun=rerun))
+        try:
+            yield
+        finally:
+            thread.frames.pop()
+            self._close(depth)
+
+    def _close(self, depth: int) -> None:
+        # a module's always_call hooks do not run for KeyboardInterrupt; whoever opened a scope leaves no mode behind
+        while len(self.thread.open) > depth:
+            self.thread.open.pop().mode.close()
+
+    def firing(self, hook: GateHook) -> tuple[GateRows, bool] | None:
+        """The rows for a gate that fires now and whether this is a recomputation; None where it stays live."""
+        if self.thread.frames:
+            frame = self.thread.frames[-1]
+            return None if frame.binding is None else (frame.binding.rows[hook.gate.layer_id], frame.rerun)
+        if _in_backward():
+            return self._outside_rerun(hook)
+        hook.last_bound = self.current is not None
+        if self.current is None:
+            return None
+        rows = self.current.rows[hook.gate.layer_id]
+        rows.outside_calls += 1
+        hook.outstanding += torch.is_grad_enabled()
+        return rows, False
+
+    def _outside_rerun(self, hook: GateHook) -> tuple[GateRows, bool] | None:
+        """Rows for a gate that fires inside a backward pass and outside every frame.
+
+        With a binding current, it is that forward's recomputation unless this gate did not fire in it, or was
+        recomputed for it already: then it is another forward's. With none, it is a live forward's, unless the gate
+        last fired under a binding, or did so with gradients and was not recomputed since.
+        """
+        if self.current is None:
+            if hook.last_bound or hook.outstanding:
+                raise _unbound(hook.gate)
+            return None
+        rows = self.current.rows[hook.gate.layer_id]
+        if rows.outside_reruns >= rows.outside_calls:
+            raise _unbound(hook.gate)
+        rows.outside_reruns += 1
+        hook.outstanding = max(hook.outstanding - 1, 0)
+        return rows, True
+
+
+class GateHook:
+    """The two hooks of one gate instance: enter its rows before its forward, count them after."""
+
+    def __init__(self, gate: Gate, module: nn.Module, *, wiring: Wiring) -> None:
+        self.gate = gate
+        self.module = module
+        self.wiring = wiring
+        #: whether this gate's last forward outside every frame was under a binding
+        self.last_bound = False
+        #: bound forwards with gradients outside every frame, less their recomputations
+        self.outstanding = 0
+        # nearest to the forward on both sides: what other hooks compute is not the gate's selection
+        self._installed: tuple[RemovableHandle, ...] = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, prepend=True, always_call=True),
+        )
+
+    @classmethod
+    def on(cls, module: nn.Module) -> Self | None:
+        """The hook that this very module carries; the copied hooks of a copied module do not count."""
+        for function in module._forward_pre_hooks.values():
+            hook = getattr(function, "__self__", None)
+            if isinstance(hook, cls) and hook.module is module:
+                return hook
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
+        return self
+
+    def remove(self) -> None:
+        """Take both hooks off. Idempotent."""
+        for handle in self._installed:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        if module is not self.module:
+            return
+        found = self.wiring.firing(self)
+        if found is None:
+            return
+        rows, rerun = found
+        mode = ForcedTopK(rows)
+        mode.open()
+        self.wiring.thread.open.append(_Open(hook=self, mode=mode, rerun=rerun))
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        opened = self.wiring.thread.open
+        if not opened or opened[-1].hook is not self or module is not self.module:
+            return
+        last = opened.pop()
+        last.mode.close()
+        if output is None:
+            return  # the forward raised: an error that has its own message, or a recomputation that stops early
+        last.mode.require_hit()
+        if not last.rerun:
+            last.mode.rows.forward_calls += 1
+
+
+class CapturingCheckpoint:
+    """Stands in for the checkpoint function that one module keeps in an instance attribute."""
+
+    def __init__(self, original: Callable[..., Any], *, module: nn.Module, wiring: Wiring) -> None:
+        self.original = original
+        self.module = module
+        self.wiring = wiring
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Checkpoint ``function`` as the original would, with the binding of this moment."""
+        return self.original(self.wiring.capture(function), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _in_backward() -> bool:
+    # torch's own checkpoint asks the same question; there is no public spelling
+    return torch._C._current_graph_task_id() != -1
+
+
+def _unbound(gate: Gate) -> ReplayError:
+    return ReplayError(
+        "expected every recomputation to be captured or inside its own replaying(), got a gate that fires in a "
+        "backward pass whose forward is unknown. Use model.activation_checkpointing_enable() (or "
+        "gradient_checkpointing_enable()) before replaying() is entered, which is captured, or call backward() once, "
+        f"inside the replaying() of its forward @ {gate}",
+        kind=ErrorKind.UNBOUND_RECOMPUTE,
+    )

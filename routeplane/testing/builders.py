@@ -1,0 +1,108 @@
+"""Records whose every value says which sample, token and layer it belongs to, so that misplacement shows.
+
+Plain numpy and base; needs no test framework. A record made here is valid like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.record import RouteRecord
+from routeplane.spans import Capture, Span
+from routeplane.spec import MISSING, RouteSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.spans import CaptureState
+
+__all__ = ["WATERMARK_EXPERTS", "watermark", "watermarked_record", "watermarked_spec"]
+
+#: Router width of a watermarked spec: the largest prime an id may stay below, so that strides never share a factor.
+WATERMARK_EXPERTS = 32_749
+
+
+def watermark(sample: Any, token: Any, *, layer: Any, k: Any) -> NDArray[np.int16]:
+    """Expert ids that name their place: int16, by broadcasting four whole numbers or integer arrays.
+
+    Slot ``k`` is ``(start + k * stride) mod WATERMARK_EXPERTS``, so the ids of a row are distinct. Start and stride
+    together are unique for up to 64 samples of 509 tokens and any layer (K >= 2); the start alone (K = 1) is for up to
+    7 samples of 64 tokens with layers below 64.
+    """
+    start = np.asarray(layer, dtype=np.int64) + 64 * np.asarray(token) + 4_096 * np.asarray(sample)
+    stride = 1 + (np.asarray(token, dtype=np.int64) + 509 * np.asarray(sample)) % (WATERMARK_EXPERTS - 1)
+    return np.asarray((start + np.asarray(k) * stride) % WATERMARK_EXPERTS, dtype=np.int16)
+
+
+def watermarked_spec(*, layers: Sequence[int] = (1, 2, 5), top_k: int = 4) -> RouteSpec:
+    """A spec wide enough for ``watermark``."""
+    return RouteSpec(num_experts=WATERMARK_EXPERTS, top_k=top_k, layer_ids=tuple(layers), model="watermarked")
+
+
+def watermarked_record(
+    sample_index: int,
+    *,
+    num_tokens: int,
+    spec: RouteSpec,
+    prompt_tokens: int | None = None,
+    missing: Iterable[int | tuple[int, int]] = (),
+    token_ids: Sequence[int] | None = None,
+    last_token_fed: bool = False,
+) -> RouteRecord:
+    """A one-call record of sample ``sample-<sample_index>`` with watermarked rows.
+
+    ``prompt_tokens``: default half of the tokens, at least one. ``missing``: tokens whose rows were lost, or
+    ``(token, layer id)`` where only that layer's was; their captures say ``lost`` and ``partial``. The last token is
+    not fed, as engines leave it, unless ``last_token_fed``. ``token_ids``: default ``1000 * sample_index + token + 1``.
+    Log-probabilities of generated tokens are ``-(1 + sample_index + token / 1024)``, NaN for the prompt.
+    """
+    prompt = max(1, num_tokens // 2) if prompt_tokens is None else prompt_tokens
+    token_S = np.arange(num_tokens)
+    layer_L1 = np.asarray(spec.layer_ids)[:, None]
+    routes_SLK = watermark(sample_index, token_S[:, None, None], layer=layer_L1, k=np.arange(spec.top_k))
+    for place in missing:
+        token, slot = (place, slice(None)) if isinstance(place, int) else (place[0], spec.slot(place[1]))
+        routes_SLK[token, slot] = MISSING
+    if not last_token_fed:
+        routes_SLK[-1] = MISSING
+    return RouteRecord(
+        sample_id=f"sample-{sample_index}",
+        token_ids=np.asarray(1_000 * sample_index + token_S + 1 if token_ids is None else token_ids),
+        routes=routes_SLK,
+        spans=_spans(prompt, num_tokens),
+        captures=_captures(routes_SLK, last_token_fed=last_token_fed),
+        spec=spec,
+        logprobs=np.where(token_S < prompt, np.nan, -(1 + sample_index + token_S / 1024)).astype(np.float32),
+    )
+
+
+def _spans(prompt: int, num_tokens: int) -> tuple[Span, ...]:
+    spans = []
+    if prompt:
+        spans.append(Span(start=0, stop=prompt, kind="prompt", role="user", call="call-0", weights_version=None))
+    if prompt < num_tokens:
+        spans.append(
+            Span(start=prompt, stop=num_tokens, kind="generation", role="assistant", call="call-0", weights_version=1)
+        )
+    return tuple(spans)
+
+
+def _captures(routes_SLK: NDArray[np.int16], *, last_token_fed: bool) -> tuple[Capture, ...]:
+    missing_SL = routes_SLK[:, :, 0] == MISSING
+    states: list[CaptureState] = [
+        "lost" if row_L.all() else "partial" if row_L.any() else "captured" for row_L in missing_SL
+    ]
+    if not last_token_fed:
+        states[-1] = "not_fed"
+    captures: list[Capture] = []
+    for state, run in groupby(range(len(states)), key=states.__getitem__):
+        tokens = list(run)
+        version = 1 if state in ("captured", "partial") else None
+        captures.append(
+            Capture(start=tokens[0], stop=tokens[-1] + 1, call="call-0", weights_version=version, state=state)
+        )
+    return tuple(captures)

@@ -1,0 +1,328 @@
+"""Hypothesis strategies for what routeplane carries: specs, legal routes, named corruptions, records, whole rollouts.
+
+Every draw is small, valid and the caller's; what is drawn beside the data (a corruption's kind, a rollout's true rows)
+is the expectation to test against. Arrays shrink towards few tokens, ids 0..K-1 and nothing missing. Needs the extra
+``testing``; knows base only. ``rollouts`` stands in a file of its own and is named here too.
+
+Axes: S token positions, R rows of a call, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from routeplane.errors import ErrorKind
+from routeplane.record import Prefix, RouteRecord
+from routeplane.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span, SpanKind
+from routeplane.spec import MAX_EXPERTS, MISSING, RouteSpec
+from routeplane.testing.rollouts import Rollout, Turn, rollouts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "CORRUPTIONS",
+    "Corruption",
+    "Rollout",
+    "Turn",
+    "corruptions",
+    "names",
+    "records",
+    "rollouts",
+    "routes",
+    "specs",
+]
+
+# Widths at which a narrower type, the narrow encoding or int16 itself ends.
+_EDGE_WIDTHS = (127, 128, 129, 254, 255, 256, 257, 512, MAX_EXPERTS)
+
+_COLUMN_TYPES = ("i1", "u1", "<i2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "?")
+
+_LOGPROBS = st.floats(max_value=0, width=32) | st.just(np.nan)
+_KINDS: tuple[SpanKind, ...] = ("prompt", "generation")
+
+
+def names(*, min_size: int = 1) -> st.SearchStrategy[str]:
+    """Short texts that utf-8 can carry, from all of Unicode."""
+    return st.text(st.characters(codec="utf-8"), min_size=min_size, max_size=6)
+
+
+@st.composite
+def specs(
+    draw: st.DrawFn,
+    *,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    min_top_k: int = 1,
+    max_top_k: int = 5,
+    min_experts: int = 1,
+    max_experts: int = MAX_EXPERTS,
+) -> RouteSpec:
+    """Geometries: one width or one per layer, often at the edge of a type; layers with gaps; named or not."""
+    top_k = draw(st.integers(min_top_k, max_top_k))
+    low = max(top_k, min_experts)
+    edges = [width for width in _EDGE_WIDTHS if low <= width <= max_experts]
+    widths = st.integers(low, min(low + 12, max_experts))
+    widths = st.one_of(widths, st.sampled_from(edges)) if edges else widths
+    layer_ids = sorted(draw(st.sets(st.integers(0, 95), min_size=min_layers, max_size=max_layers)))
+    per_layer = draw(st.booleans())
+    return RouteSpec(
+        num_experts=tuple(draw(widths) for _ in layer_ids) if per_layer else draw(widths),
+        top_k=top_k,
+        layer_ids=tuple(layer_ids),
+        model=draw(st.sampled_from(["", "tiny-moe", "модель"])),
+    )
+
+
+@st.composite
+def routes(
+    draw: st.DrawFn, spec: RouteSpec, *, tokens: st.SearchStrategy[int] | None = None, missing: bool = True
+) -> NDArray[np.int16]:
+    """Legal routes int16 ``[S, L, K]`` of their own memory; with ``missing``, any row may be MISSING.
+
+    ``tokens``: how many, default 0 to 6. Every set of ids can come, in many orders within the row.
+    """
+    size = draw(st.integers(0, 6) if tokens is None else tokens)
+    shape = (size, *spec.row_shape)
+    raw_SLK = draw(arrays(np.int64, shape, elements=st.integers(0, MAX_EXPERTS - 1)))
+    spare_L11 = np.asarray(spec.experts_per_layer)[:, None] - spec.top_k + 1
+    # sorted draws with repetition from E - K + 1 values, plus 0..K-1, are exactly the sets of K distinct ids below E
+    sorted_SLK = np.sort(raw_SLK % spare_L11, axis=2) + np.arange(spec.top_k)
+    routes_SLK: NDArray[np.int16] = sorted_SLK.astype(np.int16)[:, :, draw(st.permutations(range(spec.top_k)))]
+    if missing:
+        routes_SLK[draw(arrays(np.bool_, shape[:2], elements=st.booleans()))] = MISSING
+    return routes_SLK
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Corruptions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corruption:
+    """Routes that are illegal under ``spec`` in exactly one row, or as a whole (``token`` and ``layer`` None then).
+
+    ``kind``: what must be found. ``layer``: a decoder-layer id.
+    """
+
+    name: str
+    spec: RouteSpec
+    routes: NDArray[Any]
+    kind: ErrorKind
+    token: int | None = None
+    layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowRule:
+    """How a legal row of K ids, none MISSING, becomes an illegal one; ``draw`` picks slots and values."""
+
+    kind: ErrorKind
+    corrupt: Callable[[st.DrawFn, NDArray[np.int16], int], Sequence[int] | NDArray[np.int16]]
+    min_top_k: int = 1
+    min_experts: int = 1
+    max_experts: int = MAX_EXPERTS
+
+
+def _put(draw: st.DrawFn, row_K: NDArray[np.int16], value: int) -> NDArray[np.int16]:
+    changed_K = row_K.copy()
+    changed_K[draw(st.integers(0, len(row_K) - 1))] = value
+    return changed_K
+
+
+def _duplicate(draw: st.DrawFn, row_K: NDArray[np.int16], width: int) -> NDArray[np.int16]:
+    source, target = draw(st.permutations(range(len(row_K))))[:2]
+    changed_K = row_K.copy()
+    changed_K[target] = row_K[source]
+    return changed_K
+
+
+_ROW_RULES: dict[str, _RowRule] = {
+    "duplicate_id": _RowRule(kind=ErrorKind.DUPLICATE_ID, min_top_k=2, corrupt=_duplicate),
+    "all_zero": _RowRule(kind=ErrorKind.DUPLICATE_ID, min_top_k=2, corrupt=lambda draw, row_K, width: 0 * row_K),
+    "one_slot_missing": _RowRule(
+        kind=ErrorKind.PARTIAL_ROW, min_top_k=2, corrupt=lambda draw, row_K, width: _put(draw, row_K, MISSING)
+    ),
+    "one_slot_left": _RowRule(
+        kind=ErrorKind.PARTIAL_ROW,
+        min_top_k=2,
+        corrupt=lambda draw, row_K, width: _put(draw, np.full_like(row_K, MISSING), int(row_K[0])),
+    ),
+    "other_negative": _RowRule(
+        kind=ErrorKind.PARTIAL_ROW,
+        corrupt=lambda draw, row_K, width: _put(draw, row_K, draw(st.integers(-(2**15), -2))),
+    ),
+    "all_minus_two": _RowRule(kind=ErrorKind.PARTIAL_ROW, corrupt=lambda draw, row_K, width: 0 * row_K - 2),
+    "first_id_outside": _RowRule(
+        kind=ErrorKind.ID_OUT_OF_RANGE, corrupt=lambda draw, row_K, width: _put(draw, row_K, width)
+    ),
+    "far_outside": _RowRule(
+        kind=ErrorKind.ID_OUT_OF_RANGE,
+        corrupt=lambda draw, row_K, width: _put(draw, row_K, draw(st.integers(width, 2**15 - 1))),
+    ),
+    "filler_255": _RowRule(
+        kind=ErrorKind.ID_OUT_OF_RANGE, max_experts=255, corrupt=lambda draw, row_K, width: _put(draw, row_K, 255)
+    ),
+    # ids 128..254 read as int8; 255 would read as -1
+    "wrapped_int8": _RowRule(
+        kind=ErrorKind.PARTIAL_ROW,
+        min_experts=129,
+        corrupt=lambda draw, row_K, width: _put(draw, row_K, draw(st.integers(128, min(width, 255) - 1)) - 256),
+    ),
+}
+
+_ARRAY_RULES: dict[str, tuple[ErrorKind, Callable[[NDArray[np.int16]], NDArray[Any]]]] = {
+    "layer_dropped": (ErrorKind.SHAPE, lambda routes_SLK: routes_SLK[:, :-1]),
+    "layer_added": (ErrorKind.SHAPE, lambda routes_SLK: np.concatenate([routes_SLK[:, :1], routes_SLK], axis=1)),
+    "slot_dropped": (ErrorKind.SHAPE, lambda routes_SLK: routes_SLK[:, :, :-1]),
+    "slot_added": (ErrorKind.SHAPE, lambda routes_SLK: np.concatenate([routes_SLK, routes_SLK[:, :, :1]], axis=2)),
+    "flattened": (ErrorKind.SHAPE, lambda routes_SLK: routes_SLK.reshape(len(routes_SLK), -1)),
+    "batched": (ErrorKind.SHAPE, lambda routes_SLK: routes_SLK[None]),
+    "floating": (ErrorKind.DTYPE, lambda routes_SLK: routes_SLK.astype(np.float32)),
+    "boolean": (ErrorKind.DTYPE, lambda routes_SLK: routes_SLK.astype(np.bool_)),
+}
+
+#: Every corruption that ``corruptions`` knows, by name.
+CORRUPTIONS: tuple[str, ...] = (*_ROW_RULES, *_ARRAY_RULES)
+
+
+@st.composite
+def corruptions(draw: st.DrawFn, *, which: Sequence[str] = CORRUPTIONS) -> Corruption:
+    """Legal routes with one named corruption, and what must be said of it."""
+    name = draw(st.sampled_from(which))
+    if name in _ARRAY_RULES:
+        spec = draw(specs())
+        kind, change = _ARRAY_RULES[name]
+        return Corruption(name=name, spec=spec, routes=change(draw(routes(spec, tokens=st.integers(1, 6)))), kind=kind)
+    rule = _ROW_RULES[name]
+    spec = draw(specs(min_top_k=rule.min_top_k, min_experts=rule.min_experts, max_experts=rule.max_experts))
+    routes_SLK = draw(routes(spec, tokens=st.integers(1, 6)))
+    token, slot = draw(st.integers(0, len(routes_SLK) - 1)), draw(st.integers(0, spec.num_layers - 1))
+    legal_SLK = draw(routes(spec, tokens=st.just(1), missing=False))
+    routes_SLK[token, slot] = rule.corrupt(draw, legal_SLK[0, slot], spec.experts_per_layer[slot])
+    return Corruption(name=name, spec=spec, routes=routes_SLK, kind=rule.kind, token=token, layer=spec.layer_ids[slot])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Records
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def records(
+    draw: st.DrawFn, *, spec: RouteSpec | None = None, max_tokens: int = 6, prefixes: bool = True
+) -> RouteRecord:
+    """Valid records of 1 to ``max_tokens`` tokens, in every capture state, with NaN among the log-probabilities.
+
+    They may have token columns of every type. With ``prefixes``, some are deltas whose first rows stand in a record
+    that nobody holds.
+    """
+    spec = draw(specs()) if spec is None else spec
+    size = draw(st.integers(1, max_tokens))
+    states = _states(draw, spec, size=size)
+    start = draw(st.integers(0, size)) if prefixes and draw(st.booleans()) else 0
+    return RouteRecord(
+        sample_id=draw(names()),
+        attempt=draw(st.integers(0, 3) | st.just(2**31 - 1)),
+        segment=draw(st.integers(0, 3) | st.just(2**31 - 1)),
+        group=draw(st.none() | names()),
+        token_ids=draw(arrays(np.int32, size, elements=st.integers(0, 2**31 - 1))),
+        routes=_rows_of(draw, spec, states=states)[start:],
+        routes_start=start,
+        prefix=_prefix(draw, start) if start else None,
+        spans=_spans(draw, size),
+        captures=_captures(draw, states),
+        spec=spec,
+        logprobs=draw(
+            st.none() | arrays(np.float32, size, elements=st.floats(max_value=0, width=32) | st.just(np.nan))
+        ),
+        attributes=draw(st.dictionaries(names(), names(min_size=0), max_size=2)),
+        columns=draw(_token_columns(size)),
+    )
+
+
+def _states(draw: st.DrawFn, spec: RouteSpec, *, size: int) -> list[CaptureState]:
+    # one layer is there or not: no row is partial
+    never = {"not_fed"} if spec.num_layers > 1 else {"not_fed", "partial"}
+    inner: list[CaptureState] = [state for state in STATES if state not in never]
+    states = draw(st.lists(st.sampled_from(inner), min_size=size, max_size=size))
+    if draw(st.booleans()):
+        states[-1] = "not_fed"
+    return states
+
+
+def _rows_of(draw: st.DrawFn, spec: RouteSpec, *, states: Sequence[CaptureState]) -> NDArray[np.int16]:
+    routes_SLK = draw(routes(spec, tokens=st.just(len(states)), missing=False))
+    for token, state in enumerate(states):
+        if state == "partial":
+            some = st.sets(st.integers(0, spec.num_layers - 1), min_size=1, max_size=spec.num_layers - 1)
+            routes_SLK[token, sorted(draw(some))] = MISSING
+        elif state not in PRESENT_STATES:
+            routes_SLK[token] = MISSING
+    return routes_SLK
+
+
+def _cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    inner = draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else set()
+    return list(pairwise([0, *sorted(inner), size]))
+
+
+def _versions() -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(-(2**63), 2**63 - 1)
+
+
+def _spans(draw: st.DrawFn, size: int) -> tuple[Span, ...]:
+    kinds = st.sampled_from(_KINDS)
+    roles = st.none() | st.sampled_from(("user", "assistant", "tool", ""))
+    return tuple(
+        Span(
+            start=start,
+            stop=stop,
+            kind=draw(kinds),
+            role=draw(roles),
+            call=draw(names(min_size=0)),
+            weights_version=draw(_versions()),
+        )
+        for start, stop in _cuts(draw, size)
+    )
+
+
+def _captures(draw: st.DrawFn, states: Sequence[CaptureState]) -> tuple[Capture, ...]:
+    changes = {token for token in range(1, len(states)) if states[token] != states[token - 1]}
+    more = draw(st.sets(st.integers(1, len(states) - 1), max_size=2)) if len(states) > 1 else set()
+    bounds = [0, *sorted(changes | more), len(states)]
+    return tuple(
+        Capture(
+            start=start,
+            stop=stop,
+            call=draw(names(min_size=0)),
+            weights_version=draw(_versions()) if states[start] in ("captured", "partial") else None,
+            state=states[start],
+        )
+        for start, stop in pairwise(bounds)
+    )
+
+
+def _prefix(draw: st.DrawFn, stop: int) -> Prefix:
+    return Prefix(
+        sample_id=draw(names()),
+        attempt=draw(st.integers(0, 3)),
+        segment=draw(st.integers(0, 3)),
+        stop=stop,
+        checksum=draw(st.integers(0, 2**64 - 1)),
+    )
+
+
+@st.composite
+def _token_columns(draw: st.DrawFn, size: int) -> dict[str, NDArray[Any]]:
+    plain = names().map(lambda name: f"x_{name}")  # no name of the format's own begins so
+    found = draw(st.dictionaries(plain, st.sampled_from(_COLUMN_TYPES), max_size=2))
+    return {name: draw(arrays(np.dtype(kind), size)) for name, kind in found.items()}

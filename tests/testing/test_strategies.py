@@ -1,0 +1,275 @@
+"""The strategies are library code: what they draw is valid, corruptions are illegal as said, everything can come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+
+from routeplane.errors import DataError
+from routeplane.record import RouteRecord
+from routeplane.spans import STATES
+from routeplane.spec import MISSING, RouteSpec
+from routeplane.testing.strategies import (
+    CORRUPTIONS,
+    Corruption,
+    Rollout,
+    corruptions,
+    names,
+    records,
+    rollouts,
+    routes,
+    specs,
+)
+from routeplane.validate import check_routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+# `find` fails where no example shows the feature; the first one will do, however large.
+_SEARCH = settings(
+    max_examples=1_000,
+    phases=[Phase.generate],
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def _comes(strategy: st.SearchStrategy[Any], condition: Callable[[Any], bool]) -> bool:
+    return condition(find(strategy, condition, settings=_SEARCH))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Specs, routes, names
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(specs(min_layers=2, max_layers=4, min_top_k=2, max_top_k=3, min_experts=5, max_experts=256))
+def test_specs_keep_their_bounds(spec: RouteSpec) -> None:
+    """Every bound given to ``specs`` holds for what it draws."""
+    assert 2 <= spec.num_layers <= 4
+    assert 2 <= spec.top_k <= 3
+    assert all(5 <= width <= 256 for width in spec.experts_per_layer)
+
+
+SPEC_FEATURES: dict[str, Callable[[RouteSpec], bool]] = {
+    "one_layer": lambda spec: spec.num_layers == 1,
+    "a_gap_between_layers": lambda spec: spec.layer_ids[-1] - spec.layer_ids[0] >= spec.num_layers,
+    "a_width_per_layer": lambda spec: isinstance(spec.num_experts, tuple),
+    "one_slot": lambda spec: spec.top_k == 1,
+    "as_wide_as_its_slots": lambda spec: spec.num_experts == spec.top_k,
+    "the_widest_router": lambda spec: spec.num_experts == 32_767,
+    "the_last_narrow_width": lambda spec: spec.num_experts == 256,
+}
+
+
+@pytest.mark.parametrize("feature", SPEC_FEATURES.values(), ids=SPEC_FEATURES)
+def test_every_kind_of_spec_comes(feature: Callable[[RouteSpec], bool]) -> None:
+    """Geometries at the edges of the format are reachable."""
+    assert _comes(specs(), feature)
+
+
+@given(st.data())
+def test_routes_are_legal(data: st.DataObject) -> None:
+    """What ``routes`` draws passes the validator, and holds no MISSING row where none was asked for."""
+    spec = data.draw(specs())
+    routes_SLK = data.draw(routes(spec))
+    whole_SLK = data.draw(routes(spec, tokens=st.just(3), missing=False))
+
+    check_routes(routes_SLK, spec)
+    check_routes(whole_SLK, spec)
+    assert np.int16 == routes_SLK.dtype
+    assert routes_SLK.flags.writeable
+    assert (3, *spec.row_shape) == whole_SLK.shape
+    assert not (whole_SLK == MISSING).any()
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [1, 0], [3, 1], [2, 3], [-1, -1]], ids=str)
+def test_every_row_comes(ids: list[int]) -> None:
+    """Any legal row can be drawn: every set of ids, in more than one order, and MISSING."""
+    spec = RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))
+
+    assert _comes(routes(spec, tokens=st.just(1)), lambda routes_SLK: routes_SLK[0, 0].tolist() == ids)
+
+
+@given(names())
+def test_names_are_text(name: str) -> None:
+    """Names are not empty and encode."""
+    assert name.encode().decode() == name
+    assert name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Corruptions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_corruptions_are_illegal_as_said(name: str, data: st.DataObject) -> None:
+    """A corruption is found with its kind and at its place, and nothing else is found."""
+    bad: Corruption = data.draw(corruptions(which=(name,)))
+    with pytest.raises(DataError) as caught:
+        check_routes(bad.routes, bad.spec)
+
+    assert name == bad.name
+    assert [(bad.kind, bad.token, bad.layer)] == [
+        (problem.kind, problem.token, problem.layer) for problem in caught.value.problems
+    ]
+
+
+@settings(max_examples=30)
+@given(corruptions())
+def test_corruptions_are_illegal_by_the_plain_rule(bad: Corruption) -> None:
+    """Where a corruption names a row, that row and no other breaks the rule as it is written in the format."""
+    if bad.token is None or bad.layer is None:
+        return
+    slot = bad.spec.layer_ids.index(bad.layer)
+    for token in range(len(bad.routes)):
+        for at in range(bad.spec.num_layers):
+            ids = bad.routes[token, at].tolist()
+            in_range = all(0 <= expert < bad.spec.experts_per_layer[at] for expert in ids)
+            legal = ids == [MISSING] * bad.spec.top_k or (in_range and len(set(ids)) == len(ids))
+            assert ((token, at) != (bad.token, slot)) == legal
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Records
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(records(max_tokens=4))
+def test_records_are_valid(record: RouteRecord) -> None:
+    """A drawn record verifies, keeps its bound, and may be built again from its own parts."""
+    again = RouteRecord(**{name: getattr(record, name) for name in record.__dataclass_fields__})
+
+    assert 1 <= record.num_tokens <= 4
+    assert record.verify() is record
+    assert again.verify().equals(record)
+
+
+@given(records(prefixes=False))
+def test_records_without_prefixes_are_whole(record: RouteRecord) -> None:
+    """``prefixes=False`` draws records that hold all their rows."""
+    assert record.prefix is None
+    assert record.num_tokens == len(record.routes)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_capture_state_comes(state: str) -> None:
+    """Each state of a capture is reachable."""
+    assert _comes(records(), lambda record: any(capture.state == state for capture in record.captures))
+
+
+RECORD_FEATURES: dict[str, Callable[[RouteRecord], bool]] = {
+    "a_delta": lambda record: 0 < record.routes_start < record.num_tokens,
+    "a_delta_without_rows": lambda record: record.routes_start == record.num_tokens,
+    "both_kinds_of_span": lambda record: {"prompt", "generation"} == {span.kind for span in record.spans},
+    "a_role": lambda record: any(span.role for span in record.spans),
+    "a_known_version": lambda record: any(span.weights_version is not None for span in record.spans),
+    "nan_and_a_value": lambda record: record.logprobs is not None and len(set(np.isnan(record.logprobs))) == 2,
+    "minus_infinity": lambda record: record.logprobs is not None and bool(np.isneginf(record.logprobs).any()),
+    "an_attribute": lambda record: bool(record.attributes),
+    "a_bool_column": lambda record: any(values.dtype == np.bool_ for values in record.columns.values()),
+    "a_float16_column": lambda record: any(values.dtype == np.float16 for values in record.columns.values()),
+    "a_group": lambda record: record.group is not None,
+    "a_name_beyond_ascii": lambda record: not record.sample_id.isascii(),
+}
+
+
+@pytest.mark.parametrize("feature", RECORD_FEATURES.values(), ids=RECORD_FEATURES)
+def test_every_part_of_a_record_comes(feature: Callable[[RouteRecord], bool]) -> None:
+    """Each optional part of a record is reachable."""
+    assert _comes(records(), feature)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rollouts
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(rollouts())
+def test_rollouts_carry_their_truth(rollout: Rollout) -> None:
+    """A call's rows are those its forward computed, at the places said; its tokens are those of its segment."""
+    for turn in rollout.turns:
+        call, token_ids = turn.call, rollout.token_ids[turn.segment]
+        placed_SLK = rollout.spec.missing_rows(call.num_tokens)
+        if call.routes is not None:
+            slots = [rollout.spec.slot(layer) for layer in call.layer_ids or rollout.spec.layer_ids]
+            placed_SLK[call.first_row : call.rows_stop, slots] = call.routes
+
+        np.testing.assert_array_equal(np.where(turn.brought_SL[:, :, None], turn.rows_SLK, MISSING), placed_SLK)
+        np.testing.assert_array_equal(token_ids[: call.num_tokens], call.token_ids)
+        check_routes(turn.rows_SLK, rollout.spec)
+
+
+@given(rollouts())
+def test_the_first_forward_of_a_segment_is_the_truth(rollout: Rollout) -> None:
+    """New tokens' rows are the true rows of the segment; what differs is a re-prefill of tokens known before."""
+    for index in range(len(rollout.token_ids)):
+        known = 0
+        for turn in rollout.segment(index):
+            np.testing.assert_array_equal(rollout.true_rows(index)[known : len(turn.rows_SLK)], turn.rows_SLK[known:])
+            known = len(turn.rows_SLK)
+
+
+@given(rollouts(breaks=False))
+def test_rollouts_without_breaks_extend(rollout: Rollout) -> None:
+    """``breaks=False``: one segment, and every prompt begins with all tokens before it, media too."""
+    assert 1 == len(rollout.token_ids)
+    for before, after in zip(rollout.calls, rollout.calls[1:], strict=False):
+        assert before.token_ids.tolist() == after.prompt_ids[: before.num_tokens].tolist()
+        assert before.media == after.media[: len(before.media)]
+
+
+def _overlaps(rollout: Rollout, *, drifting: bool) -> bool:
+    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+        both_SL = before.brought_SL & after.brought_SL[: len(before.brought_SL)]
+        ours_SLK, theirs_SLK = before.rows_SLK, after.rows_SLK[: len(before.rows_SLK)]
+        differs_SL = (np.sort(ours_SLK, axis=2) != np.sort(theirs_SLK, axis=2)).any(axis=2)
+        moved_SL = (ours_SLK != theirs_SLK).any(axis=2) & ~differs_SL
+        if before.segment == after.segment and (both_SL & (differs_SL if drifting else moved_SL)).any():
+            return True
+    return False
+
+
+ROLLOUT_FEATURES: dict[str, Callable[[Rollout], bool]] = {
+    "five_turns": lambda rollout: len(rollout.turns) == 5,
+    "a_context_break": lambda rollout: len(rollout.token_ids) == 2,
+    "no_tokens_generated": lambda rollout: any(not len(call.generation_ids) for call in rollout.calls),
+    "no_prompt": lambda rollout: any(not len(call.prompt_ids) for call in rollout.calls),
+    "no_routes": lambda rollout: any(call.routes is None for call in rollout.calls),
+    "trimmed": lambda rollout: any(
+        call.first_row > 0 and not call.rows_stop < call.num_tokens - 1 for call in rollout.calls
+    ),
+    "last_token_fed": lambda rollout: any(
+        len(call.generation_ids) and call.rows_stop == call.num_tokens for call in rollout.calls
+    ),
+    "a_declared_loss": lambda rollout: any(
+        call.rows_stop < call.num_tokens - 1 and call.loss for call in rollout.calls
+    ),
+    "some_layers": lambda rollout: any(
+        (turn.brought_SL.any(1) & ~turn.brought_SL.all(1)).any() for turn in rollout.turns
+    ),
+    "layers_out_of_order": lambda rollout: any(
+        list(call.layer_ids or ()) != sorted(call.layer_ids or ()) for call in rollout.calls
+    ),
+    "a_prefix_cache": lambda rollout: any(call.cached for call in rollout.calls),
+    "a_drifting_prefill": lambda rollout: _overlaps(rollout, drifting=True),
+    "a_reordered_prefill": lambda rollout: _overlaps(rollout, drifting=False),
+    "media": lambda rollout: any(call.media for call in rollout.calls),
+    "columns": lambda rollout: any(call.columns for call in rollout.calls),
+    "unknown_weights": lambda rollout: any(call.weights_version is None for call in rollout.calls),
+}
+
+
+@pytest.mark.parametrize("feature", ROLLOUT_FEATURES.values(), ids=ROLLOUT_FEATURES)
+def test_every_event_of_a_rollout_comes(feature: Callable[[Rollout], bool]) -> None:
+    """Everything that can happen to a rollout is reachable."""
+    assert _comes(rollouts(), feature)
