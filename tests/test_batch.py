@@ -166,7 +166,7 @@ def test_missing_rows_are_counted_by_reason() -> None:
 
 def test_records_without_logprobs_have_nan_or_make_none() -> None:
     """One record's lack is NaN; where all lack them there is no tensor."""
-    bare = replace(make(1, 2), logprobs=None, checksum=None)  # type: ignore[arg-type]
+    bare = replace(make(1, 2), logprobs=None, checksum=None)
     mixed = collate([make(0, 2), bare], SPEC, layout="packed")
 
     assert mixed.logprobs is not None
@@ -181,8 +181,7 @@ def test_token_columns_are_cut_with_the_tokens() -> None:
         for n in (3, 1)
     ]
     records = [
-        replace(make(sample, len(extra["use"])), columns=extra, checksum=None)  # type: ignore[arg-type]
-        for sample, extra in enumerate(columns)
+        replace(make(sample, len(extra["use"])), columns=extra, checksum=None) for sample, extra in enumerate(columns)
     ]
     found = collate(records, SPEC, padding_side="left").columns
 
@@ -220,7 +219,7 @@ def tensors(batch: RouteBatch) -> dict[str, torch.Tensor]:
 
 def with_column() -> RouteBatch:
     """A batch in which no tensor is left out."""
-    return collate([replace(make(0, 3), columns={"turn": np.arange(3)}, checksum=None)], SPEC)  # type: ignore[arg-type]
+    return collate([replace(make(0, 3), columns={"turn": np.arange(3)}, checksum=None)], SPEC)
 
 
 def test_every_tensor_moves_and_pins() -> None:
@@ -310,12 +309,12 @@ def delta() -> RouteRecord:
     """A record whose first two rows stand in another one."""
     whole = make(0, 4)
     prefix = Prefix(sample_id="sample-9", stop=2, checksum=1)
-    return replace(whole, routes=whole.routes[2:], routes_start=2, prefix=prefix, checksum=None)  # type: ignore[arg-type]
+    return replace(whole, routes=whole.routes[2:], routes_start=2, prefix=prefix, checksum=None)
 
 
 def column(name: str, dtype: str) -> RouteRecord:
     """A record with one token column."""
-    return replace(make(1, 2), columns={name: np.zeros(2, dtype)}, checksum=None)  # type: ignore[arg-type]
+    return replace(make(1, 2), columns={name: np.zeros(2, dtype)}, checksum=None)
 
 
 WIDE = watermarked_spec(layers=(1, 2, 5, 9), top_k=2)

@@ -295,7 +295,7 @@ def test_gate_beyond_the_decoder_is_refused() -> None:
     check_refused(ErrorKind.UNSUPPORTED_GEOMETRY, "layer 2", lambda: geometry_from_model(model))
 
 
-@pytest.mark.parametrize("model", [None, {"layers": 1}, object()], ids=repr)
+@pytest.mark.parametrize("model", [None, {"layers": 1}, object()], ids=["none", "dict", "object"])
 def test_what_is_no_model_is_a_usage_error(model: object) -> None:
     """Nothing to walk: the call is wrong."""
     with pytest.raises(UsageError, match="named_modules"):

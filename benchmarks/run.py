@@ -1,0 +1,46 @@
+"""Run every ``benchmarks/bench_*.py`` and write ``benchmarks/results.json``.
+
+A benchmark is a module with ``main(*, full: bool) -> list[Result]``. The file is a list of objects: name, value, unit,
+bar, holds (null where there is no bar), peers, machine. A missed bar is reported and stays in the file; the run fails
+only where a benchmark could not measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+from benchmarks.measure import Result, machine
+
+HERE = Path(__file__).parent
+_VERDICT = {None: "", True: "holds", False: "MISSED"}
+
+
+def run_all(*, full: bool) -> list[Result]:
+    """The results of every benchmark, in the order of their file names."""
+    results: list[Result] = []
+    for path in sorted(HERE.glob("bench_*.py")):
+        print(f"{path.stem} ...", flush=True)
+        for result in importlib.import_module(f"benchmarks.{path.stem}").main(full=full):
+            bar = "" if result.bar is None else f", bar {result.bar:g} {_VERDICT[result.holds]}"
+            print(f"  {result.name}: {result.value:g} {result.unit}{bar}")
+            results.append(result)
+    return results
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description="Measure, and write benchmarks/results.json.")
+    parser.add_argument("--full", action="store_true", help="the full payloads instead of small ones")
+    arguments = parser.parse_args()
+    where = machine()
+    rows = [result.as_row(where) for result in run_all(full=arguments.full)]
+    text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+    (HERE / "results.json").write_text(text, encoding="utf-8")
+    print(f"{len(rows)} results in {HERE.name}/results.json, measured on {where}")
+
+
+if __name__ == "__main__":
+    main()
