@@ -20,7 +20,7 @@ from routeplane.inspect.check import StreamCheck, StreamSummary, check_stream, s
 __all__ = ["main"]
 
 _EPILOG = """examples:
-  routeplane info run.arrows              what a stream holds, without reading its payload into memory
+  routeplane info run.arrows              what a stream holds: spec, counts, coverage
   routeplane validate run.arrows --json   every problem with sample, token and layer
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
 exit status: 0 good, 1 data invalid, 2 could not run"""

@@ -22,7 +22,7 @@ from routeplane.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPE, Encoding, St
 from routeplane.spans import Capture, Interval, Span
 from routeplane.spec import MISSING, NARROW_MISSING, RouteSpec
 
-__all__ = ["column_types", "read_records", "salvage", "widen", "write_batch"]
+__all__ = ["column_types", "read_records", "salvage", "stored_rows", "widen", "write_batch"]
 
 
 def write_batch(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding) -> pa.RecordBatch:
@@ -146,6 +146,15 @@ _SMALL = (
     "attributes",
     "checksum",
 )
+
+
+def stored_rows(one_row: bytes, *, header: StreamHeader) -> NDArray[np.int16]:
+    """The rows of a record that was set aside, int16 ``[rows, L, K]``, as they are stored: nothing is checked.
+
+    ``one_row``: an Arrow IPC stream of its one row, from a batch that was validated.
+    """
+    batch = pa.ipc.open_stream(one_row).read_next_batch()
+    return _RaggedRoutes(batch.column("routes"), header)[0]
 
 
 def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> RouteRecord | None:

@@ -97,7 +97,12 @@ def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...]) -> d
             f"expected stage {module} to end with figures, got exit status {done.returncode} (its words are above)",
             kind=ErrorKind.NOT_FOUND,
         )
-    figures: dict[str, Any] = json.loads(lines[-1])
+    try:
+        figures: dict[str, Any] = json.loads(lines[-1])
+    except ValueError:
+        raise RouteplaneError(
+            f"expected stage {module} to end with one line of JSON, got {lines[-1][:200]!r}", kind=ErrorKind.NOT_FOUND
+        ) from None
     return figures
 
 
@@ -126,9 +131,8 @@ def format_table(figures: Mapping[str, Any]) -> str:
         [
             f"engine {figures['engine']} (bfloat16) -> {figures['transport']} -> "
             f"trainer {figures['trainer']} (float32), seed {figures['seed']}",
-            f"  tokens {figures['tokens']}, rows {figures['rows']} "
-            f"(captured {coverage['captured']}, cached {coverage['cached']}, not fed {coverage['not_fed']}, "
-            f"missing {coverage['missing']})",
+            f"  {figures['tokens']} tokens (captured {coverage['captured']}, cached {coverage['cached']}, "
+            f"not fed {coverage['not_fed']}, missing {coverage['missing']}), {figures['rows']} rows in all layers",
             f"  the trainer would have flipped {figures['flipped_share']:.1%} of the routes",
             "",
             body,

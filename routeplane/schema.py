@@ -165,11 +165,25 @@ def _check_fields(schema: pa.Schema, fixed: pa.Schema) -> tuple[tuple[str, pa.Da
         raise FormatError(f"expected each column once, got {names}", kind=ErrorKind.SCHEMA)
     for index, expected in enumerate(fixed):
         found = schema.field(index) if index < len(schema) else None
-        if found is None or found.name != expected.name or not found.type.equals(expected.type):
+        if found is None or found.name != expected.name or not _same_type(found.type, expected.type):
             raise FormatError(
                 f"expected column {index} to be {expected.name}: {expected.type}, got {found}", kind=ErrorKind.SCHEMA
             )
     return tuple(_token_column(field) for field in list(schema)[len(fixed) :])
+
+
+def _same_type(found: pa.DataType, expected: pa.DataType) -> bool:
+    """Equal but for nullable flags (nulls themselves are refused) and the names of list and map children, which other
+    writers choose otherwise."""
+    if found.id != expected.id or found.num_fields != expected.num_fields:
+        return False
+    if expected.num_fields == 0 or isinstance(expected, pa.BaseExtensionType):
+        return bool(found.equals(expected))
+    return all(
+        (found.field(at).name == expected.field(at).name or not pa.types.is_struct(expected))
+        and _same_type(found.field(at).type, expected.field(at).type)
+        for at in range(expected.num_fields)
+    )
 
 
 def _check_version(raw: bytes) -> str:

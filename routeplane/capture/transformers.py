@@ -21,15 +21,15 @@ from transformers import GenerationConfig
 
 from routeplane.assembly import assemble
 from routeplane.calls import ModelCall
-from routeplane.errors import CaptureError, ErrorKind, SpecError, UsageError
+from routeplane.errors import CaptureError, ErrorKind, UsageError
 from routeplane.geometry import gate_paths
+from routeplane.spec import RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
     from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
 
 __all__ = ["GateTape", "generate_calls", "generate_records", "taping"]
 
@@ -61,13 +61,11 @@ class GateTape:
 def taping(model: nn.Module, spec: RouteSpec) -> Iterator[GateTape]:
     """Record every gate's choice in the forwards of a ``with`` body.
 
-    Raises SpecError where the model's gates are not the spec's layers, CaptureError where a gate returns no indices.
+    Raises SpecError where the model's gates are not the spec's (layers, E, K), CaptureError where a gate returns no
+    indices.
     """
+    spec.require_same_geometry(RouteSpec.from_model(model), where="the model's gates")
     paths = gate_paths(model)
-    if tuple(paths) != spec.layer_ids:
-        raise SpecError(
-            f"expected gates in the layers {list(spec.layer_ids)}, got {list(paths)}", kind=ErrorKind.SPEC_MISMATCH
-        )
     tape = GateTape(spec)
     handles = [_hook(model.get_submodule(path), tape, layer, spec) for layer, path in paths.items()]
     try:
@@ -117,17 +115,24 @@ def generate_calls(
     """Sample from the model and bring each sequence back as a call, with raw log-probabilities of what was sampled.
 
     ``model``: a Transformers causal language model in evaluation mode. ``temperature`` 0 decodes greedily, otherwise
-    tokens are drawn from the whole softmax. ``eos_token_id``: what ends a sequence; None means the model's own. The
-    global random state is left as it was. Raises UsageError for no prompts or an empty one, else as ``taping``.
+    tokens are drawn from the whole softmax, whatever the model's generation configuration says. Only ``eos_token_id``
+    ends a sequence early. ``call_ids``: default ``call-0``, ... The global random state is left as it was.
+
+    Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise UsageError("expected prompts of at least one token each, got an empty one", kind=ErrorKind.ARGUMENT)
+    names = list(call_ids) if call_ids is not None else [f"call-{index}" for index in range(len(prompts))]
+    _check_request(prompts, names=names, max_tokens=max_tokens, temperature=temperature)
     inputs, mask = _left_padded(prompts, pad_token_id)
-    stops = _stop_tokens(model, eos_token_id)
+    stops = [] if eos_token_id is None else list(np.atleast_1d(np.asarray(eos_token_id)).tolist())
     config = _sampling(max_tokens=max_tokens, temperature=temperature, stops=stops, pad_token_id=pad_token_id)
     device = next(model.parameters()).device
     devices = [device] if device.type != "cpu" else []
-    with taping(model, spec) as tape, torch.random.fork_rng(devices=devices), torch.inference_mode():
+    with (
+        taping(model, spec) as tape,
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(),
+        _without_defaults(model),
+    ):
         torch.manual_seed(seed)
         output = model.generate(inputs.to(device), attention_mask=mask.to(device), generation_config=config)
     width = inputs.shape[1]
@@ -144,7 +149,7 @@ def generate_calls(
                 routes=_rows_of(forwards, index, prompt=len(prompt), width=width, generated=length),
                 layer_ids=spec.layer_ids,
                 weights_version=weights_version,
-                call_id=call_ids[index] if call_ids is not None else f"call-{index}",
+                call_id=names[index],
                 logprobs=logprobs_BG[index, :length],
             )
         )
@@ -185,32 +190,55 @@ def generate_records(
     ]
 
 
-def _stop_tokens(model: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
-    """What ends a sequence: the caller's tokens, else the model's own, as ``generate`` itself decides."""
-    chosen = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-    if chosen is None:
-        return []
-    return [chosen] if isinstance(chosen, int) else [int(token) for token in chosen]
-
-
 def _sampling(*, max_tokens: int, temperature: float, stops: Sequence[int], pad_token_id: int) -> Any:
-    """Plain sampling from the whole softmax. Every None here would be filled from the model's own generation_config,
-    and a penalty or a cut-off would sample from another distribution than the log-probabilities are of."""
+    """Plain sampling from the whole softmax, or greedy decoding."""
     settings: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "do_sample": temperature > 0,
         "eos_token_id": list(stops) or None,
         "pad_token_id": pad_token_id,
         "use_cache": True,
-        "num_beams": 1,
-        "repetition_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
         "return_dict_in_generate": True,
         "output_logits": True,
     }
     if temperature > 0:
-        settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+        settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     return GenerationConfig.from_dict(settings)
+
+
+@contextmanager
+def _without_defaults(model: Any) -> Iterator[None]:
+    """Set the model's own generation_config aside.
+
+    ``generate`` fills every None of a given configuration from it: another end token, whose padding would pass for
+    sampled tokens, and penalties or filters, so that tokens come from another distribution than their
+    log-probabilities.
+    """
+    kept, model.generation_config = model.generation_config, GenerationConfig.from_dict({})
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def _check_request(
+    prompts: Sequence[Sequence[int]], *, names: Sequence[str], max_tokens: int, temperature: float
+) -> None:
+    for prompt in prompts:
+        if not all(isinstance(token, int | np.integer) and token >= 0 for token in prompt):
+            raise _refused("prompts of non-negative token ids", repr(list(prompt)[:8]))
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise _refused("prompts of at least one token each", "an empty one")
+    if len(names) != len(prompts) or len(set(names)) != len(names):
+        raise _refused(f"{len(prompts)} different names", f"{len(names)}, {len(set(names))} of them different")
+    if max_tokens < 1:
+        raise _refused("max_tokens of at least 1", repr(max_tokens))
+    if not 0 <= temperature < float("inf"):
+        raise _refused("a finite temperature of at least 0", repr(temperature))
+
+
+def _refused(expected: str, got: str) -> UsageError:
+    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,24 +1,28 @@
 """What a stream holds and what is wrong with it, as values that the command line prints.
 
-``summarise_stream`` walks message headers; ``check_stream`` reads every record, goes on after a bad one, and lists all
-problems with sample, token and layer.
+``summarise_stream`` counts, and compares no checksum; ``check_stream`` verifies every record, goes on after a bad one,
+and lists all problems with sample, token and layer.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from routeplane.columns import stored_rows
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
 from routeplane.schema import StreamHeader
 from routeplane.stream import IpcReader, StreamReport, open_stream
-from routeplane.validate import find_alarms
+from routeplane.stream.protocol import Quarantined
+from routeplane.validate import find_alarms, find_problems
 
 __all__ = ["StreamCheck", "StreamSummary", "check_stream", "summarise_stream"]
+
+_ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
+_NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,41 +111,59 @@ def summarise_stream(path: str | os.PathLike[str]) -> StreamSummary:
 
 
 def check_stream(path: str | os.PathLike[str]) -> StreamCheck:
-    """Read and verify every record, and go on after a bad one.
-
-    Raises FormatError where not even the header is readable, OSError where the file is not.
-    """
-    found: list[Problem] = []
-    with _open(path, verify=True) as reader:
-        try:
-            for record in reader:
-                found += find_alarms(
-                    record.routes,
-                    record.spec,
-                    token_ids=record.token_ids[record.routes_start :],
-                    first_token=record.routes_start,
-                    sample=record.sample_id,
-                )
-        except FormatError as error:
-            found.append(Problem(kind=error.kind, message=error.message))
+    """Read and verify every record, and go on after a bad one. Raises OSError where the file cannot be read."""
+    try:
+        reader = _open(path, verify=True)
+    except FormatError as error:
+        problem = Problem(kind=error.kind, message=error.message)
+        return StreamCheck(problems=(problem,), records=0, tokens=0, coverage=Coverage())
+    with reader:
+        found = _read_through(reader)
         report = reader.report()
+        bad_rows = [problem for item in report.quarantined for problem in _problems_of(item, reader.header)]
     if report.truncated:
         found.append(Problem(kind=ErrorKind.TRUNCATED, message="expected a trailer, got the end of the stream"))
     return StreamCheck(
-        problems=(*_quarantined(report), *found),
+        problems=(*bad_rows, *found),
         records=report.records,
         tokens=report.tokens,
         coverage=report.coverage,
     )
 
 
-def _quarantined(report: StreamReport) -> Iterator[Problem]:
-    for item in report.quarantined:
-        sample = None if item.key is None else item.key.sample_id
-        if not item.error.problems:
-            yield Problem(kind=item.error.kind, message=f"record {item.index}: {item.error.message}", sample=sample)
-        for problem in item.error.problems:
-            yield problem if problem.sample is not None else replace(problem, sample=sample)
+def _read_through(reader: IpcReader) -> list[Problem]:
+    """Alarms of every record, and what ended the reading before the trailer."""
+    found: list[Problem] = []
+    try:
+        for record in reader:
+            found += find_alarms(
+                record.routes,
+                record.spec,
+                token_ids=record.token_ids[record.routes_start :],
+                first_token=record.routes_start,
+                sample=record.sample_id,
+            )
+    except FormatError as error:
+        found.append(Problem(kind=error.kind, message=error.message))
+    return found
+
+
+def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:
+    """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
+    sample = item.key.sample_id
+    if item.error.kind in _ROW_KINDS:
+        # Positions count from the record's first row; a delta's rows begin later.
+        first = min((problem.token or 0 for problem in item.error.problems), default=0)
+        rows_SLK = stored_rows(item.raw, header=header)
+        every = find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, sample=sample)
+        shift = first - (every[0].token or 0) if every else 0
+        return [replace(problem, token=(problem.token or 0) + shift) for problem in every]
+    if item.error.problems:
+        return [
+            problem if problem.sample is not None else replace(problem, sample=sample)
+            for problem in item.error.problems
+        ]
+    return [Problem(kind=item.error.kind, message=f"record {item.index}: {item.error.message}", sample=sample)]
 
 
 def _open(path: str | os.PathLike[str], *, verify: bool) -> IpcReader:

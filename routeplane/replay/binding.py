@@ -129,7 +129,8 @@ class Wiring:
 
         With a binding current, it is that forward's recomputation unless this gate did not fire in it, or was
         recomputed for it already: then it is another forward's. With none, it is a live forward's, unless the gate
-        last fired under a binding, or did so with gradients and was not recomputed since.
+        last fired under a binding, or did so with gradients and was not recomputed since. Cannot be told apart: a
+        reentrant checkpoint written by hand runs its forward without gradients, as an evaluation does.
         """
         if self.current is None:
             if hook.last_bound or hook.outstanding:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from routeplane.errors import ErrorKind, FormatError, TruncatedError
+from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
 
 __all__ = ["MAX_METADATA_BYTES", "Frame", "Readable", "frames_of_buffer", "frames_of_file", "parse_metadata"]
 
@@ -95,6 +95,10 @@ def _read(source: Readable, size: int) -> bytes:
         part = source.read(min(size, _READ_STEP))
         if not part:
             break
+        if not isinstance(part, bytes | bytearray | memoryview):
+            raise UsageError(
+                f"expected a binary file, got one that reads {type(part).__name__}", kind=ErrorKind.ARGUMENT
+            )
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

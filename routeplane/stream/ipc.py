@@ -207,7 +207,7 @@ class IpcReader(RecordReader):
             kept = None
         item = Quarantined(
             index=self._position,
-            key=None if kept is None else kept.key,
+            key=RecordKey(*(batch.column(name)[index].as_py() for name in RecordKey._fields)),
             error=error,
             raw=_one_row(batch, index),
             yielded=kept is not None,

@@ -116,14 +116,14 @@ class ReadPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantined:
-    """A record set aside. ``index`` counts records of the stream from 0; ``raw`` is an Arrow IPC stream of its one row
-    as it came, in memory of its own.
+    """A record set aside, under the key it claims. ``index`` counts records of the stream from 0; ``raw`` is an Arrow
+    IPC stream of its one row as it came, in memory of its own.
 
     ``yielded``: whether a copy with every row MISSING took its place; a record whose very shape is unreadable has none.
     """
 
     index: int
-    key: RecordKey | None
+    key: RecordKey
     error: DataError
     raw: bytes
     yielded: bool
