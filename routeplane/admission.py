@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from routeplane.coverage import Coverage
-from routeplane.errors import DataError, ErrorKind, Problem
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.spec import RouteSpec
 
@@ -36,7 +36,9 @@ class Admission:
 
 
 def admit(records: Sequence[RouteRecord], spec: RouteSpec, *, max_missing: float | None) -> Admission:
-    """Judge records as one batch: geometry, keys, and the share of missing rows."""
+    """Judge records as one batch: geometry, keys, and the share of missing rows. Raises UsageError for a bad share."""
+    if max_missing is not None and not 0.0 <= max_missing <= 1.0:
+        raise UsageError(f"expected max_missing in [0, 1], got {max_missing}", kind=ErrorKind.ARGUMENT)
     problems: list[Problem] = []
     seen: set[RecordKey] = set()
     coverage = Coverage()

@@ -30,35 +30,42 @@ def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
         by_key[record.key] = record
     whole: dict[RecordKey, RouteRecord] = {}
     for record in given:
-        _resolve_one(record, by_key, whole, ())
+        for link in reversed(_chain(record, by_key, whole)):
+            whole[link.key] = _joined(link, whole)
     return [whole[record.key] for record in given]
 
 
-def _resolve_one(
-    record: RouteRecord,
-    by_key: Mapping[RecordKey, RouteRecord],
-    whole: dict[RecordKey, RouteRecord],
-    asking: tuple[RecordKey, ...],
-) -> RouteRecord:
+def _chain(
+    record: RouteRecord, by_key: Mapping[RecordKey, RouteRecord], whole: Mapping[RecordKey, RouteRecord]
+) -> list[RouteRecord]:
+    """The record, the one that holds its prefix, and so on to the first that is whole or was joined already."""
+    chain = [record]
+    seen = {record.key}
+    while (prefix := chain[-1].prefix) is not None and chain[-1].key not in whole:
+        link = chain[-1]
+        holder = by_key.get(prefix.key)
+        if holder is None:
+            raise DataError(
+                f"expected the record {prefix.key} that holds rows [0, {link.routes_start}), got none "
+                f"@ sample {link.sample_id}",
+                kind=ErrorKind.PREFIX,
+            )
+        if holder.key in seen:
+            raise DataError(f"expected prefixes that end, got a cycle through {holder.key}", kind=ErrorKind.PREFIX)
+        _check_prefix(link, holder)
+        seen.add(holder.key)
+        chain.append(holder)
+    return chain
+
+
+def _joined(record: RouteRecord, whole: Mapping[RecordKey, RouteRecord]) -> RouteRecord:
     if record.key in whole:
         return whole[record.key]
-    if record.key in asking:
-        raise DataError(f"expected prefixes that end, got a cycle through {record.key}", kind=ErrorKind.PREFIX)
     if record.prefix is None:
-        whole[record.key] = record
         return record
-    holder = by_key.get(record.prefix.key)
-    if holder is None:
-        raise DataError(
-            f"expected the record {record.prefix.key} that holds rows [0, {record.routes_start}), got none "
-            f"@ sample {record.sample_id}",
-            kind=ErrorKind.PREFIX,
-        )
-    _check_prefix(record, holder)
-    full = _resolve_one(holder, by_key, whole, (*asking, record.key))
-    rows_SLK = np.concatenate([full.routes[: record.routes_start], record.routes])
-    whole[record.key] = replace(record, routes=rows_SLK, routes_start=0, prefix=None, checksum=None)
-    return whole[record.key]
+    shared_SLK = whole[record.prefix.key].routes[: record.routes_start]
+    rows_SLK = np.concatenate([shared_SLK, record.routes])
+    return replace(record, routes=rows_SLK, routes_start=0, prefix=None, checksum=None)
 
 
 def _check_prefix(record: RouteRecord, holder: RouteRecord) -> None:

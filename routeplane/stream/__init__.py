@@ -10,6 +10,7 @@ from typing import Any, Literal
 from routeplane.ports import RouteSink
 from routeplane.schema import choose_encoding
 from routeplane.spec import RouteSpec
+from routeplane.stream.endpoints import check_max_bytes
 from routeplane.stream.files import frames_of, target_of
 from routeplane.stream.ipc import DEFAULT_MAX_BYTES, IpcReader, IpcWriter
 from routeplane.stream.memory import MemoryReader, MemoryStream
@@ -34,6 +35,7 @@ def new_stream(
     if isinstance(sink, MemoryStream):
         return sink.writer(spec, max_bytes=max_bytes)
     chosen = choose_encoding(encoding, spec)
+    check_max_bytes(max_bytes)  # before a file is opened that nobody would close
     return IpcWriter(target_of(sink), spec, encoding=chosen, max_bytes=max_bytes)
 
 

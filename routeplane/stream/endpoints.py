@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["RecordReader", "RecordWriter"]
+__all__ = ["RecordReader", "RecordWriter", "check_max_bytes"]
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    """Raise UsageError for a byte bound under which nothing could ever be written."""
+    if max_bytes < 1:
+        raise UsageError(f"expected max_bytes of at least 1, got {max_bytes}", kind=ErrorKind.ARGUMENT)
 
 
 class RecordWriter(ABC):
     """The RouteSink of a transport. Not safe for several threads."""
 
     def __init__(self, spec: RouteSpec, *, max_bytes: int) -> None:
-        if max_bytes < 1:
-            raise UsageError(f"expected max_bytes of at least 1, got {max_bytes}", kind=ErrorKind.ARGUMENT)
+        check_max_bytes(max_bytes)
         self._spec = spec
         self._max_bytes = max_bytes
         self._keys: set[RecordKey] = set()
