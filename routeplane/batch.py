@@ -35,6 +35,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from routeplane.admission import Admission
     from routeplane.ports import RouteSource
     from routeplane.record import RecordKey, RouteRecord
 
@@ -197,7 +198,8 @@ def microbatches(
     ``source`` is iterated once, as batches are asked for, and not closed; one that has no records yields no batch.
     ``spec``: as in ``collate``; default the source's own (a plain list of records has none). Other arguments as in
     ``collate``. Arguments are checked at the call, records as they come: besides the errors of ``collate``, a record
-    that no batch can hold is a UsageError (TOO_LONG) that names its sample.
+    that no batch can hold is a UsageError (TOO_LONG) that names its sample, and a batch that the source does not admit
+    (``open_stream(max_missing=)``) is a DataError.
     """
     budget = require_positive(tokens, "tokens")
     options = PlanOptions(
@@ -207,8 +209,17 @@ def microbatches(
     wanted = getattr(source, "spec", None) if spec is None else spec
     if not isinstance(wanted, RouteSpec):
         raise UsageError("expected a source with a spec, or spec=, got neither", kind=ErrorKind.ARGUMENT)
-    groups = _greedy(source, budget, options)
-    return (_collate(group, wanted, options, pad_token_id) for group in groups)
+    admit = getattr(source, "admit", None)
+    return (
+        _collate(_admitted(group, admit), wanted, options, pad_token_id) for group in _greedy(source, budget, options)
+    )
+
+
+def _admitted(group: tuple[RouteRecord, ...], admit: Callable[..., Admission] | None) -> tuple[RouteRecord, ...]:
+    """The group, once its source has let it pass; before anything is allocated for it."""
+    if admit is not None:
+        admit(group).require()
+    return group
 
 
 def token_logprobs(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:

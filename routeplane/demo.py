@@ -95,13 +95,14 @@ def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...]) -> d
     if done.returncode != 0 or not lines:
         raise RouteplaneError(
             f"expected stage {module} to end with figures, got exit status {done.returncode} (its words are above)",
-            kind=ErrorKind.NOT_FOUND,
+            kind=ErrorKind.CHILD_FAILED,
         )
     try:
         figures: dict[str, Any] = json.loads(lines[-1])
     except ValueError:
         raise RouteplaneError(
-            f"expected stage {module} to end with one line of JSON, got {lines[-1][:200]!r}", kind=ErrorKind.NOT_FOUND
+            f"expected stage {module} to end with one line of JSON, got {lines[-1][:200]!r}",
+            kind=ErrorKind.CHILD_FAILED,
         ) from None
     return figures
 

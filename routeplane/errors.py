@@ -60,7 +60,6 @@ class ErrorKind(StrEnum):
     # calls
     CONTEXT_BREAK = "context_break"
     ROUTES_MISSING = "routes_missing"
-    GAP = "gap"
     MEDIA = "media"
     LAYERS = "layers"
     # alarms: statistics that a healthy capture does not show
@@ -88,7 +87,7 @@ class ErrorKind(StrEnum):
     CLOSED = "closed"
     TOO_LONG = "too_long"
     MISSING_EXTRA = "missing_extra"
-    NOT_FOUND = "not_found"
+    CHILD_FAILED = "child_failed"  # a process of ours ended without its result
     # engine
     CAPTURE_OFF = "capture_off"
     DENSE_SLOT = "dense_slot"  # a dense layer's slot holds ids

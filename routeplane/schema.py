@@ -149,18 +149,18 @@ def parse_schema(schema: pa.Schema) -> StreamHeader:
     except SpecError as error:
         raise FormatError(f"schema metadata routeplane.spec: {error}", kind=ErrorKind.SCHEMA) from error
     encoding = _check_encoding(metadata[_ENCODING_KEY], spec)
-    columns = _check_fields(schema, arrow_schema(spec, encoding))
+    try:
+        columns = _check_fields(schema, arrow_schema(spec, encoding))
+    except UnicodeDecodeError as error:  # pyarrow decodes names, of children too, only when asked for them
+        raise FormatError(
+            f"expected column names in utf-8, got a damaged one: {error}", kind=ErrorKind.SCHEMA
+        ) from None
     return StreamHeader(spec=spec, encoding=encoding, version=version, columns=columns)
 
 
 def _check_fields(schema: pa.Schema, fixed: pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
     """Compare the format's own columns one by one; the rest are token columns."""
-    try:
-        names = schema.names
-    except UnicodeDecodeError as error:
-        raise FormatError(
-            f"expected column names in utf-8, got a damaged one: {error}", kind=ErrorKind.SCHEMA
-        ) from None
+    names = schema.names
     if len(set(names)) != len(names):
         raise FormatError(f"expected each column once, got {names}", kind=ErrorKind.SCHEMA)
     for index, expected in enumerate(fixed):

@@ -1,4 +1,4 @@
-"""What every test run shares: hypothesis profiles, and leaving an engine's test files unread where they are deselected.
+"""What every test run shares: hypothesis profiles, engine files left unread where deselected, and the field-row check.
 
 Knows nothing of routeplane. The profile is chosen by ``--hypothesis-profile`` or, where that is absent, by the
 variable ``HYPOTHESIS_PROFILE``; the library itself reads no environment.
@@ -6,16 +6,13 @@ variable ``HYPOTHESIS_PROFILE``; the library itself reads no environment.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 # No profile has a deadline, and none complains of slow data: the speed of a shared machine is no property of the code.
 _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,3 +37,57 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not vllm" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     return True if _ENGINE_FILE.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Field rows: each named test ran
+# ----------------------------------------------------------------------------------------------------------------------
+
+FIELD_ROWS = Path(__file__).with_name("field_rows.json")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--field-rows``: fail the run unless the tests that ``field_rows.json`` names ran in it and passed.
+
+    Tests in engine files belong to the run that reads them, all others to the one that does not.
+    """
+    parser.addoption("--field-rows", action="store_true", help="each test named in field_rows.json must have passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the run, in the process that sees all workers' reports."""
+    if config.getoption("--field-rows") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FieldRows(engine="not vllm" not in config.option.markexpr))
+
+
+class _FieldRows:
+    def __init__(self, *, engine: bool) -> None:
+        named = {test for row in json.loads(FIELD_ROWS.read_text())["rows"] for test in row.get("tests", ())}
+        self._wanted = {test for test in named if _is_engine_test(test) == engine}
+        self._failed: set[str] = set()
+        self._passed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = report.nodeid.partition("[")[0]
+        if report.failed:
+            self._failed.add(test)
+        elif report.when == "call" and report.passed:
+            self._passed.add(test)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.absent and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for test in sorted(self.absent):
+            terminalreporter.write_line(f"field_rows.json names {test}, which did not run or did not pass")
+
+    @property
+    def absent(self) -> set[str]:
+        return self._wanted - (self._passed - self._failed)
+
+
+def _is_engine_test(test: str) -> bool:
+    path = Path(__file__).parents[1] / test.partition("::")[0]
+    return path.exists() and _ENGINE_FILE.search(path.read_text(encoding="utf-8")) is not None

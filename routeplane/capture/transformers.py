@@ -121,6 +121,11 @@ def generate_calls(
     Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
     names = list(call_ids) if call_ids is not None else [f"call-{index}" for index in range(len(prompts))]
+    if model.training:
+        raise _refused(
+            "a model in evaluation mode",
+            "one that trains: its rows and log-probabilities are of dropped-out activations",
+        )
     _check_request(prompts, names=names, max_tokens=max_tokens, temperature=temperature)
     inputs, mask = _left_padded(prompts, pad_token_id)
     stops = [] if eos_token_id is None else list(np.atleast_1d(np.asarray(eos_token_id)).tolist())

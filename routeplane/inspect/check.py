@@ -167,7 +167,7 @@ def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:
 
 
 def _open(path: str | os.PathLike[str], *, verify: bool) -> IpcReader:
-    reader = open_stream(path, on_truncated="keep", on_corrupt="quarantine", verify=verify)
+    reader = open_stream(path, on_truncated="keep", on_corrupt="quarantine", on_alarm="ignore", verify=verify)
     if not isinstance(reader, IpcReader):
         raise UsageError(f"expected the path of a stream, got {path!r}", kind=ErrorKind.ARGUMENT)
     return reader

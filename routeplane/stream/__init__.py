@@ -44,6 +44,7 @@ def open_stream(
     *,
     on_truncated: Literal["raise", "keep"] = "raise",
     on_corrupt: Literal["raise", "quarantine"] = "raise",
+    on_alarm: Literal["count", "raise", "ignore"] = "count",
     max_missing: float | None = None,
     verify: bool = True,
 ) -> IpcReader | MemoryReader:
@@ -51,12 +52,16 @@ def open_stream(
 
     A path is mapped, and a missing trailer is found before the first record; a pipe tells only at its end.
     ``on_truncated="keep"`` yields what came whole and reports the cut. ``on_corrupt="quarantine"`` replaces the rows of
-    a bad record by MISSING, keeps its bytes aside and counts it. ``max_missing``: largest share of fed rows that
-    ``admit`` lets pass. ``verify=False`` skips comparing checksums, nothing else.
+    a bad record by MISSING, keeps its bytes aside and counts it. ``on_alarm``: whether statistics of a broken capture
+    (``validate.find_alarms``) are counted, raised, or not looked for. ``max_missing``: largest share of fed rows that
+    may be absent from a batch that ``admit`` (and so ``microbatches``) lets pass. ``verify=False`` skips comparing
+    checksums, nothing else.
 
     Raises FormatError (TruncatedError) for what is no whole stream of a known version, DataError for a bad record.
     """
-    policy = ReadPolicy(on_truncated=on_truncated, on_corrupt=on_corrupt, max_missing=max_missing, verify=verify)
+    policy = ReadPolicy(
+        on_truncated=on_truncated, on_corrupt=on_corrupt, on_alarm=on_alarm, max_missing=max_missing, verify=verify
+    )
     if isinstance(source, MemoryStream):
         return source.reader(policy)
     frames, walkable = frames_of(source)

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from routeplane.admission import Admission, admit
-from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.stream.protocol import ReadPolicy, StreamReport
+from routeplane.validate import find_alarms
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -54,7 +55,7 @@ class RecordWriter(ABC):
             raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
         self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
         if record.spec != self._spec:
-            raise DataError(
+            raise SpecError(
                 f"expected routes of model {self._spec.model!r}, got {record.spec.model!r} @ sample {record.key}",
                 kind=ErrorKind.SPEC_MISMATCH,
             )
@@ -159,9 +160,25 @@ class RecordReader(ABC):
     def _selected(self) -> Iterator[RouteRecord]:
         for record in self._arrive():
             self._report = self._report.with_record(record)
+            self._watch(record)
             cut = self._cut(record)
             if cut is not None:
                 yield cut
+
+    def _watch(self, record: RouteRecord) -> None:
+        """Look for statistics that a healthy capture does not show; count them, or raise by choice."""
+        if self._policy.on_alarm == "ignore":
+            return
+        found = find_alarms(
+            record.routes,
+            record.spec,
+            token_ids=record.token_ids[record.routes_start :],
+            first_token=record.routes_start,
+            sample=record.sample_id,
+        )
+        if found and self._policy.on_alarm == "raise":
+            raise DataError.from_problems(found, what="alarms")
+        self._report = self._report.with_alarms(found)
 
     @abstractmethod
     def _arrive(self) -> Iterator[RouteRecord]:

@@ -1,8 +1,9 @@
 """Arrow IPC messages one by one, with the header read before the body is decoded.
 
-The message reader of pyarrow decodes a compressed body before anyone can refuse it (one flipped bit once asked for
-10 GB), and hides batch metadata, where our trailer stands. So frames are cut here and their flatbuffer headers walked
-for the few fields that decide; decoding stays with pyarrow. Field numbers are those of Arrow's ``Message.fbs``.
+The stream reader of pyarrow decodes a compressed body before anyone can refuse it (one flipped bit once asked for
+10 GB); its message reader does not, but hides batch metadata, where our trailer stands. So frames are cut here and
+their flatbuffer headers walked for the few fields that decide; decoding stays with pyarrow. Field numbers are those of
+Arrow's ``Message.fbs``.
 """
 
 from __future__ import annotations

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import xxhash
 
 from routeplane.coverage import Coverage
-from routeplane.errors import DataError, ErrorKind, FormatError, UsageError
+from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.scalars import check_count
 from routeplane.schema import FORMAT_VERSION, Encoding
 from routeplane.spec import RouteSpec
 
-__all__ = ["TRAILER_KEY", "Quarantined", "ReadPolicy", "StreamReport", "Trailer", "TrailerCounter"]
+__all__ = ["MAX_ALARMS", "TRAILER_KEY", "Quarantined", "ReadPolicy", "StreamReport", "Trailer", "TrailerCounter"]
 
 #: Metadata key of the zero-row batch that ends a stream.
 TRAILER_KEY = "routeplane.trailer"
+#: Alarms that a report keeps word for word; the rest are counted.
+MAX_ALARMS = 64
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -103,11 +106,16 @@ class ReadPolicy:
 
     on_truncated: Literal["raise", "keep"] = "raise"
     on_corrupt: Literal["raise", "quarantine"] = "raise"
+    on_alarm: Literal["count", "raise", "ignore"] = "count"
     max_missing: float | None = None
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name, allowed in (("on_truncated", ("raise", "keep")), ("on_corrupt", ("raise", "quarantine"))):
+        for name, allowed in (
+            ("on_truncated", ("raise", "keep")),
+            ("on_corrupt", ("raise", "quarantine")),
+            ("on_alarm", ("count", "raise", "ignore")),
+        ):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
         if self.max_missing is not None and not 0.0 <= self.max_missing <= 1.0:
@@ -137,6 +145,8 @@ class StreamReport:
     records: int = 0
     tokens: int = 0
     quarantined: tuple[Quarantined, ...] = ()
+    alarm_count: int = 0
+    alarms: tuple[Problem, ...] = ()  # the first MAX_ALARMS of them
     outside: int = 0  # records with no token in the selected range
     truncated: bool = False
     complete: bool = False  # the trailer was reached and agrees
@@ -151,6 +161,13 @@ class StreamReport:
             coverage=self.coverage.merge(record.coverage()),
         )
 
+    def with_alarms(self, found: Sequence[Problem]) -> StreamReport:
+        """The report after some more alarms; all are counted, the first are kept."""
+        if not found:
+            return self
+        kept = (*self.alarms, *found)[:MAX_ALARMS]
+        return replace(self, alarm_count=self.alarm_count + len(found), alarms=kept)
+
     def merge(self, other: StreamReport) -> StreamReport:
         """The counts of both; truncated if either is, complete if both are."""
         return StreamReport(
@@ -158,6 +175,8 @@ class StreamReport:
             records=self.records + other.records,
             tokens=self.tokens + other.tokens,
             quarantined=self.quarantined + other.quarantined,
+            alarm_count=self.alarm_count + other.alarm_count,
+            alarms=(*self.alarms, *other.alarms)[:MAX_ALARMS],
             outside=self.outside + other.outside,
             truncated=self.truncated or other.truncated,
             complete=self.complete and other.complete,
@@ -167,11 +186,11 @@ class StreamReport:
     def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
         """A flat dict with stable names for a metrics logger."""
         return {
-            **self.coverage.scalars(prefix=prefix),
-            f"{prefix}batches": float(self.batches),
-            f"{prefix}records": float(self.records),
-            f"{prefix}tokens": float(self.tokens),
-            f"{prefix}quarantined": float(len(self.quarantined)),
-            f"{prefix}outside_selection": float(self.outside),
-            f"{prefix}truncated": float(self.truncated),
+            **self.coverage.scalars(prefix=f"{prefix}stream_"),
+            f"{prefix}stream_batches": float(self.batches),
+            f"{prefix}stream_tokens": float(self.tokens),
+            f"{prefix}stream_quarantined": float(len(self.quarantined)),
+            f"{prefix}stream_alarms": float(self.alarm_count),
+            f"{prefix}stream_outside_selection": float(self.outside),
+            f"{prefix}stream_truncated": float(self.truncated),
         }

@@ -1,0 +1,55 @@
+"""Every public bug report of parts A to F is caught by a named test, or says why nothing here can catch it.
+
+``tests/field_rows.json`` is the map. That the named tests also ran and passed is checked at the end of the run that
+``make test`` starts (``--field-rows``, see ``tests/conftest.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests" / "field_rows.json").read_text())["rows"]
+
+#: The reports of parts A to F, by their numbers (which have gaps).
+REPORTS = {
+    "A": (1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 13, 14),
+    "B": (15, 17, 18, 20, 21, 22, 23),
+    "C": (24, 25, 26, 27, 28, 30, 31, 32, 33),
+    "D": (35, 36, 37, 38, 39, 40, 41, 42),
+    "E": (43, 44, 45, 47, 48, 49, 50, 51, 52, 54, 56, 57, 58),
+    "F": (59, 60, 61, 62, 63, 64),
+}
+
+
+def functions_of(path: Path) -> set[str]:
+    """Names of the test functions of a file, ``Class::name`` inside a class."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+    return found
+
+
+def test_every_report_is_mapped_once() -> None:
+    """The map has exactly the reports of parts A to F."""
+    expected = [(part, number) for part, numbers in REPORTS.items() for number in numbers]
+    assert expected == [(row["part"], row["row"]) for row in ROWS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['part']}{row['row']}")
+def test_each_row_names_tests_that_exist_or_a_reason(row: dict[str, Any]) -> None:
+    """A row has a kind, and either existing tests or the reason why a later stage, or no library, can catch it."""
+    assert row["kind"]
+    assert ("tests" in row) != ("reason" in row)
+    assert row.get("reason", "-").strip()
+    for test in row.get("tests", ()):
+        path, _, name = test.partition("::")
+        assert name in functions_of(ROOT / path), test
