@@ -98,12 +98,14 @@ def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...]) -> d
             kind=ErrorKind.CHILD_FAILED,
         )
     try:
-        figures: dict[str, Any] = json.loads(lines[-1])
+        figures = json.loads(lines[-1])
     except ValueError:
+        figures = None
+    if not isinstance(figures, dict) or "seconds" not in figures:
         raise RouteplaneError(
-            f"expected stage {module} to end with one line of JSON, got {lines[-1][:200]!r}",
+            f"expected stage {module} to end with its figures as one line of JSON, got {lines[-1][:200]!r}",
             kind=ErrorKind.CHILD_FAILED,
-        ) from None
+        )
     return figures
 
 

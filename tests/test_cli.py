@@ -419,7 +419,9 @@ def test_demo_without_out_leaves_nothing(routeplane: Program, monkeypatch: pytes
     assert not Path(asked.out).exists()
 
 
-@pytest.mark.parametrize("error", [RouteplaneError("a stage died", kind=ErrorKind.CHILD_FAILED), OSError("a stage died")])
+@pytest.mark.parametrize(
+    "error", [RouteplaneError("a stage died", kind=ErrorKind.CHILD_FAILED), OSError("a stage died")]
+)
 def test_a_demo_that_fails_is_status_2(
     routeplane: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:

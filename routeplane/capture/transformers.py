@@ -39,27 +39,39 @@ class GateTape:
 
     def __init__(self, spec: RouteSpec) -> None:
         self._spec = spec
-        self._rows: dict[int, list[torch.Tensor]] = {layer: [] for layer in spec.layer_ids}
+        self._forwards: list[dict[int, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """A forward of the whole model starts."""
+        self._forwards.append({})
 
     def add(self, layer_id: int, indices_NK: torch.Tensor) -> None:
-        """Keep one gate's choice of one forward; copied to the host as int32, so the model may reuse its own."""
-        self._rows[layer_id].append(indices_NK.detach().to("cpu", torch.int32, copy=True))
+        """Keep one gate's choice of one forward; copied to the host as int32, so the model may reuse its own.
+
+        Raises CaptureError where the gate fires twice in a forward, or outside of one: its rows would have no place.
+        """
+        if not self._forwards or layer_id in self._forwards[-1]:
+            raise CaptureError(
+                f"expected each gate once in a forward of the model, got another firing @ layer {layer_id}",
+                kind=ErrorKind.GATE_FIRED,
+            )
+        self._forwards[-1][layer_id] = indices_NK.detach().to("cpu", torch.int32, copy=True)
 
     def forwards(self) -> list[NDArray[np.int32]]:
         """One array ``[N, L, K]`` per forward, layers in spec order. Raises CaptureError where a gate stayed silent."""
-        counts = {layer: len(rows) for layer, rows in self._rows.items()}
-        if len(set(counts.values())) > 1:
-            raise CaptureError(
-                f"expected every gate to fire in every forward, got {counts} forwards by layer",
-                kind=ErrorKind.UNCAPTURED_SLOT,
-            )
-        columns = [self._rows[layer] for layer in self._spec.layer_ids]
-        return [torch.stack(step, dim=1).numpy() for step in zip(*columns, strict=True)]
+        for number, step in enumerate(self._forwards):
+            silent = [layer for layer in self._spec.layer_ids if layer not in step]
+            if silent:
+                raise CaptureError(
+                    f"expected every gate to fire in every forward, got none from layers {silent} in forward {number}",
+                    kind=ErrorKind.UNCAPTURED_SLOT,
+                )
+        return [torch.stack([step[layer] for layer in self._spec.layer_ids], dim=1).numpy() for step in self._forwards]
 
 
 @contextmanager
 def taping(model: nn.Module, spec: RouteSpec) -> Iterator[GateTape]:
-    """Record every gate's choice in the forwards of a ``with`` body.
+    """Record every gate's choice in the forwards of a ``with`` body, which must be forwards of ``model`` itself.
 
     Raises SpecError where the model's gates are not the spec's (layers, E, K), CaptureError where a gate returns no
     indices.
@@ -67,7 +79,8 @@ def taping(model: nn.Module, spec: RouteSpec) -> Iterator[GateTape]:
     spec.require_same_geometry(RouteSpec.from_model(model), where="the model's gates")
     paths = gate_paths(model)
     tape = GateTape(spec)
-    handles = [_hook(model.get_submodule(path), tape, layer, spec) for layer, path in paths.items()]
+    handles = [model.register_forward_pre_hook(lambda module, args: tape.begin())]
+    handles += [_hook(model.get_submodule(path), tape, layer, spec) for layer, path in paths.items()]
     try:
         yield tape
     finally:
@@ -131,7 +144,8 @@ def generate_calls(
     stops = [] if eos_token_id is None else list(np.atleast_1d(np.asarray(eos_token_id)).tolist())
     config = _sampling(max_tokens=max_tokens, temperature=temperature, stops=stops, pad_token_id=pad_token_id)
     device = next(model.parameters()).device
-    devices = [device] if device.type != "cpu" else []
+    # manual_seed seeds every accelerator that is there, whichever the model is on
+    devices = list(range(torch.accelerator.device_count()))
     with (
         taping(model, spec) as tape,
         torch.random.fork_rng(devices=devices),
@@ -232,7 +246,7 @@ def _check_request(
     for prompt in prompts:
         if not all(isinstance(token, int | np.integer) and token >= 0 for token in prompt):
             raise _refused("prompts of non-negative token ids", repr(list(prompt)[:8]))
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+    if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
         raise _refused("prompts of at least one token each", "an empty one")
     if len(names) != len(prompts) or len(set(names)) != len(names):
         raise _refused(f"{len(prompts)} different names", f"{len(names)}, {len(set(names))} of them different")

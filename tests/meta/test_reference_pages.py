@@ -301,10 +301,10 @@ def test_json_keys(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 CHANGES: dict[str, tuple[str, str, str, str]] = {
     "a class with another builtin": ("errors", "| `EOFError` |", "| `OSError` |", "TruncatedError"),
     "a class too few": ("errors", "| `SpecError` | `Ro", "| `Spec` | `Ro", "'SpecError'"),
-    "a kind too few": ("errors", "| `gap` |", "| `gaps` |", "kinds in order"),
+    "a kind too few": ("errors", "| `media` |", "| `medium` |", "kinds in order"),
     "a kind raised otherwise": ("errors", "| `spans` | `DataError` |", "| `spans` | `UsageError` |", "spans: raised"),
     "a class that is none": ("errors", "| `spans` | `DataError` |", "| `spans` | `DataErrors` |", "DataErrors"),
-    "a scalar too few": ("reports", "| `batches` |", "| `batch` |", "StreamReport"),
+    "a scalar too few": ("reports", "| `stream_batches` |", "| `stream_batch` |", "StreamReport"),
     "a report left out": ("reports", "## `ReplayReport`", "## `Replay`", "ReplayReport"),
     "an option too few": ("cli", "| `--alarms` |", "| `--alarm` |", "validate: arguments"),
     "another default": ("cli", "| `--seed` | `0` |", "| `--seed` | `1` |", "demo --seed: default"),

@@ -110,7 +110,7 @@ def test_names_are_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 3)
 @given(data=st.data())
 def test_corruptions_are_illegal_as_said(name: str, data: st.DataObject) -> None:
     """A corruption is found with its kind and at its place, and nothing else is found."""
@@ -124,7 +124,6 @@ def test_corruptions_are_illegal_as_said(name: str, data: st.DataObject) -> None
     ]
 
 
-@settings(max_examples=30)
 @given(corruptions())
 def test_corruptions_are_illegal_by_the_plain_rule(bad: Corruption) -> None:
     """Where a corruption names a row, that row and no other breaks the rule as it is written in the format."""

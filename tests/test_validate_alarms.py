@@ -1,0 +1,153 @@
+"""Alarms: what a stale, unbound or collapsed capture shows, and honest data does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routeplane.errors import ErrorKind, Problem
+from routeplane.spec import MISSING, RouteSpec
+from routeplane.testing.strategies import routes, specs
+from routeplane.validate import check_routes, find_alarms
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SPEC = RouteSpec(num_experts=32, top_k=4, layer_ids=(1, 5, 9))
+
+
+def healthy(tokens: int, *, spec: RouteSpec = SPEC, seed: int = 0) -> NDArray[np.int16]:
+    """Rows of a router that prefers some experts: legal, varied, int16 ``[tokens, L, K]``."""
+    rng = np.random.default_rng(seed)
+    width = max(spec.experts_per_layer)
+    liking_LE = rng.gumbel(size=(spec.num_layers, width))
+    scores_SLE = liking_LE + rng.gumbel(size=(tokens, spec.num_layers, width))
+    return np.argsort(-scores_SLE, axis=2)[:, :, : spec.top_k].astype(np.int16)
+
+
+def _kinds(found: list[Problem]) -> list[tuple[ErrorKind, int | None, int | None]]:
+    assert all("alarm" == problem.severity for problem in found)
+    return [(problem.kind, problem.token, problem.layer) for problem in found]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Honest data
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 300))
+def test_a_healthy_router_raises_no_alarm(seed: int, tokens: int) -> None:
+    """Varied rows of any number raise none."""
+    assert [] == find_alarms(healthy(tokens, seed=seed), SPEC)
+
+
+@given(st.data())
+def test_any_legal_routes_are_looked_at(data: st.DataObject) -> None:
+    """Few rows, no rows, MISSING rows: too little for an alarm, never an error."""
+    spec = data.draw(specs())
+    assert [] == find_alarms(data.draw(routes(spec)), spec)
+
+
+def test_a_repeated_token_repeats_its_rows_honestly() -> None:
+    """64 equal tokens give 64 equal rows in every layer; token ids tell them from a stale buffer."""
+    token_ids = np.concatenate([np.arange(40), np.full(64, 7), np.arange(40)]).astype(np.int32)
+    routes_SLK = healthy(144)
+    routes_SLK[40:104] = routes_SLK[40]
+
+    assert [] == find_alarms(routes_SLK, SPEC, token_ids=token_ids)
+    assert [(ErrorKind.IDENTICAL_ROWS, 40, None)] == _kinds(find_alarms(routes_SLK, SPEC))
+
+
+def test_a_run_in_one_layer_is_honest() -> None:
+    """Greedy decoding repeats rows in one layer for dozens of tokens, not in all."""
+    routes_SLK = healthy(200)
+    routes_SLK[10:70, 1] = routes_SLK[10, 1]
+
+    assert [] == find_alarms(routes_SLK, SPEC)
+
+
+def test_a_layer_as_wide_as_its_slots_is_constant_honestly() -> None:
+    """Where E == K every token chooses all experts; sorted, each row is the same, and that is no alarm."""
+    spec = RouteSpec(num_experts=(32, 4), top_k=4, layer_ids=(1, 5))
+    routes_SLK = healthy(100, spec=RouteSpec(num_experts=32, top_k=4, layer_ids=(1, 5)))
+    routes_SLK[:, 1] = np.arange(4)
+    all_alike = RouteSpec(num_experts=4, top_k=4, layer_ids=(1, 5))
+    check_routes(routes_SLK, spec)
+
+    assert [] == find_alarms(routes_SLK, spec)
+    assert [] == find_alarms(np.tile(np.arange(4, dtype=np.int16), (100, 2, 1)), all_alike)
+
+
+def test_a_router_one_wider_than_its_slots_cannot_spread() -> None:
+    """With E == K + 1 there are never more than K + 1 effective experts, and mostly fewer: no entropy alarm."""
+    spec = RouteSpec(num_experts=5, top_k=4, layer_ids=(1,))
+    left_out_S = np.where(np.arange(100) % 10, 4, np.arange(100) // 10 % 5)
+    rows = [[expert for expert in range(5) if expert != left_out] for left_out in left_out_S]
+
+    assert [] == find_alarms(np.asarray(rows, dtype=np.int16)[:, None], spec)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Broken captures
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("run", "alarms"), [(32, 0), (33, 1), (67, 1)])
+@pytest.mark.parametrize("start", [0, 50, 133], ids=["at_the_start", "inside", "to_the_end"])
+def test_a_stale_buffer_is_an_alarm(run: int, alarms: int, start: int) -> None:
+    """Kind of report 2: one row repeated in all layers, longer than honest data does, where tokens differ."""
+    routes_SLK = healthy(200)
+    routes_SLK[start : start + run] = routes_SLK[start]
+    found = find_alarms(routes_SLK, SPEC, token_ids=np.arange(200, dtype=np.int32), first_token=1_000, sample="s")
+
+    assert [(ErrorKind.IDENTICAL_ROWS, 1_000 + start, None)] * alarms == _kinds(found)
+    assert ["s"] * alarms == [problem.sample for problem in found]
+
+
+def test_the_length_of_an_honest_run_is_an_argument() -> None:
+    """Kind of report 2, its tiny input: eight generated tokens with the rows of the first, by a stricter bound."""
+    routes_SLK = np.repeat(healthy(1), 8, axis=0)
+
+    assert [] == find_alarms(routes_SLK, SPEC)
+    assert [(ErrorKind.IDENTICAL_ROWS, 0, None)] == _kinds(find_alarms(routes_SLK, SPEC, longest_run=7))
+    assert [] == find_alarms(routes_SLK, SPEC, longest_run=8)
+
+
+@pytest.mark.parametrize(("rows", "alarms"), [(63, 0), (64, 1), (200, 1)])
+def test_a_constant_layer_is_an_alarm(rows: int, alarms: int) -> None:
+    """Kind of report 59, with ids that pass as legal: one layer whose kernel is unbound gives one row throughout."""
+    routes_SLK = healthy(rows)
+    routes_SLK[:, 1] = [3, 2, 1, 0]
+    check_routes(routes_SLK, SPEC)
+
+    assert [(ErrorKind.CONSTANT_LAYER, None, 5)] * alarms == _kinds(find_alarms(routes_SLK, SPEC))
+
+
+def test_constant_rows_hide_behind_no_missing_row() -> None:
+    """Tokens without rows are left out; the others are still compared."""
+    routes_SLK = healthy(130)
+    routes_SLK[:, 2] = [3, 2, 1, 0]
+    routes_SLK[::2] = MISSING
+
+    assert [(ErrorKind.CONSTANT_LAYER, None, 9)] == _kinds(find_alarms(routes_SLK, SPEC))
+
+
+def test_a_collapsed_layer_is_an_alarm() -> None:
+    """A layer that hardly uses more experts than one token does, and is not constant, has collapsed."""
+    routes_SLK = healthy(200)
+    routes_SLK[:, 0] = [0, 1, 2, 3]
+    routes_SLK[::20, 0, 3] = 4
+
+    assert [(ErrorKind.ENTROPY_COLLAPSE, None, 1)] == _kinds(find_alarms(routes_SLK, SPEC))
+
+
+def test_constant_everywhere_is_named_in_every_way() -> None:
+    """A whole capture of one legal row: the run, and each layer."""
+    routes_SLK = np.repeat(healthy(1), 100, axis=0)
+    expected = [(ErrorKind.IDENTICAL_ROWS, 0, None), *((ErrorKind.CONSTANT_LAYER, None, layer) for layer in (1, 5, 9))]
+
+    assert expected == _kinds(find_alarms(routes_SLK, SPEC))
