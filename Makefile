@@ -43,9 +43,10 @@ ENGINE_LOG := $(VENV)/vllm-cpu.log
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
-# Read by vLLM and the Hugging Face libraries, never by routeplane: one process, 1 GiB of KV cache, no network.
+# Read by vLLM, torch and the Hugging Face libraries, never by routeplane: one process, 1 GiB of KV cache, no network, no
+# compiler (it would compile parts of the sampler anew for every batch size).
 ENGINE_ENV := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=auto \
-  VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+  VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 # Workers share the cores: threads of torch's own would only fight over them.
 WORKER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 

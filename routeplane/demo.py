@@ -20,13 +20,15 @@ from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 
 __all__ = ["DemoOptions", "format_table", "run_demo"]
 
-# What vLLM reads at start-up: one process, 1 GiB of KV cache, no network, no usage report.
+# What vLLM and torch read at start-up: one process, 1 GiB of KV cache, no network, no usage report, and no compiler: it
+# would compile two functions of the sampler anew for every batch size.
 _VLLM_SETTINGS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING=0",
     "VLLM_CPU_KVCACHE_SPACE=1",
     "VLLM_CPU_OMP_THREADS_BIND=auto",
     "VLLM_NO_USAGE_STATS=1",
     "HF_HUB_OFFLINE=1",
+    "TORCHDYNAMO_DISABLE=1",
 )
 
 
