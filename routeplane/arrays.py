@@ -89,6 +89,9 @@ def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[
 
 
 def _array(values: Any, what: str) -> NDArray[Any]:
+    if isinstance(values, np.ma.MaskedArray):
+        # what is masked would come out as the value behind the mask
+        raise DataError(f"expected {what} without a mask, got a masked array", kind=ErrorKind.DTYPE)
     try:
         return np.asarray(values)
     except (ValueError, OverflowError) as error:

@@ -43,8 +43,8 @@ class ModelCall:
     (None: those of the spec it is assembled under). ``weights_version``: of the policy, None where unknown.
     ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order. ``cached``: rows ``[first_row,
     cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``: declares that rows are absent,
-    and why; without it ``first_row + R`` must be n or n - 1. ``columns``: token columns ``[P + G]``. ``checksum``: None
-    computes it.
+    and why (those before ``first_row`` included, unless another call brings them); without it ``first_row + R`` must be
+    n or n - 1. ``columns``: token columns ``[P + G]``. ``checksum``: None computes it.
 
     Raises DataError for anything else. Arrays are kept as read-only views where their type fits.
     """

@@ -174,6 +174,10 @@ def find_alarms(
     equal tokens give 64 equal rows; greedy decoding repeats at most 2 rows in all layers), so with ``token_ids``
     ``[S]`` positions that repeat their predecessor are left out.
     """
+    if token_ids is not None and len(token_ids) != len(routes):
+        raise UsageError(
+            f"expected one token id for each of {len(routes)} rows, got {len(token_ids)}", kind=ErrorKind.ARGUMENT
+        )
     keep_S: NDArray[np.bool_] = np.asarray(~missing_rows(routes).any(axis=1))
     if token_ids is not None and len(token_ids) > 1:
         keep_S[1:] &= token_ids[1:] != token_ids[:-1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.errors import ErrorKind, Problem
+from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.testing.strategies import routes, specs
 from routeplane.validate import check_routes, find_alarms
@@ -151,3 +151,9 @@ def test_constant_everywhere_is_named_in_every_way() -> None:
     expected = [(ErrorKind.IDENTICAL_ROWS, 0, None), *((ErrorKind.CONSTANT_LAYER, None, layer) for layer in (1, 5, 9))]
 
     assert expected == _kinds(find_alarms(routes_SLK, SPEC))
+
+
+def test_token_ids_of_another_sequence_are_refused() -> None:
+    """Positions that repeat their predecessor are told by the tokens of these very rows."""
+    with pytest.raises(UsageError, match="token id for each of 70 rows, got 69"):
+        find_alarms(healthy(70), SPEC, token_ids=np.zeros(69, dtype=np.int32))
