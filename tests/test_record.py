@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "logprobs_nested": ({"logprobs": [[-1.0] * 6]}, ErrorKind.SHAPE),
     "logprobs_positive": ({"logprobs": [-1.0] * 5 + [0.5]}, ErrorKind.VALUE_RANGE),
     "logprobs_infinite": ({"logprobs": [np.nan] * 5 + [np.inf]}, ErrorKind.VALUE_RANGE),
-    "logprobs_masked": ({"logprobs": np.ma.masked_less([-1.0] * 5 + [-9.0], -5.0)}, ErrorKind.DTYPE),
+    "logprobs_masked": ({"logprobs": np.ma.MaskedArray([-1.0] * 6, mask=[False] * 5 + [True])}, ErrorKind.DTYPE),
     "logprobs_beyond_float32": ({"logprobs": [-1.0] * 5 + [-1e39]}, ErrorKind.VALUE_RANGE),
     # attributes and columns
     "attribute_without_name": ({"attributes": {"": "x"}}, ErrorKind.DTYPE),
