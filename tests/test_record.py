@@ -22,6 +22,8 @@ from routeplane.testing.strategies import records, specs
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MASKED: Any = np.ma  # untyped in numpy
+
 SPEC = watermarked_spec()
 LEGAL = watermarked_record(3, num_tokens=6, prompt_tokens=4, spec=SPEC)
 
@@ -224,7 +226,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "logprobs_nested": ({"logprobs": [[-1.0] * 6]}, ErrorKind.SHAPE),
     "logprobs_positive": ({"logprobs": [-1.0] * 5 + [0.5]}, ErrorKind.VALUE_RANGE),
     "logprobs_infinite": ({"logprobs": [np.nan] * 5 + [np.inf]}, ErrorKind.VALUE_RANGE),
-    "logprobs_masked": ({"logprobs": np.ma.MaskedArray([-1.0] * 6, mask=[False] * 5 + [True])}, ErrorKind.DTYPE),
+    "logprobs_masked": ({"logprobs": MASKED.MaskedArray([-1.0] * 6, mask=[False] * 5 + [True])}, ErrorKind.DTYPE),
     "logprobs_beyond_float32": ({"logprobs": [-1.0] * 5 + [-1e39]}, ErrorKind.VALUE_RANGE),
     # attributes and columns
     "attribute_without_name": ({"attributes": {"": "x"}}, ErrorKind.DTYPE),
