@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import numpy as np
 
 from routeplane.arrays import as_integers, as_logprobs, as_token_columns
-from routeplane.checksum import CanonicalHash
-from routeplane.errors import ChecksumError, DataError, ErrorKind
+from routeplane.checksum import CanonicalHash, require_equal
+from routeplane.errors import DataError, ErrorKind
 from routeplane.scalars import check_count, check_optional_int64, check_text
 
 if TYPE_CHECKING:
@@ -152,12 +152,7 @@ class ModelCall:
 
     def verify(self) -> Self:
         """Raise ChecksumError unless the content is what the checksum was made over; return the call itself."""
-        computed = self.compute_checksum()
-        if computed != self.checksum:
-            raise ChecksumError(
-                f"expected checksum {self.checksum:016x}, got {computed:016x} @ call {self.call_id}",
-                kind=ErrorKind.CHECKSUM,
-            )
+        require_equal(self.checksum, self.compute_checksum(), where=f"call {self.call_id}")
         return self
 
     def __reduce__(self) -> tuple[object, ...]:

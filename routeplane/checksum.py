@@ -14,7 +14,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["CanonicalHash"]
+from routeplane.errors import ChecksumError, ErrorKind
+
+__all__ = ["CanonicalHash", "require_equal"]
 
 _U64 = struct.Struct("<Q")
 _I32 = struct.Struct("<i")
@@ -91,6 +93,14 @@ class CanonicalHash:
         encoded: Iterable[tuple[bytes, bytes]] = ((key.encode(), value.encode()) for key, value in entries.items())
         for key, value in sorted(encoded):
             self._hash.update(_U64.pack(len(key)) + key + _U64.pack(len(value)) + value)
+
+
+def require_equal(declared: int, computed: int, *, where: str) -> None:
+    """Raise ChecksumError where content is not what its checksum was made over; ``where`` names the record or call."""
+    if declared != computed:
+        raise ChecksumError(
+            f"expected checksum {declared:016x}, got {computed:016x} @ {where}", kind=ErrorKind.CHECKSUM
+        )
 
 
 def _name(name: str) -> bytes:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from routeplane.arrays import as_integers, as_logprobs, as_token_columns
-from routeplane.checksum import CanonicalHash
+from routeplane.checksum import CanonicalHash, require_equal
 from routeplane.coverage import Coverage, coverage_problems, lose_rows, settle_partial
-from routeplane.errors import ChecksumError, DataError, ErrorKind, Problem, UsageError
+from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.scalars import check_count, check_text
 from routeplane.spans import Capture, Span, check_cover, cut
 from routeplane.validate import check_routes
@@ -201,13 +201,7 @@ class RouteRecord:
 
     def verify(self) -> Self:
         """Raise ChecksumError unless the content is what the checksum was made over; return the record itself."""
-        computed = self.compute_checksum()
-        if computed != self.checksum:
-            raise ChecksumError(
-                f"expected checksum {self.checksum:016x}, got {computed:016x} @ sample {self.key}",
-                kind=ErrorKind.CHECKSUM,
-                problems=[Problem(kind=ErrorKind.CHECKSUM, message="content differs", sample=self.sample_id)],
-            )
+        require_equal(self.checksum, self.compute_checksum(), where=f"sample {self.key}")
         return self
 
     def equals(self, other: RouteRecord) -> bool:

@@ -21,7 +21,8 @@ from transformers import GenerationConfig
 
 from routeplane.assembly import assemble
 from routeplane.calls import ModelCall
-from routeplane.errors import CaptureError, ErrorKind, UsageError
+from routeplane.capture.requests import check_requests, refused, sample_names
+from routeplane.errors import CaptureError, ErrorKind
 from routeplane.geometry import gate_paths
 from routeplane.spec import RouteSpec
 
@@ -133,13 +134,13 @@ def generate_calls(
 
     Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
-    names = list(call_ids) if call_ids is not None else [f"call-{index}" for index in range(len(prompts))]
+    names = sample_names(call_ids, len(prompts), stem="call")
     if model.training:
-        raise _refused(
+        raise refused(
             "a model in evaluation mode",
             "one that trains: its rows and log-probabilities are of dropped-out activations",
         )
-    _check_request(prompts, names=names, max_tokens=max_tokens, temperature=temperature)
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
     inputs, mask = _left_padded(prompts, pad_token_id)
     stops = [] if eos_token_id is None else list(np.atleast_1d(np.asarray(eos_token_id)).tolist())
     config = _sampling(max_tokens=max_tokens, temperature=temperature, stops=stops, pad_token_id=pad_token_id)
@@ -189,7 +190,7 @@ def generate_records(
     sample_ids: Sequence[str] | None = None,
 ) -> list[RouteRecord]:
     """``generate_calls``, each call as a record of its own under ``sample_ids`` (default ``sample-0``, ...)."""
-    names = list(sample_ids) if sample_ids is not None else [f"sample-{index}" for index in range(len(prompts))]
+    names = sample_names(sample_ids, len(prompts))
     calls = generate_calls(
         model,
         prompts,
@@ -238,26 +239,6 @@ def _without_defaults(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = kept
-
-
-def _check_request(
-    prompts: Sequence[Sequence[int]], *, names: Sequence[str], max_tokens: int, temperature: float
-) -> None:
-    for prompt in prompts:
-        if not all(isinstance(token, int | np.integer) and token >= 0 for token in prompt):
-            raise _refused("prompts of non-negative token ids", repr(list(prompt)[:8]))
-    if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
-        raise _refused("prompts of at least one token each", "an empty one")
-    if len(names) != len(prompts) or len(set(names)) != len(names):
-        raise _refused(f"{len(prompts)} different names", f"{len(names)}, {len(set(names))} of them different")
-    if max_tokens < 1:
-        raise _refused("max_tokens of at least 1", repr(max_tokens))
-    if not 0 <= temperature < float("inf"):
-        raise _refused("a finite temperature of at least 0", repr(temperature))
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

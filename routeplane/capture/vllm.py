@@ -20,6 +20,7 @@ import numpy as np
 
 from routeplane.assembly import assemble
 from routeplane.calls import ModelCall, RowLoss
+from routeplane.capture.requests import check_requests, sample_names
 from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, MissingExtraError, SpecError, UsageError
 from routeplane.spec import RouteSpec
@@ -333,8 +334,8 @@ def generate_records(
     Raises CaptureError where the engine runs without capture, UsageError for bad prompts, seeds or names, else as
     ``record_output``.
     """
-    names = list(sample_ids) if sample_ids is not None else [f"sample-{index}" for index in range(len(prompts))]
-    _check_requests(prompts, names, seed=seed)
+    names = sample_names(sample_ids, len(prompts))
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
     config = _model_config(llm)
     if not config.enable_return_routed_experts:
         raise CaptureError(
@@ -369,15 +370,3 @@ def generate_records(
             logprobs_mode=config.logprobs_mode,
         )
     return records
-
-
-def _check_requests(prompts: Sequence[Sequence[int]], names: Sequence[str], *, seed: int) -> None:
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise UsageError("expected prompts of at least one token each, got an empty one", kind=ErrorKind.ARGUMENT)
-    if len(names) != len(prompts) or len(set(names)) != len(names):
-        raise UsageError(
-            f"expected {len(prompts)} different sample_ids, got {len(names)}, {len(set(names))} of them different",
-            kind=ErrorKind.ARGUMENT,
-        )
-    if seed < 0:
-        raise UsageError(f"expected a seed of at least 0 (vLLM takes -1 for none), got {seed}", kind=ErrorKind.ARGUMENT)
