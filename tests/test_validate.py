@@ -49,7 +49,7 @@ def plain_findings(routes_SLK: NDArray[Any], spec: RouteSpec) -> list[tuple[int,
 def any_routes(draw: st.DrawFn) -> tuple[NDArray[Any], RouteSpec]:
     """Arrays near the edge of legality, in every integer type and several memory layouts."""
     spec = draw(specs(max_top_k=3, max_experts=130))
-    kind = np.dtype(draw(st.sampled_from(["i1", "u1", "<i2", ">i2", "<u2", "<i4", "<u4", "<i8", "<u8"])))
+    kind: np.dtype[Any] = np.dtype(draw(st.sampled_from(["i1", "u1", "<i2", ">i2", "<u2", "<i4", "<u4", "<i8", "<u8"])))
     edges = [-2, -1, 0, 1, 2, 127, 128, *spec.experts_per_layer]
     values = st.sampled_from([value for value in edges if np.iinfo(kind).min <= value <= np.iinfo(kind).max])
     routes_SLK = draw(arrays(kind, (draw(st.integers(0, 5)), *spec.row_shape), elements=values, fill=st.nothing()))
