@@ -152,7 +152,7 @@ class ModelCall:
 
     def verify(self) -> Self:
         """Raise ChecksumError unless the content is what the checksum was made over; return the call itself."""
-        require_equal(self.checksum, self.compute_checksum(), where=f"call {self.call_id}")
+        require_equal(self.checksum, self.compute_checksum(), where=f"call {self.call_id}", sample=self.call_id)
         return self
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from routeplane.errors import ChecksumError, ErrorKind
+from routeplane.errors import ChecksumError, ErrorKind, Problem
 
 __all__ = ["CanonicalHash", "require_equal"]
 
@@ -95,12 +95,15 @@ class CanonicalHash:
             self._hash.update(_U64.pack(len(key)) + key + _U64.pack(len(value)) + value)
 
 
-def require_equal(declared: int, computed: int, *, where: str) -> None:
-    """Raise ChecksumError where content is not what its checksum was made over; ``where`` names the record or call."""
+def require_equal(declared: int, computed: int, *, where: str, sample: str) -> None:
+    """Raise ChecksumError where content is not what its checksum was made over.
+
+    ``where`` names the record or call in the message; ``sample`` is the problem's.
+    """
     if declared != computed:
-        raise ChecksumError(
-            f"expected checksum {declared:016x}, got {computed:016x} @ {where}", kind=ErrorKind.CHECKSUM
-        )
+        message = f"expected checksum {declared:016x}, got {computed:016x}"
+        problem = Problem(kind=ErrorKind.CHECKSUM, message=message, sample=sample)
+        raise ChecksumError(f"{message} @ {where}", kind=ErrorKind.CHECKSUM, problems=[problem])
 
 
 def _name(name: str) -> bytes:

@@ -201,7 +201,7 @@ class RouteRecord:
 
     def verify(self) -> Self:
         """Raise ChecksumError unless the content is what the checksum was made over; return the record itself."""
-        require_equal(self.checksum, self.compute_checksum(), where=f"sample {self.key}")
+        require_equal(self.checksum, self.compute_checksum(), where=f"sample {self.key}", sample=self.sample_id)
         return self
 
     def equals(self, other: RouteRecord) -> bool:
