@@ -6,7 +6,7 @@ Axes: B sequences, N output rows, L layers, K top-k slots.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +90,8 @@ def any_plans(draw: st.DrawFn) -> TokenPlan:
         shape=(len(rows),),
         record_N=table[:, 0],
         token_N=table[:, 1],
+        position_N=np.maximum(table[:, 1], 0),
+        sources=np.asarray(lengths),
         lengths=np.asarray(lengths),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         cu_seqlens_padded=edges,
@@ -318,7 +320,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_plan_made_by_hand_is_checked(changes: dict[str, Any], message: str) -> None:
     """No plan exists whose rows point outside its sequences."""
     good = TokenPlan.packed([2])
-    names = ("layout", "shape", "record_N", "token_N", "lengths", "cu_seqlens", "cu_seqlens_padded")
+    names = [item.name for item in fields(TokenPlan)]
 
     with pytest.raises(UsageError, match=message):
         TokenPlan(**{**{name: getattr(good, name) for name in names}, **changes})
