@@ -46,7 +46,7 @@ def balanced_rows(count: int, spec: RouteSpec, *, expert_parallel: int = 1) -> N
     for slot, (layer, width) in enumerate(zip(spec.layer_ids, spec.experts_per_layer, strict=True)):
         # a start by layer id, so that a pipeline stage fills its layers as the whole model would; a multiple of the
         # ranks, so that the first row falls on the same ranks in every layer
-        dealt_PK = number_PK + layer * spec.top_k * expert_parallel
+        dealt_PK = number_PK + layer * expert_parallel
         own = width // expert_parallel
         rows_PLK[:, slot] = dealt_PK % expert_parallel * own + dealt_PK // expert_parallel % own
     return rows_PLK
