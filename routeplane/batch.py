@@ -251,7 +251,8 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
 
     routes = plan.gather([record.routes for record in records], fill=MISSING, slots=slots)
     states = plan.gather([collation.states_of(record) for record in records], fill=collation.NO_STATE)
-    settled_N = collation.settle_states(states.reshape(-1), routes.reshape(plan.num_rows, *wanted.spec.row_shape))
+    routes_NLK = routes.reshape(plan.num_rows, *wanted.spec.row_shape)
+    settled_N = collation.settle_states(states.reshape(-1), lambda rows: routes_NLK[rows])
     if wanted.fill == "balanced":
         pads = plan.padding()
         routes[pads] = balanced_rows(int(pads.sum()), wanted.spec, expert_parallel=wanted.expert_parallel)

@@ -7,7 +7,7 @@ Axes: S tokens of a record, N rows of a batch, L layers, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -136,11 +136,16 @@ def states_of(record: RouteRecord) -> NDArray[np.int8]:
     return states_S
 
 
-def settle_states(states_N: NDArray[np.int8], routes_NLK: NDArray[np.int16]) -> NDArray[np.int8]:
-    """States for the layers that are there: a row partial over all layers may be whole, or absent, over these."""
+def settle_states(
+    states_N: NDArray[np.int8], rows: Callable[[NDArray[np.int64]], NDArray[np.int16]]
+) -> NDArray[np.int8]:
+    """States for the layers that are there: a row partial over all layers may be whole, or absent, over these.
+
+    ``rows``: the routes ``[n, L, K]`` of rows by number; asked once, for the partial ones alone. Returns a copy.
+    """
     settled_N = states_N.copy()
     partial = np.flatnonzero(states_N == STATES.index("partial"))
-    missing_NL = missing_rows(routes_NLK[partial])
+    missing_NL = missing_rows(rows(partial))
     settled_N[partial] = _SETTLED[missing_NL.any(axis=1).astype(np.int8) + missing_NL.all(axis=1)]
     return settled_N
 

@@ -170,7 +170,10 @@ class RouteBatch:
         flat_NLK = self.routes.view(self.num_rows, *self.spec.row_shape)
         routes_NLK = flat_NLK[rows[:, None], slots]
         states = cut(self.states)
-        settled_N = settle_states(states.reshape(-1).cpu().numpy(), routes_NLK.cpu().numpy())
+        settled_N = settle_states(
+            states.reshape(-1).cpu().numpy(),
+            lambda partial: routes_NLK[torch.from_numpy(partial).to(routes_NLK.device)].cpu().numpy(),
+        )
         return replace(
             self,
             spec=spec,

@@ -58,6 +58,13 @@ def test_a_few_rows_hit_every_rank_alike(count: int) -> None:
         assert [count] * 8 == np.bincount(rows_PLK[:, slot].reshape(-1) // 16, minlength=8).tolist()
 
 
+def test_ids_above_one_byte_are_written_whole() -> None:
+    """512 experts, all of them hit by 64 rows of 8: no id wraps into a narrower type."""
+    spec = RouteSpec(num_experts=512, top_k=8, layer_ids=(0,))
+
+    assert list(range(512)) == sorted(balanced_rows(64, spec, expert_parallel=8).reshape(-1).tolist())
+
+
 def test_layers_begin_at_different_experts_and_a_stage_fills_as_the_whole_does() -> None:
     """No expert of a rank is hit first in every layer; selecting layers selects their filler."""
     whole = balanced_rows(3, FIELD, expert_parallel=8)
