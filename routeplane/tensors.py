@@ -208,7 +208,8 @@ class RouteBatch:
         Padded: ``input_ids``, ``attention_mask`` (int64, 0 at padding), ``position_ids``, each ``[B, S]``. Packed:
         ``input_ids`` and ``position_ids`` ``[1, T]``: with no mask and no cache, Transformers attends within each run
         of rising positions. A cache would switch that off without a word, so ``use_cache=False`` comes along. Packed
-        rows need attention in every layer: a recurrent layer carries its state across sequences.
+        rows need attention in every layer: a recurrent layer carries its state across sequences. Of a shard of rows
+        they are the rank's own, and the model's attention has to reach the other ranks.
         """
         if self.layout == "padded":
             return {

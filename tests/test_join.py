@@ -6,6 +6,7 @@ Axes: B sequences, S positions, T packed rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from routeplane.batch import collate
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.join import join
 from routeplane.record import RecordKey, RouteRecord
+from routeplane.shards import Shard
 from routeplane.spec import MISSING
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 
@@ -106,6 +108,32 @@ def test_packed_batches_join_by_their_offsets() -> None:
     assert [0, 0, -1, -1, 1, 1, 1] == joined.plan.record_N.tolist()
     assert ["sample-1", "sample-0"] == [record.sample_id for record in joined.records]
     assert [0, 1, 2, 3, 0, 1, 2] == joined.plan.positions().tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_packed_batch_is_cut_as_the_trainer_cuts_it(rank: int) -> None:
+    """The NeMo layout: sequences padded to 2*CP*TP, joined whole, then cut by chunks like the trainer's own ids."""
+    records = [make(0, 5), make(1, 7), make(2, 12)]
+    edges = [0, 8, 16, 32]
+    ids = np.full(32, PAD)
+    for record, start in zip(records, edges, strict=False):
+        ids[start : start + record.num_tokens] = record.token_ids
+    own: list[int] = []
+    for start, stop in pairwise(edges):
+        parts = np.split(ids[start:stop], 4)
+        own += [*parts[rank], *parts[3 - rank]]
+
+    found = join(ids, records, sample_ids=["sample-0", "sample-1", "sample-2"], cu_seqlens=edges, lengths=[5, 7, 12])
+    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD, shard=Shard(context_parallel=(rank, 2)))
+
+    assert own == batch.token_ids.tolist()
+    assert edges == batch.cu_seqlens_padded.tolist()
+    for row, token_id in enumerate(own):
+        sample, token = divmod(token_id - 1, 1_000)
+        real = not batch.pad_mask[row]
+        assert real == bool(batch.states[row] >= 0)
+        if real:
+            assert watermark(sample, token, layer=4, k=np.arange(3)).tolist() == batch.layer(4)[row].tolist()
 
 
 def test_a_key_tells_attempts_apart() -> None:
