@@ -145,6 +145,19 @@ def test_a_key_tells_attempts_apart() -> None:
     assert [again.key] == [record.key for record in joined.records]
 
 
+def test_padding_may_stand_between_tokens() -> None:
+    """Prompt and response with padding after each: tokens keep their own positions, and their routes."""
+    pads = [[False, False, True, True, False, True]]
+    records = [make(0, 3)]
+
+    found = join([[1, 2, PAD, PAD, 3, PAD]], records, sample_ids=["sample-0"], pad_mask=pads)
+    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD)
+
+    assert [0, 1, -1, -1, 2, -1] == found.plan.token_N.tolist()
+    assert [0, 1, 2] == batch.position_ids[~batch.pad_mask].tolist()
+    assert watermark(0, 2, layer=1, k=np.arange(3)).tolist() == batch.routes[0, 4, 0].tolist()
+
+
 def test_padding_ids_are_never_compared() -> None:
     """Whatever stands at padding, -100 and huge ids included, does not matter."""
     ids = np.asarray([[1, 2, -100], [1001, 2**40, 5]])
