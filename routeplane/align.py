@@ -22,9 +22,9 @@ from routeplane.arrays import frozen_view
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.gather import Run, gather_runs
 from routeplane.shards import Shard
-from routeplane.slots import PADDING, Layout, Slots, check_lengths, running_sum
+from routeplane.slots import PADDING, Layout, Slots, check_lengths, require_positive, running_sum, seam_slots
 
-__all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan", "Truncate", "require_positive"]
+__all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan", "Truncate"]
 
 PaddingSide = Literal["right", "left"]
 Truncate = Literal["raise", "left", "right"]
@@ -132,27 +132,8 @@ class TokenPlan:
         A sequence is its prompt (0 tokens allowed) and then its response. Defaults: the longest of each. A longer part
         is refused, or loses the tokens furthest from the seam (``truncate="outer"``).
         """
-        prompts, responses = check_lengths(prompt_lengths, least=0), check_lengths(response_lengths, least=0)
-        if len(prompts) != len(responses):
-            raise _refused(f"a response to each of {len(prompts)} prompts", f"{len(responses)}")
-        if truncate not in ("raise", "outer"):
-            raise _refused("truncate of ('raise', 'outer')", repr(truncate))
-        sources = check_lengths(prompts + responses)
-        widths, kept = [], []
-        for name, lengths, width in (("prompt", prompts, prompt_len), ("response", responses, response_len)):
-            width = int(lengths.max()) if width is None else require_positive(width, f"{name}_len")
-            if truncate == "raise" and lengths.max() > width:
-                longest = int(lengths.argmax())
-                raise _too_long(f"{name}s of at most {width} tokens", f"{lengths[longest]} @ sequence {longest}")
-            widths.append(width)
-            kept.append(np.minimum(lengths, width))
-        slots = Slots.of(
-            sources,
-            layout="padded",
-            first=prompts - kept[0],
-            lengths=kept[0] + kept[1],
-            lead=widths[0] - kept[0],
-            widths=np.full(len(sources), sum(widths), dtype=np.int64),
+        slots = seam_slots(
+            prompt_lengths, response_lengths, prompt_len=prompt_len, response_len=response_len, truncate=truncate
         )
         return cls._of(slots, shard=None)
 
@@ -369,13 +350,6 @@ class PlanOptions:
             widths=widths,
         )
         return TokenPlan._of(slots, shard=shard)
-
-
-def require_positive(value: object, name: str) -> int:
-    """``value`` as an int of at least 1. Raises UsageError (ARGUMENT)."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise _refused(f"{name} as a positive whole number", repr(value))
-    return int(value)
 
 
 def _refused(expected: str, got: str) -> UsageError:

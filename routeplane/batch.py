@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane import collation
-from routeplane.align import Layout, PaddingSide, PlanOptions, TokenPlan, Truncate, require_positive
+from routeplane.align import Layout, PaddingSide, PlanOptions, TokenPlan, Truncate
 from routeplane.budget import budget_groups
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.layout import Fill, balanced_rows, check_fill
 from routeplane.shards import RankOf, Shard, records_of_rank
+from routeplane.slots import require_positive
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.tensors import RouteBatch, count_first_tokens, owned_tensor, token_logprobs
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.align import PlanOptions, require_positive
+from routeplane.align import PlanOptions
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.slots import check_lengths
+from routeplane.slots import check_lengths, require_positive
 
 __all__ = ["budget_groups"]
 

@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 
 from routeplane.errors import ErrorKind, UsageError
 
-__all__ = ["MAX_ROWS", "PADDING", "Layout", "Slots", "check_lengths", "running_sum"]
+__all__ = [
+    "MAX_ROWS",
+    "PADDING",
+    "Layout",
+    "Slots",
+    "check_lengths",
+    "require_positive",
+    "running_sum",
+    "seam_slots",
+]
 
 Layout = Literal["padded", "packed"]
 
@@ -86,6 +95,42 @@ class Slots:
         return np.where(padding_N, PADDING, record_N), token_N, np.maximum(offset_N, 0)
 
 
+def seam_slots(
+    prompt_lengths: Any,
+    response_lengths: Any,
+    *,
+    prompt_len: int | None,
+    response_len: int | None,
+    truncate: str,
+) -> Slots:
+    """Slots whose prompts end, and whose responses begin, at ``prompt_len``; as ``TokenPlan.prompt_response`` says."""
+    prompts, responses = check_lengths(prompt_lengths, least=0), check_lengths(response_lengths, least=0)
+    if len(prompts) != len(responses):
+        raise _refused(f"a response to each of {len(prompts)} prompts", f"{len(responses)}")
+    if truncate not in ("raise", "outer"):
+        raise _refused("truncate of ('raise', 'outer')", repr(truncate))
+    sources = check_lengths(prompts + responses)
+    widths, kept = [], []
+    for name, lengths, width in (("prompt", prompts, prompt_len), ("response", responses, response_len)):
+        width = int(lengths.max()) if width is None else require_positive(width, f"{name}_len")
+        if truncate == "raise" and lengths.max() > width:
+            longest = int(lengths.argmax())
+            raise UsageError(
+                f"expected {name}s of at most {width} tokens, got {lengths[longest]} @ sequence {longest}",
+                kind=ErrorKind.TOO_LONG,
+            )
+        widths.append(width)
+        kept.append(np.minimum(lengths, width))
+    return Slots.of(
+        sources,
+        layout="padded",
+        first=prompts - kept[0],
+        lengths=kept[0] + kept[1],
+        lead=widths[0] - kept[0],
+        widths=np.full(len(sources), sum(widths), dtype=np.int64),
+    )
+
+
 def check_lengths(lengths: Any, *, least: int = 1) -> NDArray[np.int64]:
     """``lengths`` as int64 ``[B]``. Raises UsageError for none, for other than whole numbers, for one out of bounds."""
     given = np.asarray(lengths)
@@ -109,6 +154,17 @@ def check_lengths(lengths: Any, *, least: int = 1) -> NDArray[np.int64]:
     return given.astype(np.int64)
 
 
+def require_positive(value: object, name: str) -> int:
+    """``value`` as an int of at least 1. Raises UsageError (ARGUMENT)."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise _refused(f"{name} as a positive whole number", repr(value))
+    return int(value)
+
+
 def running_sum(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """0, and the sum of the first n counts for each n: int64 ``[B+1]``."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+
+
+def _refused(expected: str, got: str) -> UsageError:
+    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
