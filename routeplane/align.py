@@ -4,13 +4,14 @@ Owns the one answer to "row n is token t of record r, or padding". A plan is bui
 to routes, token ids, log-probabilities, masks and positions alike, so that all of them are cut the same way. Knows
 numpy arrays and lengths; knows no record, no torch, no file.
 
-Axes: B sequences, S positions of a padded row, T packed rows, N = B*S or T rows in the order in which gates see them.
+Axes: B sequences, S positions of a padded row, T packed rows, N rows of the plan in the order in which gates see them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -19,16 +20,16 @@ from numpy.typing import DTypeLike, NDArray
 
 from routeplane.arrays import frozen_view
 from routeplane.errors import ErrorKind, UsageError
+from routeplane.gather import Run, gather_runs
+from routeplane.shards import Shard
+from routeplane.slots import PADDING, Layout, Slots, check_lengths, require_positive, running_sum, seam_slots
 
-__all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan"]
+__all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan", "Truncate"]
 
-Layout = Literal["padded", "packed"]
 PaddingSide = Literal["right", "left"]
+Truncate = Literal["raise", "left", "right"]
 
-#: The record and the token of a row that is no token.
-PADDING = -1
-# cu_seqlens are int32, as attention kernels want them.
-_MAX_ROWS = 2**31 - 1
+_ARRAYS = ("record_N", "token_N", "position_N", "sources", "lengths", "cu_seqlens", "cu_seqlens_padded")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,32 +38,40 @@ class TokenPlan:
 
     ``layout``: ``"padded"`` (``shape`` is ``(B, S)``) or ``"packed"`` (``(T,)``). ``record_N``, ``token_N``: int64
     ``[N]``, PADDING (-1) in both where the row is padding; row ``b*S + s`` of a padded plan, row ``t`` of a packed one.
-    ``lengths``: int64 ``[B]``, tokens of each sequence. ``cu_seqlens``: int32 ``[B+1]``, running sum of ``lengths``
-    (offsets as they were without any padding). ``cu_seqlens_padded``: int32 ``[B+1]``, sequence ``b`` with its padding
-    occupies rows ``[cu_seqlens_padded[b], cu_seqlens_padded[b+1])``; equal to ``cu_seqlens`` where nothing is padded.
+    ``position_N``: int64 ``[N]``, as ``positions`` says. ``sources``: int64 ``[B]``, tokens of each sequence;
+    ``lengths``: int64 ``[B]``, how many of them the plan keeps. ``cu_seqlens``: int32 ``[B+1]``, running sum of
+    ``lengths`` (offsets as they were without any padding). ``cu_seqlens_padded``: int32 ``[B+1]``, sequence ``b`` with
+    its padding occupies rows ``[cu_seqlens_padded[b], cu_seqlens_padded[b+1])``; equal to ``cu_seqlens`` where nothing
+    is padded.
 
-    Make one with ``padded`` or ``packed``. Raises UsageError (ARGUMENT, TOO_LONG), before anything is allocated.
+    A shard of a plan is a plan: its rows (``shape``, arrays ``_N``) are the rank's own, what stands by sequence
+    (``sources``, ``lengths``, both offsets) is the whole batch's, as attention kernels want it.
+
+    Make one with ``padded``, ``packed`` or ``prompt_response``. Raises UsageError (ARGUMENT, TOO_LONG), before anything
+    is allocated.
     """
 
     layout: Layout
     shape: tuple[int, ...]
     record_N: NDArray[np.int64]
     token_N: NDArray[np.int64]
+    position_N: NDArray[np.int64]
+    sources: NDArray[np.int64]
     lengths: NDArray[np.int64]
     cu_seqlens: NDArray[np.int32]
     cu_seqlens_padded: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        for name in ("record_N", "token_N", "lengths", "cu_seqlens", "cu_seqlens_padded"):
+        for name in _ARRAYS:
             object.__setattr__(self, name, frozen_view(getattr(self, name)))
-        count = len(self.lengths)
-        if not len(self.record_N) == len(self.token_N) == int(np.prod(self.shape)) == int(self.cu_seqlens_padded[-1]):
-            raise _refused(f"a record and a token for each row of shape {list(self.shape)}", f"{len(self.record_N)}")
-        if not len(self.cu_seqlens) == len(self.cu_seqlens_padded) == count + 1:
+        count, rows = len(self.lengths), len(self.record_N)
+        if not rows == len(self.token_N) == len(self.position_N) == int(np.prod(self.shape)):
+            raise _refused(f"a record, a token and a position for each row of shape {list(self.shape)}", f"{rows}")
+        if not len(self.cu_seqlens) == len(self.cu_seqlens_padded) == len(self.sources) + 1 == count + 1:
             raise _refused(f"{count + 1} offsets for {count} sequences", f"{len(self.cu_seqlens)}")
         padding_N = self.record_N == PADDING
         tokens = self.token_N[~padding_N]
-        if not np.all((tokens >= 0) & (tokens < self.lengths[self.record_N[~padding_N]])):
+        if not np.all((tokens >= 0) & (tokens < self.sources[self.record_N[~padding_N]])):
             raise _refused("tokens that their sequences have", "others")
         if not np.all(self.token_N[padding_N] == PADDING):
             raise _refused("padding rows without a token", "others")
@@ -75,46 +84,77 @@ class TokenPlan:
         seq_len: int | None = None,
         pad_to_multiple_of: int = 1,
         padding_side: PaddingSide = "right",
+        max_length: int | None = None,
+        truncate: Truncate = "raise",
     ) -> TokenPlan:
         """One row of S positions per sequence: ``seq_len``, or the longest length rounded up to the multiple.
 
-        A ``seq_len`` that is no multiple of ``pad_to_multiple_of`` is refused, and so is a longer sequence.
+        A ``seq_len`` that is no multiple of ``pad_to_multiple_of`` is refused. A sequence longer than ``seq_len`` or
+        ``max_length`` is refused, or loses its first (``truncate="left"``) or last tokens (``"right"``): ``dropped``.
         """
         options = PlanOptions(
-            layout="padded", seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, padding_side=padding_side
+            layout="padded",
+            seq_len=seq_len,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+            max_length=max_length,
+            truncate=truncate,
         )
         return options.plan(lengths)
 
     @classmethod
-    def packed(cls, lengths: Sequence[int] | NDArray[np.integer[Any]], *, pad_to_multiple_of: int = 1) -> TokenPlan:
+    def packed(
+        cls,
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        pad_to_multiple_of: int = 1,
+        max_length: int | None = None,
+        truncate: Truncate = "raise",
+    ) -> TokenPlan:
         """All sequences one after another, each followed by the padding that its multiple needs."""
-        return PlanOptions(layout="packed", pad_to_multiple_of=pad_to_multiple_of).plan(lengths)
+        options = PlanOptions(
+            layout="packed", pad_to_multiple_of=pad_to_multiple_of, max_length=max_length, truncate=truncate
+        )
+        return options.plan(lengths)
 
     @classmethod
-    def _from_slots(
+    def prompt_response(
         cls,
-        lengths_B: NDArray[np.int64],
+        prompt_lengths: Sequence[int] | NDArray[np.integer[Any]],
+        response_lengths: Sequence[int] | NDArray[np.integer[Any]],
         *,
-        layout: Layout,
-        shape: tuple[int, ...],
-        slots_B: NDArray[np.int64],
-        lead_B: NDArray[np.int64],
+        prompt_len: int | None = None,
+        response_len: int | None = None,
+        truncate: Literal["raise", "outer"] = "raise",
     ) -> TokenPlan:
-        """A plan from each sequence's slot: its width in rows, and the padding rows before its first token."""
-        edges = _running_sum(slots_B)
-        record_N = np.repeat(np.arange(len(lengths_B), dtype=np.int64), slots_B)
-        token_N = np.arange(edges[-1], dtype=np.int64) - np.repeat(edges[:-1] + lead_B, slots_B)
-        padding_N = (token_N < 0) | (token_N >= np.repeat(lengths_B, slots_B))
-        record_N[padding_N] = PADDING
-        token_N[padding_N] = PADDING
+        """Rows in which prompts end, and responses begin, at position ``prompt_len``; padding on both sides.
+
+        A sequence is its prompt (0 tokens allowed) and then its response. Defaults: the longest of each. A longer part
+        is refused, or loses the tokens furthest from the seam (``truncate="outer"``).
+        """
+        slots = seam_slots(
+            prompt_lengths, response_lengths, prompt_len=prompt_len, response_len=response_len, truncate=truncate
+        )
+        return cls._of(slots, shard=None)
+
+    @classmethod
+    def _of(cls, slots: Slots, *, shard: Shard | None) -> TokenPlan:
+        """All rows of the slots, or those of one rank: the others are not computed."""
+        if shard is None:
+            row_N, shape = np.arange(slots.num_rows, dtype=np.int64), slots.shape
+        else:
+            row_N, shape = shard.rows(slots.edges, layout=slots.layout)
+        record_N, token_N, position_N = slots.locate(row_N)
         return cls(
-            layout=layout,
+            layout=slots.layout,
             shape=shape,
             record_N=record_N,
             token_N=token_N,
-            lengths=lengths_B,
-            cu_seqlens=_running_sum(lengths_B).astype(np.int32),
-            cu_seqlens_padded=edges.astype(np.int32),
+            position_N=position_N,
+            sources=slots.sources,
+            lengths=slots.lengths,
+            cu_seqlens=running_sum(slots.lengths).astype(np.int32),
+            cu_seqlens_padded=slots.edges.astype(np.int32),
         )
 
     @property
@@ -132,22 +172,45 @@ class TokenPlan:
         padding_N: NDArray[np.bool_] = self.record_N == PADDING
         return padding_N.reshape(self.shape)
 
-    def positions(self) -> NDArray[np.int64]:
-        """Position of every row within its sequence, 0 at each first token: a fresh int64 array of ``shape``.
+    @property
+    def is_shard(self) -> bool:
+        """Whether rows of the batch stand on other ranks."""
+        return self.num_rows < int(self.cu_seqlens_padded[-1])
 
-        Padding after a sequence continues its positions. So attention that finds sequences by restarting positions
-        takes it for the sequence's tail, where causality hides it from every real token; a position that restarted
-        would open a sequence of its own. Padding before a sequence is 0 throughout: no run, hence no neighbour of it.
+    @property
+    def dropped(self) -> NDArray[np.int64]:
+        """Tokens of each sequence that truncation left out: a fresh int64 array ``[B]``."""
+        return self.sources - self.lengths
+
+    def shard_rows(self, shard: Shard) -> NDArray[np.int64]:
+        """Numbers of the rows that a rank takes, in its order: a fresh int64 array. Raises UsageError as ``cut``."""
+        return self._rows_of(shard)[0]
+
+    def cut(self, shard: Shard) -> TokenPlan:
+        """The rows of one rank as a plan. Layers and records of the shard are not a plan's business.
+
+        Raises UsageError (ARGUMENT) where a world does not divide the rows, and for a plan that is a shard already.
         """
-        row_N = np.arange(self.num_rows, dtype=np.int64)
-        real_N = self.record_N != PADDING
-        last_real_N = np.maximum.accumulate(np.where(real_N, row_N, PADDING))
-        slot_start_N = np.repeat(self.cu_seqlens_padded[:-1], np.diff(self.cu_seqlens_padded))
-        follows_N = ~real_N & (last_real_N >= slot_start_N)
-        positions_N = np.where(real_N, self.token_N, 0)
-        last_N = last_real_N[follows_N]
-        positions_N[follows_N] = self.token_N[last_N] + row_N[follows_N] - last_N
-        return positions_N.reshape(self.shape)
+        if not shard.cuts_rows:
+            return self
+        row_N, shape = self._rows_of(shard)
+        rows = {name: getattr(self, name)[row_N] for name in ("record_N", "token_N", "position_N")}
+        return replace(self, shape=shape, **rows)
+
+    def _rows_of(self, shard: Shard) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        if self.is_shard and shard.cuts_rows:
+            raise _refused("a whole plan to cut (one Shard names all cuts, in their order)", f"{self.num_rows} rows")
+        if not shard.cuts_rows:
+            return np.arange(self.num_rows, dtype=np.int64), self.shape
+        return shard.rows(self.cu_seqlens_padded, layout=self.layout)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Position of every row within its sequence, 0 at each first kept token: a fresh int64 array of ``shape``.
+
+        Padding after a sequence continues its positions, padding before it is 0 (``Slots.locate`` says why). Rows of a
+        shard have the positions that they have in the whole batch.
+        """
+        return self.position_N.reshape(self.shape).copy()
 
     def predecessors(self) -> NDArray[np.int64]:
         """Row of the token before each row's token, -1 where there is none: a fresh int64 array ``[N]``.
@@ -176,36 +239,8 @@ class TokenPlan:
         ``out``: C-contiguous array to fill and return, every row of it; else a fresh one, owned by the caller.
         Raises UsageError (ARGUMENT) for arrays that disagree with the plan or each other, before any allocation.
         """
-        source = self._check_columns(columns)
-        target = np.dtype(source.dtype if dtype is None else dtype).newbyteorder("=")
-        if not np.can_cast(source.dtype, target, "safe"):
-            raise _refused(f"a dtype that holds every {source.dtype}", f"{target}")
-        picked = None if slots is None else _check_slots(slots, source.shape)
-        trailing = source.shape[1:] if slots is None else (len(slots), *source.shape[2:])
-        cell = _fill_value(fill, target)
-        if out is None:
-            out = np.empty((*self.shape, *trailing), dtype=target)
-        elif out.shape != (*self.shape, *trailing) or out.dtype != target or not out.flags.c_contiguous:
-            expected = f"out as C-contiguous {target} {[*self.shape, *trailing]}"
-            raise _refused(expected, f"{out.dtype} {list(out.shape)}")
-        self._copy_runs(columns, out.reshape(self.num_rows, *trailing), cell, picked)
-        return out
-
-    def _copy_runs(
-        self,
-        columns: Sequence[NDArray[Any]],
-        out_N: NDArray[Any],
-        cell: NDArray[Any],
-        picked: NDArray[np.int64] | None,
-    ) -> None:
-        for record, token, row, count in self._runs:
-            rows = slice(row, row + count)
-            if record == PADDING:
-                out_N[rows] = cell
-            elif picked is None:
-                out_N[rows] = columns[record][token : token + count]
-            else:
-                _copy_slots(columns[record][token : token + count], picked, out_N[rows])
+        self._check_columns(columns)
+        return gather_runs(self._runs, columns, shape=self.shape, fill=fill, dtype=dtype, slots=slots, out=out)
 
     def _continues(self) -> NDArray[np.bool_]:
         """Whether a row goes on where the row before it stopped: same record and next token, or both padding."""
@@ -215,22 +250,21 @@ class TokenPlan:
         return going_N
 
     @cached_property
-    def _runs(self) -> list[tuple[int, int, int, int]]:
+    def _runs(self) -> list[Run]:
         """``(record, first token, first row, rows)`` of every run; they tile the rows, so that none stays unwritten."""
         starts = np.flatnonzero(~self._continues())
         counts = np.diff(np.append(starts, self.num_rows))
         table = np.stack([self.record_N[starts], self.token_N[starts], starts, counts], axis=1)
         return [(record, token, row, count) for record, token, row, count in table.tolist()]
 
-    def _check_columns(self, columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    def _check_columns(self, columns: Sequence[NDArray[Any]]) -> None:
         if len(columns) != self.num_sequences:
             raise _refused(f"one array per sequence, {self.num_sequences} in all", f"{len(columns)}")
         first = columns[0]
-        for index, (array, length) in enumerate(zip(columns, self.lengths.tolist(), strict=True)):
+        for index, (array, length) in enumerate(zip(columns, self.sources.tolist(), strict=True)):
             if array.ndim == 0 or array.dtype != first.dtype or array.shape != (length, *first.shape[1:]):
                 expected = f"{first.dtype} {[length, *first.shape[1:]]}"
                 raise _refused(expected, f"{array.dtype} {list(array.shape)} @ sequence {index}")
-        return first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,19 +273,24 @@ class PlanOptions:
 
     ``seq_len``: S of a padded plan, None for the longest sequence; refused for a packed one. ``pad_to_multiple_of``:
     what S (padded) or each sequence's rows (packed) are a multiple of. ``padding_side``: a packed plan pads right.
+    ``max_length``: tokens that a sequence may have (a padded plan: ``seq_len`` too). ``truncate``: what a longer one
+    loses: nothing, since it is refused (``"raise"``), its first (``"left"``) or its last tokens (``"right"``).
     """
 
     layout: Layout = "padded"
     seq_len: int | None = None
     pad_to_multiple_of: int = 1
     padding_side: PaddingSide = "right"
+    max_length: int | None = None
+    truncate: Truncate = "raise"
 
     def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise _refused(f"layout of {get_args(Layout)}", repr(self.layout))
-        if self.padding_side not in get_args(PaddingSide):
-            raise _refused(f"padding_side of {get_args(PaddingSide)}", repr(self.padding_side))
+        for name, legal in (("layout", Layout), ("padding_side", PaddingSide), ("truncate", Truncate)):
+            if getattr(self, name) not in get_args(legal):
+                raise _refused(f"{name} of {get_args(legal)}", repr(getattr(self, name)))
         require_positive(self.pad_to_multiple_of, "pad_to_multiple_of")
+        if self.max_length is not None:
+            require_positive(self.max_length, "max_length")
         if self.layout == "packed":
             if self.seq_len is not None:
                 raise _refused("no seq_len for layout 'packed'", repr(self.seq_len))
@@ -261,12 +300,25 @@ class PlanOptions:
             require_positive(self.seq_len, "seq_len")
             if self.seq_len % self.pad_to_multiple_of:
                 raise _refused(f"seq_len as a multiple of {self.pad_to_multiple_of}", f"{self.seq_len}")
+        if self.truncate != "raise" and self.limit is None:
+            raise _refused(f"max_length or seq_len with truncate={self.truncate!r}", "neither")
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that a sequence may have; None where nothing says."""
+        limits = [limit for limit in (self.seq_len, self.max_length) if limit is not None]
+        return min(limits) if limits else None
+
+    def for_shard(self, shard: Shard) -> PlanOptions:
+        """The same with the padding that a shard's cuts need. Raises UsageError for a ``seq_len`` they do not fit."""
+        return replace(self, pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, shard.multiple))
 
     def slot_rows(self, length: int) -> int:
-        """Rows that a sequence of ``length`` tokens asks for, with its own padding."""
+        """Rows that a sequence of ``length`` tokens asks for, truncated, with its own padding."""
         if self.seq_len is not None:
             return self.seq_len
-        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        kept = length if self.limit is None or self.truncate == "raise" else min(length, self.limit)
+        return -(-kept // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def rows_after(self, length: int, *, rows: int, count: int) -> int:
         """Rows of a plan of ``count`` sequences and ``rows`` rows once a sequence of ``length`` tokens joins it."""
@@ -275,72 +327,29 @@ class PlanOptions:
         widest = rows // count if count else 0
         return (count + 1) * max(widest, self.slot_rows(length))
 
-    def plan(self, lengths: Sequence[int] | NDArray[np.integer[Any]]) -> TokenPlan:
-        """The plan for sequences of these lengths, in this order. Raises UsageError (ARGUMENT, TOO_LONG)."""
-        lengths_B = self._check_lengths(lengths)
+    def plan(self, lengths: Sequence[int] | NDArray[np.integer[Any]], *, shard: Shard | None = None) -> TokenPlan:
+        """The plan for sequences of these lengths, in this order; or one rank's rows of it, the others not computed.
+
+        Raises UsageError (ARGUMENT, TOO_LONG).
+        """
+        sources = check_lengths(lengths)
+        kept = sources if self.limit is None else np.minimum(sources, self.limit)
+        if self.truncate == "raise" and len(over := np.flatnonzero(kept < sources)):
+            raise _too_long(f"sequences of at most {self.limit} tokens", f"{sources[over[0]]} @ sequence {over[0]}")
         multiple = self.pad_to_multiple_of
-        slots_B = -(-lengths_B // multiple) * multiple
+        widths = -(-kept // multiple) * multiple
         if self.layout == "padded":
-            slots_B = np.full_like(slots_B, int(slots_B.max()) if self.seq_len is None else self.seq_len)
-        lead_B = slots_B - lengths_B if self.padding_side == "left" else np.zeros_like(slots_B)
-        shape = (len(slots_B), int(slots_B[0])) if self.layout == "padded" else (int(slots_B.sum()),)
-        if np.prod(shape, dtype=np.float64) > _MAX_ROWS:
-            raise _too_long(f"at most {_MAX_ROWS} rows in all", f"a plan of shape {list(shape)}")
-        return TokenPlan._from_slots(lengths_B, layout=self.layout, shape=shape, slots_B=slots_B, lead_B=lead_B)
-
-    def _check_lengths(self, lengths: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        given = np.asarray(lengths)
-        if given.size == 0:
-            raise _refused("at least one sequence", "an empty batch")
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise _refused("lengths as whole numbers [B]", f"{given.dtype} {list(given.shape)}")
-        shortest, longest = int(given.argmin()), int(given.argmax())
-        if given[shortest] < 1:
-            raise _refused("sequences of at least one token", f"{given[shortest]} @ sequence {shortest}")
-        limit = _MAX_ROWS if self.seq_len is None else self.seq_len
-        if given[longest] > limit:
-            raise _too_long(f"sequences of at most {limit} tokens", f"{given[longest]} @ sequence {longest}")
-        return given.astype(np.int64)
-
-
-def require_positive(value: object, name: str) -> int:
-    """``value`` as an int of at least 1. Raises UsageError (ARGUMENT)."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise _refused(f"{name} as a positive whole number", repr(value))
-    return int(value)
-
-
-def _running_sum(counts_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts_B)])
-
-
-def _check_slots(slots: Sequence[int], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    if len(shape) < 2 or len(slots) == 0 or min(slots) < 0 or max(slots) >= shape[1]:
-        raise _refused(f"slots of axis 1 of an array of shape {list(shape)}", f"{list(slots)}")
-    return np.asarray(slots, dtype=np.int64)
-
-
-def _copy_slots(part: NDArray[Any], slots: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """``out[...] = part[:, slots]`` for arrays ``[rows, slot, ...]``; the slots exist."""
-    if part.dtype != out.dtype or not part.flags.c_contiguous:
-        out[...] = part[:, slots]
-        return
-    # One opaque element per slot: copying K small integers at a time is 2 to 8 times slower, and an index array over
-    # three axes copies everything once more.
-    slot = np.dtype((np.void, part[0, 0].nbytes))
-    flat, target = (array.reshape(len(array), -1).view(slot) for array in (part, out))
-    np.take(flat, slots, axis=1, out=target, mode="clip")  # "raise" would buffer the output; slots were checked
-
-
-def _fill_value(fill: bool | int | float, dtype: np.dtype[Any]) -> NDArray[Any]:
-    whole = dtype.kind in "iub"
-    try:
-        cell = np.full((), int(fill) if whole else fill, dtype=dtype)
-    except (OverflowError, ValueError):
-        raise _refused(f"a fill that {dtype} holds", repr(fill)) from None
-    if whole and cell.item() != fill:  # int() drops a fraction, bool keeps one bit
-        raise _refused(f"a fill that {dtype} holds", repr(fill))
-    return cell
+            widths = np.full_like(widths, int(widths.max()) if self.seq_len is None else self.seq_len)
+        none = np.zeros_like(widths)
+        slots = Slots.of(
+            sources,
+            layout=self.layout,
+            first=sources - kept if self.truncate == "left" else none,
+            lengths=kept,
+            lead=widths - kept if self.padding_side == "left" else none,
+            widths=widths,
+        )
+        return TokenPlan._of(slots, shard=shard)
 
 
 def _refused(expected: str, got: str) -> UsageError:

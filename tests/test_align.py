@@ -6,7 +6,7 @@ Axes: B sequences, N output rows, L layers, K top-k slots.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,17 +37,25 @@ class Case:
     lengths: list[int]
     options: PlanOptions
 
+    def kept(self, length: int) -> list[int]:
+        """Tokens that truncation leaves."""
+        tokens, limit = list(range(length)), self.options.max_length
+        if limit is None:
+            return tokens
+        return tokens[-limit:] if self.options.truncate == "left" else tokens[:limit]
+
     @property
     def slots(self) -> list[list[Row]]:
         """``(record, token)`` of each row, by sequence."""
         multiple = self.options.pad_to_multiple_of
-        widths = [length + (-length) % multiple for length in self.lengths]
+        kept = [self.kept(length) for length in self.lengths]
+        widths = [len(tokens) + (-len(tokens)) % multiple for tokens in kept]
         if self.options.layout == "padded":
             widths = [self.options.seq_len or max(widths)] * len(widths)
         slots = []
-        for record, (length, width) in enumerate(zip(self.lengths, widths, strict=True)):
-            tokens = [(record, token) for token in range(length)]
-            pads = [PAD] * (width - length)
+        for record, (kept_tokens, width) in enumerate(zip(kept, widths, strict=True)):
+            tokens = [(record, token) for token in kept_tokens]
+            pads = [PAD] * (width - len(tokens))
             slots.append(pads + tokens if self.options.padding_side == "left" else tokens + pads)
         return slots
 
@@ -67,12 +75,14 @@ def cases(draw: st.DrawFn) -> Case:
     """Up to six short sequences under any legal options."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     multiple = draw(st.integers(1, 5))
+    end = draw(st.sampled_from((None, "left", "right")))
+    cut: dict[str, Any] = {} if end is None else {"max_length": 4, "truncate": end}
     if draw(st.booleans()):
-        return Case(lengths=lengths, options=PlanOptions(layout="packed", pad_to_multiple_of=multiple))
+        return Case(lengths=lengths, options=PlanOptions(layout="packed", pad_to_multiple_of=multiple, **cut))
     longest = max(lengths) + (-max(lengths)) % multiple
     seq_len = draw(st.none() | st.integers(0, 3).map(lambda extra: longest + extra * multiple))
     side: PaddingSide = draw(st.sampled_from(("right", "left")))
-    options = PlanOptions(layout="padded", seq_len=seq_len, pad_to_multiple_of=multiple, padding_side=side)
+    options = PlanOptions(layout="padded", seq_len=seq_len, pad_to_multiple_of=multiple, padding_side=side, **cut)
     return Case(lengths=lengths, options=options)
 
 
@@ -90,6 +100,8 @@ def any_plans(draw: st.DrawFn) -> TokenPlan:
         shape=(len(rows),),
         record_N=table[:, 0],
         token_N=table[:, 1],
+        position_N=np.maximum(table[:, 1], 0),
+        sources=np.asarray(lengths),
         lengths=np.asarray(lengths),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         cu_seqlens_padded=edges,
@@ -124,8 +136,10 @@ def test_a_plan_names_the_token_of_every_row(case: Case) -> None:
     assert len(case.rows) == plan.num_rows
     assert len(case.lengths) == plan.num_sequences
     assert np.asarray([row == PAD for row in case.rows]).reshape(case.shape).tolist() == plan.padding().tolist()
-    assert case.lengths == plan.lengths.tolist()
-    assert np.cumsum([0, *case.lengths]).tolist() == plan.cu_seqlens.tolist()
+    kept = [len(case.kept(length)) for length in case.lengths]
+    assert case.lengths == plan.sources.tolist()
+    assert kept == plan.lengths.tolist() == (plan.sources - plan.dropped).tolist()
+    assert np.cumsum([0, *kept]).tolist() == plan.cu_seqlens.tolist()
     assert np.cumsum([0, *map(len, case.slots)]).tolist() == plan.cu_seqlens_padded.tolist()
 
 
@@ -159,12 +173,46 @@ def test_rows_are_counted_before_a_plan_exists(case: Case, length: int) -> None:
         layout=case.options.layout,
         pad_to_multiple_of=case.options.pad_to_multiple_of,
         padding_side=case.options.padding_side,
+        max_length=case.options.max_length,
+        truncate=case.options.truncate,
     )
     rows = 0
     for count, each in enumerate([*case.lengths, length]):
         rows = options.rows_after(each, rows=rows, count=count)
 
         assert options.plan([*case.lengths, length][: count + 1]).num_rows == rows
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=5),
+    prompt_len=st.integers(1, 8),
+    response_len=st.integers(1, 8),
+)
+def test_prompts_end_where_responses_begin(parts: list[tuple[int, int]], prompt_len: int, response_len: int) -> None:
+    """Each side of the seam holds the tokens nearest to it; positions count from the first token that was kept."""
+    prompts, responses = [prompt for prompt, _ in parts], [response for _, response in parts]
+    expected: list[Row] = []
+    positions: list[int] = []
+    for record, (prompt, response) in enumerate(parts):
+        tokens = range(max(0, prompt - prompt_len), prompt + min(response, response_len))
+        first = prompt_len - (prompt - tokens.start)
+        after = prompt_len + response_len - first - len(tokens)
+        expected += [PAD] * first + [(record, token) for token in tokens] + [PAD] * after
+        positions += [0] * first + list(range(prompt_len + response_len - first))
+
+    plan = TokenPlan.prompt_response(
+        prompts, responses, prompt_len=prompt_len, response_len=response_len, truncate="outer"
+    )
+
+    assert expected == rows_of(plan)
+    assert positions == plan.positions().reshape(-1).tolist()
+    assert (len(parts), prompt_len + response_len) == plan.shape
+    assert [prompt + response for prompt, response in parts] == plan.sources.tolist()
+
+
+def test_the_longest_parts_need_no_widths() -> None:
+    """Without widths, prompts and responses are as wide as their longest."""
+    assert (2, 7) == TokenPlan.prompt_response([2, 4], [3, 1]).shape
 
 
 def test_the_two_constructors_are_the_options_by_name() -> None:
@@ -210,7 +258,7 @@ def test_a_plan_pickles() -> None:
 )
 def test_gathering_equals_copying_row_by_row(plan: TokenPlan, trailing: tuple[int, ...], data: st.DataObject) -> None:
     """Runs and slots skip work: the result is that of fetching each row by itself, also in a reused buffer."""
-    columns = marked(plan.lengths.tolist(), trailing)
+    columns = marked(plan.sources.tolist(), trailing)
     slots = data.draw(st.none() | st.lists(st.integers(0, trailing[0] - 1), min_size=1)) if trailing else None
     picked = columns if slots is None else [column[:, slots] for column in columns]
     padding = np.full(picked[0].shape[1:], -7)
@@ -284,6 +332,28 @@ BAD_PLANS: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
     "side": (lambda: TokenPlan.padded([1], padding_side="top"), ErrorKind.ARGUMENT, "got 'top'"),  # type: ignore[arg-type]
     "layout": (lambda: PlanOptions(layout="ragged"), ErrorKind.ARGUMENT, "got 'ragged'"),  # type: ignore[arg-type]
     "packed_seq_len": (lambda: PlanOptions(layout="packed", seq_len=4), ErrorKind.ARGUMENT, "no seq_len"),
+    "truncate": (lambda: TokenPlan.padded([1], truncate="middle"), ErrorKind.ARGUMENT, "got 'middle'"),  # type: ignore[arg-type]
+    "truncate_to": (lambda: TokenPlan.packed([1], truncate="left"), ErrorKind.ARGUMENT, "max_length or seq_len"),
+    "max_length": (lambda: TokenPlan.packed([1], max_length=0), ErrorKind.ARGUMENT, "max_length as a positive"),
+    "packed_long": (lambda: TokenPlan.packed([5], max_length=4), ErrorKind.TOO_LONG, "4 tokens, got 5 @ sequence 0"),
+    "prompt_long": (
+        lambda: TokenPlan.prompt_response([1, 3], [1, 1], prompt_len=2),
+        ErrorKind.TOO_LONG,
+        "prompts of at most 2 tokens, got 3 @ sequence 1",
+    ),
+    "response_long": (
+        lambda: TokenPlan.prompt_response([1], [3], response_len=2),
+        ErrorKind.TOO_LONG,
+        "responses of at most 2 tokens, got 3",
+    ),
+    "responses": (lambda: TokenPlan.prompt_response([1], [3, 1]), ErrorKind.ARGUMENT, "each of 1 prompts, got 2"),
+    "neither_part": (lambda: TokenPlan.prompt_response([0], [0]), ErrorKind.ARGUMENT, "at least one token, got 0"),
+    "negative_part": (lambda: TokenPlan.prompt_response([-1], [3]), ErrorKind.ARGUMENT, "at least 0 tokens, got -1"),
+    "outer": (
+        lambda: TokenPlan.prompt_response([1], [1], truncate="left"),  # type: ignore[arg-type]
+        ErrorKind.ARGUMENT,
+        "'outer'",
+    ),
     "packed_left": (lambda: PlanOptions(layout="packed", padding_side="left"), ErrorKind.ARGUMENT, "'right'"),
 }
 
@@ -318,7 +388,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_plan_made_by_hand_is_checked(changes: dict[str, Any], message: str) -> None:
     """No plan exists whose rows point outside its sequences."""
     good = TokenPlan.packed([2])
-    names = ("layout", "shape", "record_N", "token_N", "lengths", "cu_seqlens", "cu_seqlens_padded")
+    names = [item.name for item in fields(TokenPlan)]
 
     with pytest.raises(UsageError, match=message):
         TokenPlan(**{**{name: getattr(good, name) for name in names}, **changes})

@@ -226,7 +226,7 @@ def test_every_tensor_moves_and_pins() -> None:
     """``to`` leaves no tensor behind; ``pin_memory`` pins all of them where torch sees an accelerator, else none."""
     batch = with_column()
 
-    assert 10 == len(tensors(batch))
+    assert 11 == len(tensors(batch))
     assert {"meta"} == {value.device.type for value in tensors(batch.to("meta")).values()}
     assert {"cpu"} == {value.device.type for value in tensors(batch).values()}
     pinned = {value.is_pinned() for value in tensors(batch.pin_memory()).values()}
