@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.admission import Admission
+    from routeplane.buffers import BatchBuffers
     from routeplane.ports import RouteSource
     from routeplane.record import RecordKey, RouteRecord
 
@@ -161,8 +162,9 @@ def collate(
     pad_to_multiple_of: int = 1,
     padding_side: PaddingSide = "right",
     pad_token_id: int = 0,
+    buffers: BatchBuffers | None = None,
 ) -> RouteBatch:
-    """One batch of whole records, in their order, in fresh memory.
+    """One batch of whole records, in their order, in fresh memory, or in that of ``buffers`` until released there.
 
     ``spec``: the geometry wanted: the records', or a subset of their layers, in which case the others are not copied.
     ``seq_len``: S of a padded batch (default: the longest record); ``pad_to_multiple_of``: what S (padded) or each
@@ -179,7 +181,7 @@ def collate(
     given = tuple(records)
     if not given:
         raise UsageError("expected at least one record, got none", kind=ErrorKind.ARGUMENT)
-    return _collate(given, spec, options, pad_token_id)
+    return _collate(given, spec, options, pad_token_id, buffers)
 
 
 def microbatches(
@@ -192,6 +194,7 @@ def microbatches(
     pad_to_multiple_of: int = 1,
     padding_side: PaddingSide = "right",
     pad_token_id: int = 0,
+    buffers: BatchBuffers | None = None,
 ) -> Iterator[RouteBatch]:
     """Batches of at most ``tokens`` rows, padding included, filled greedily in the source's order.
 
@@ -211,7 +214,8 @@ def microbatches(
         raise UsageError("expected a source with a spec, or spec=, got neither", kind=ErrorKind.ARGUMENT)
     admit = getattr(source, "admit", None)
     return (
-        _collate(_admitted(group, admit), wanted, options, pad_token_id) for group in _greedy(source, budget, options)
+        _collate(_admitted(group, admit), wanted, options, pad_token_id, buffers)
+        for group in _greedy(source, budget, options)
     )
 
 
@@ -277,19 +281,27 @@ def _greedy(source: Iterable[RouteRecord], budget: int, options: PlanOptions) ->
         yield tuple(pending)
 
 
-def _collate(records: tuple[RouteRecord, ...], spec: RouteSpec, options: PlanOptions, pad_token_id: int) -> RouteBatch:
+def _collate(
+    records: tuple[RouteRecord, ...],
+    spec: RouteSpec,
+    options: PlanOptions,
+    pad_token_id: int,
+    buffers: BatchBuffers | None,
+) -> RouteBatch:
     for record in records:
         _check_fits(record, options)
         _check_whole(record)
     slots = _slots(records, spec)
     fills = _check_columns(records)
     plan = options.plan([record.num_tokens for record in records])
+    lease = None if buffers is None else buffers.lease()
+    gather = plan.gather if lease is None else partial(lease.gather, plan)
 
     def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
         # never a record's own array: it is read-only and may be mapped, where a write through torch kills the process
-        return torch.from_numpy(plan.gather(columns, fill=fill, **more))
+        return torch.from_numpy(gather(columns, fill=fill, **more))
 
-    return RouteBatch(
+    batch = RouteBatch(
         spec=spec,
         plan=plan,
         routes=lay_out([record.routes for record in records], MISSING, slots=slots),
@@ -307,6 +319,7 @@ def _collate(records: tuple[RouteRecord, ...], spec: RouteSpec, options: PlanOpt
         keys=tuple(record.key for record in records),
         counts=reduce(Coverage.merge, (_coverage(record, slots) for record in records)),
     )
+    return batch if buffers is None or lease is None else buffers.lend(lease, batch)
 
 
 def _check_pad_token(pad_token_id: object) -> None:
