@@ -50,7 +50,7 @@ STAGE_OF = {
     "capture": "capture",
     "stream": "stream",
     "archive": "archive",
-    **dict.fromkeys(("align", "batch", "buffers", "feed"), "batch"),
+    **dict.fromkeys(("align", "buffers", "batch", "prefetch", "feed"), "batch"),
     "layout": "layout",  # of the batch's stage; named apart since inspect knows it alone
     "replay": "replay",
     "inspect": "inspect",
@@ -92,7 +92,7 @@ THIRD_PARTY = {
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream"),
     "numba": ("kernels",),
-    "torch": ("batch", "buffers", "feed", "replay", "capture.transformers", *_DEMO),
+    "torch": ("buffers", "batch", "feed", "replay", "capture.transformers", *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
     "vllm": ("capture.vllm",),
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
