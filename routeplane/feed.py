@@ -18,7 +18,7 @@ from routeplane.errors import ChecksumError, ErrorKind, MissingExtraError, Usage
 try:
     from torch.utils.data import IterableDataset, get_worker_info
 except ModuleNotFoundError as error:
-    if error.name != "torch":
+    if (error.name or "").partition(".")[0] != "torch":
         raise
     raise MissingExtraError(
         "routeplane.feed needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
@@ -41,11 +41,15 @@ _STATE_VERSION = 1
 class _Place:
     """Where to go on: in the stream of that index, before which the others had ``first`` records together, with the
     rank's record number ``taken``. ``worker``: ``(id, count)`` where that loader worker alone stands there.
+
+    ``base``: the rank's record with which the workers began to take turns. A loader asks worker 0 first, whatever the
+    position, so turns are counted from there; single workers that stand at different records still share one base.
     """
 
     stream: int = 0
     first: int = 0
     taken: int = 0
+    base: int = 0
     worker: tuple[int, int] | None = None
 
 
@@ -57,9 +61,9 @@ class RecordDataset(IterableDataset["RouteRecord"]):
     stream and iteration, and to be picklable where workers are spawned. The dataset closes what it opened.
 
     **Split.** Of all records that the sources yield, counted from 0 over all streams, rank ``r`` takes those with
-    ``count % world_size == r``; of these, counted again, loader worker ``w`` of ``W`` takes every ``W``-th. No record
-    is dropped or repeated, so ranks may differ by one record. Every process reads and checks every record, and yields
-    its own; to split the reading too, give each rank paths of its own and no ``world_size``.
+    ``count % world_size == r``; of these, counted from the loaded position, loader worker ``w`` of ``W`` takes every
+    ``W``-th. No record is dropped or repeated, so ranks may differ by one record. Every process reads and checks every
+    record, and yields its own; to split the reading too, give each rank paths of its own and no ``world_size``.
 
     **Order.** ``DataLoader(dataset, batch_size=None, num_workers=W)`` yields the same records in the same order for
     every ``W``, 0 included. (With a ``batch_size``, where each worker batches its own records, and with
@@ -164,7 +168,8 @@ class RecordDataset(IterableDataset["RouteRecord"]):
                 for record in source:
                     taken, owner = divmod(count, self._world_size)
                     count += 1
-                    if owner == self._rank and taken >= start.taken and taken % worker[1] == worker[0]:
+                    turn = (taken - start.base) % worker[1]
+                    if owner == self._rank and taken >= start.taken and turn == worker[0]:
                         self._handed = taken + 1 - start.taken
                         yield record
 
@@ -226,6 +231,7 @@ class RecordDataset(IterableDataset["RouteRecord"]):
             "stream": marks[-1].stream,
             "first": marks[-1].first,
             "taken": taken,
+            "base": taken if worker is None else start.base,
             "worker": None if worker is None else list(worker),
         }
 
@@ -304,13 +310,14 @@ def _parse_place(state: Mapping[str, Any]) -> _Place:
             if not isinstance(path, str) or not isinstance(digest, str):
                 raise ValueError(f"a stream as path and digest, not {path!r}, {digest!r}")
         worker = state["worker"]
-        counts = [state[name] for name in ("stream", "first", "taken", "version", "rank", "world_size")]
+        counts = [state[name] for name in ("stream", "first", "taken", "base")]
+        counts += [state[name] for name in ("version", "rank", "world_size")]
         if not all(isinstance(value, int) and value >= 0 for value in (*counts, *(worker or ()))):
             raise ValueError("counts that are none")
         pair = None if worker is None else (worker[0], worker[1])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _refused("what state_dict() returned", f"{str(state)[:120]} ({error})") from None
-    return _Place(stream=counts[0], first=counts[1], taken=counts[2], worker=pair)
+    return _Place(stream=counts[0], first=counts[1], taken=counts[2], base=counts[3], worker=pair)
 
 
 def _changed(path: str, expected: str | None, got: str | None) -> ChecksumError:
