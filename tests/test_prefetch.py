@@ -158,13 +158,13 @@ def test_an_error_comes_in_its_place(error: BaseException) -> None:
     assert [] == prefetching_threads()
 
 
-def breaks(source: Made) -> None:
+def breaks(source: Iterator[RouteBatch]) -> None:
     """Leave the loop by ``break``."""
     for _ in prefetch(source):
         break
 
 
-def raises(source: Made) -> None:
+def raises(source: Iterator[RouteBatch]) -> None:
     """Leave the loop by an error of the step."""
 
     def step() -> None:
@@ -175,7 +175,7 @@ def raises(source: Made) -> None:
         step()
 
 
-def closes(source: Made) -> None:
+def closes(source: Iterator[RouteBatch]) -> None:
     """Keep the iterator, and close the prefetcher."""
     ahead = prefetch(source)
     batches = iter(ahead)
@@ -185,7 +185,7 @@ def closes(source: Made) -> None:
     assert [] == list(batches)
 
 
-def leaves(source: Made) -> None:
+def leaves(source: Iterator[RouteBatch]) -> None:
     """Leave the ``with``, the iterator still at hand."""
     with prefetch(source, max_bytes=1) as ahead:
         batches = iter(ahead)
@@ -194,10 +194,11 @@ def leaves(source: Made) -> None:
 
 
 @pytest.mark.parametrize("leave", [breaks, raises, closes, leaves])
-def test_leaving_early_ends_the_thread_and_its_source(leave: Callable[[Made], None]) -> None:
+def test_leaving_early_ends_the_thread_and_its_source(leave: Callable[[Iterator[RouteBatch]], None]) -> None:
     """The thread has ended, and the source was closed in the thread that iterated it."""
     source = Made(1_000)
-    leave(source)
+    kept = iter(source)  # so that it is closed by the thread, and not for want of anyone who holds it
+    leave(kept)
 
     assert [] == prefetching_threads()
     assert source.closed.is_set()
