@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.admission import Admission
+    from routeplane.buffers import BatchBuffers
     from routeplane.ports import RouteSource
     from routeplane.record import RouteRecord
 
@@ -49,6 +51,7 @@ class _Wanted:
     shard: Shard
     fill: Fill
     expert_parallel: int
+    buffers: BatchBuffers | None
 
     @classmethod
     def of(cls, spec: RouteSpec, shard: Shard | None, **more: Any) -> _Wanted:
@@ -57,7 +60,7 @@ class _Wanted:
         cut = Shard() if shard is None else shard
         own = _own_layers(spec, cut)
         check_fill(more["fill"], own, expert_parallel=more["expert_parallel"])
-        plain = {name: more.pop(name) for name in ("pad_token_id", "fill", "expert_parallel")}
+        plain = {name: more.pop(name) for name in ("pad_token_id", "fill", "expert_parallel", "buffers")}
         return cls(spec=own, options=PlanOptions(**more).for_shard(cut), shard=cut, **plain)
 
 
@@ -76,8 +79,9 @@ def collate(
     shard: Shard | None = None,
     fill: Fill = "missing",
     expert_parallel: int = 1,
+    buffers: BatchBuffers | None = None,
 ) -> RouteBatch:
-    """One batch of whole records, in their order, in fresh memory.
+    """One batch of whole records, in their order, in fresh memory, or in that of ``buffers`` until released there.
 
     ``spec``: the geometry wanted: the records', or a subset of their layers, in which case the others are not copied.
     ``seq_len``: S of a padded batch (default: the longest record); ``pad_to_multiple_of``: what S (padded) or each
@@ -102,6 +106,7 @@ def collate(
         pad_token_id=pad_token_id,
         fill=fill,
         expert_parallel=expert_parallel,
+        buffers=buffers,
     )
     given = tuple(records)
     if not given:
@@ -135,6 +140,7 @@ def microbatches(
     shard: Shard | None = None,
     fill: Fill = "missing",
     expert_parallel: int = 1,
+    buffers: BatchBuffers | None = None,
 ) -> Iterator[RouteBatch]:
     """Batches of at most ``tokens`` rows, padding included, filled greedily in the source's order.
 
@@ -166,6 +172,7 @@ def microbatches(
         pad_token_id=pad_token_id,
         fill=fill,
         expert_parallel=expert_parallel,
+        buffers=buffers,
     )
     own = _own_records(source, wanted.shard.data_parallel)
     groups = _greedy(own, budget, wanted.options) if held == 1 else _sorted(own, budget, wanted.options, held)
@@ -247,17 +254,20 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
         cut = wanted.shard if wanted.shard.cuts_rows else None
         plan = wanted.options.plan([record.num_tokens for record in records], shard=cut)
 
-    def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
-        return owned_tensor(plan.gather(columns, fill=fill, **more))
+    lease = None if wanted.buffers is None else wanted.buffers.lease()
+    gather = plan.gather if lease is None else partial(lease.gather, plan)
 
-    routes = plan.gather([record.routes for record in records], fill=MISSING, slots=slots)
+    def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
+        return owned_tensor(gather(columns, fill=fill, **more))
+
+    routes = gather([record.routes for record in records], fill=MISSING, slots=slots)
     states = plan.gather([collation.states_of(record) for record in records], fill=collation.NO_STATE)
     routes_NLK = routes.reshape(plan.num_rows, *wanted.spec.row_shape)
     settled_N = collation.settle_states(states.reshape(-1), lambda rows: routes_NLK[rows])
     if wanted.fill == "balanced":
         pads = plan.padding()
         routes[pads] = balanced_rows(int(pads.sum()), wanted.spec, expert_parallel=wanted.expert_parallel)
-    return RouteBatch(
+    batch = RouteBatch(
         spec=wanted.spec,
         plan=plan,
         routes=owned_tensor(routes),
@@ -277,3 +287,4 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
         counts=collation.count_states(settled_N, records=count_first_tokens(plan)),
         fill=wanted.fill,
     )
+    return batch if wanted.buffers is None or lease is None else wanted.buffers.lend(lease, batch)

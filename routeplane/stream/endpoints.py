@@ -133,6 +133,11 @@ class RecordReader(ABC):
         """The geometry of the records this reader yields (after ``select``)."""
         return self._whole_spec if self._layer_ids is None else self._whole_spec.select(self._layer_ids)
 
+    @property
+    def digest(self) -> str | None:
+        """The trailer's digest as 16 hex digits, where it is known before reading; None where it is not."""
+        return None
+
     def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> Self:
         """Restrict what is yielded to layers and to positions ``[a, b)`` of every record; returns this reader.
 

@@ -121,7 +121,7 @@ class IpcReader(RecordReader):
         self._header = parse_schema(self._schema)
         super().__init__(self._header.spec, policy)
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
-        self._frames = _known_whole(frames, policy) if walkable else frames
+        self._frames, self._declared = _known_whole(frames, policy) if walkable else (frames, None)
         self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
         self._keys: set[RecordKey] = set()
         self._position = 0
@@ -130,6 +130,15 @@ class IpcReader(RecordReader):
     def header(self) -> StreamHeader:
         """Spec, encoding, version and token columns as the schema gives them."""
         return self._header
+
+    @property
+    def digest(self) -> str | None:
+        """The trailer's digest as 16 hex digits, equal for equal content; None where only the end can tell.
+
+        What the trailer says, before anything was read; that the records agree shows when the last one came. A pipe has
+        its trailer at its end, and a cut stream has none. Raises FormatError for a damaged trailer.
+        """
+        return None if self._declared is None else f"{Trailer.from_json(self._declared).digest:016x}"
 
     def close(self) -> None:
         """Let go of the source. Records already yielded stay valid."""
@@ -224,8 +233,8 @@ def _one_row(batch: pa.RecordBatch, index: int) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> Iterator[Frame]:
-    """Walk the frames of a source that can be walked, so that a cut shows before the first record.
+def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[Frame], str | None]:
+    """Walk the frames of a source that can be walked, so that a cut shows before the first record; and its trailer.
 
     Headers alone are touched: their number, not their payload, is the cost.
     """
@@ -235,10 +244,11 @@ def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> Iterator[Frame]
     except TruncatedError as error:
         if policy.on_truncated == "raise":
             raise
-        return itertools.chain(walked, _raising(error))
-    if policy.on_truncated == "raise" and (not walked or TRAILER_KEY not in walked[-1].metadata):
+        return itertools.chain(walked, _raising(error)), None
+    trailer = walked[-1].metadata.get(TRAILER_KEY) if walked else None
+    if policy.on_truncated == "raise" and trailer is None:
         raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
-    return iter(walked)
+    return iter(walked), trailer
 
 
 def _raising(error: TruncatedError) -> Iterator[Frame]:

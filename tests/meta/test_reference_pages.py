@@ -23,6 +23,7 @@ from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.ports import Report
+from routeplane.prefetch import PrefetchReport
 from routeplane.replay.handle import ReplayReport
 from routeplane.stream import StreamReport, new_stream
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -123,6 +124,7 @@ REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
     "AssemblyReport": AssemblyReport(),
     "StreamReport": StreamReport(),
+    "PrefetchReport": PrefetchReport(),
     "ReplayReport": ReplayReport(gates=(), microbatches=0),
 }
 

@@ -118,6 +118,21 @@ def test_batches_without_rows_are_batches() -> None:
     assert refusal(forge(batches, trailer=TRAILER)).kind is ErrorKind.TRAILER
 
 
+def test_the_digest_is_known_before_reading() -> None:
+    """A stream that can be walked tells its trailer's digest at once; a pipe and a cut stream have none to tell."""
+    data = stream_of(RECORDS)
+    whole, other = (open_stream(held) for held in (data, stream_of(RECORDS[:2])))
+
+    assert (f"{TRAILER.digest:016x}", False) == (whole.digest, whole.report().complete)
+    assert whole.digest != other.digest
+    assert open_stream(io.BytesIO(data)).digest is None
+    assert open_stream(data[:-60], on_truncated="keep").digest is None
+    assert open_stream(forge([BATCH], trailer=None), on_truncated="keep").digest is None
+    with pytest.raises(FormatError) as caught:
+        open_stream(forge([BATCH], trailer="complete")).digest  # noqa: B018
+    assert ErrorKind.TRAILER is caught.value.kind
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Compression and other messages
 # ----------------------------------------------------------------------------------------------------------------------
