@@ -38,6 +38,9 @@ MAX_TOP_K = 32
 _VECTOR_BYTES = 64
 # Vectors per step: one branch and one move out of the mask registers for all of them.
 _VECTORS = 4
+# How far ahead memory is asked for. The processor's own prefetching stops at the end of each page: without this the
+# check of an array outside the caches takes 1.1 (K=22) to 1.6 times (K=10) as long; 4 to 16 KiB ahead do the same.
+_AHEAD_BYTES = 4096
 
 if numba.config.DISABLE_JIT:
     raise ImportError("expected numba with its compiler, got NUMBA_DISABLE_JIT: intrinsics have no Python body")
@@ -118,13 +121,13 @@ def _shape_of(row: Any) -> tuple[int, int, int]:
     return row.count, bits, _VECTOR_BYTES * 8 // bits // row.count
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def _step_rows(context: Any, row: Any) -> Any:
     """Rows of a step."""
     return _constant(_shape_of(row)[2] * _VECTORS, row)
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def _row_bytes(context: Any, row: Any) -> Any:
     """Bytes of a row."""
     top_k, bits, _ = _shape_of(row)
@@ -140,7 +143,7 @@ def _constant(value: int, row: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def _any_illegal(context: Any, address: Any, limits_address: Any, row: Any) -> Any:
     """Whether a step that begins at ``address`` holds an illegal row; its limits begin at ``limits_address``."""
     top_k, bits, rows = _shape_of(row)
@@ -150,6 +153,7 @@ def _any_illegal(context: Any, address: Any, limits_address: Any, row: Any) -> A
         lanes = _VECTOR_BYTES * 8 // bits
         bad = None
         for index in range(_VECTORS):
+            _prefetch(builder, arguments[0], index * vector_bytes + _AHEAD_BYTES)
             ids, limits = (_load(builder, start, index * vector_bytes, bits) for start in arguments[:2])
             found = _illegal_lanes(builder, ids, limits, top_k)
             bad = found if bad is None else builder.or_(bad, found)
@@ -159,6 +163,17 @@ def _any_illegal(context: Any, address: Any, limits_address: Any, row: Any) -> A
         return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(lanes), 0))
 
     return types.boolean(address, limits_address, row), generate
+
+
+def _prefetch(builder: ir.IRBuilder, start: Any, offset: int) -> None:
+    """Ask for memory to be read later. Beyond the end of the array too: a prefetch of no memory does nothing."""
+    pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    prefetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+    )
+    place = builder.inttoptr(builder.add(start, ir.Constant(ir.IntType(64), offset)), pointer)
+    # to read, into all caches, data
+    builder.call(prefetch, [place, *(ir.Constant(flag, value) for value in (0, 3, 1))])
 
 
 def _load(builder: ir.IRBuilder, start: Any, offset: int, bits: int) -> Any:
