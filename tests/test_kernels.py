@@ -58,8 +58,10 @@ def mutations(row_K: NDArray[np.int16], width: int, at: int) -> list[NDArray[np.
     full_K = np.where(row_K == MISSING, np.arange(top_k), row_K)
     ramp_K = np.arange(top_k)
     changed = [np.where(ramp_K == at, value, full_K) for value in (-1, -2, -(2**15), width, 255, 256, 2**15 - 1)]
-    # every distance between two equal slots
-    changed += [np.where(ramp_K == (at + by) % top_k, full_K[at], full_K) for by in range(1, top_k)]
+    # every distance between two equal slots, and between two MISSING ones
+    for by in range(1, top_k):
+        other_K = ramp_K == (at + by) % top_k
+        changed += [np.where(other_K, full_K[at], full_K), np.where(other_K | (ramp_K == at), MISSING, full_K)]
     # runs of the two values that mean MISSING, of every length
     changed += [
         np.where((ramp_K - at) % top_k < run, value, full_K) for run in range(1, top_k + 1) for value in (-1, 255)
@@ -110,6 +112,31 @@ def test_every_length_and_address_is_looked_at_to_its_end(top_k: int, kind: str)
             bad_SLK[token, 0, -1] = 64
 
             assert not rows_are_legal(placed(bad_SLK, 70 - tokens % 71, around=0), spec.experts_per_layer)
+
+
+_GUARDED = """
+import ctypes, mmap
+import numpy as np
+from routeplane.kernels import rows_are_legal
+page, memory = mmap.PAGESIZE, mmap.mmap(-1, 2 * mmap.PAGESIZE)
+whole = np.frombuffer(memory, dtype=np.uint8)
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + page), page, 0) == 0
+for kind in ("int16", "uint8"):
+    for top_k in (1, 2, 7, 8, 17, 22, 32):
+        for tokens in range(page // 2 // np.dtype(kind).itemsize // top_k):
+            size = tokens * top_k * np.dtype(kind).itemsize
+            rows = whole[page - size : page].view(kind).reshape(-1, 1, top_k)
+            rows[:] = np.arange(top_k)
+            assert rows_are_legal(rows, (64,))
+print("read nothing beyond")
+"""
+
+
+def test_nothing_beyond_the_array_is_read() -> None:
+    """Arrays of every length that end where readable memory ends: one byte further, and the process would die."""
+    done = subprocess.run([sys.executable, "-c", _GUARDED], capture_output=True, text=True, check=False)
+
+    assert (0, "read nothing beyond\n", "") == (done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 4, 7])
