@@ -1,7 +1,6 @@
 """Reading: from a stream in memory to rows that a trainer's gates can take, against copying the routes once.
 
-Payload: 64 ragged samples of some 4,096 tokens, 48 layers, K=8, int16 (201 MB); without ``full`` of 1,024 tokens (50 MB).
-The last row of each is MISSING, as engines leave it. One thread.
+Payload: 64 ragged samples of some 4,096 tokens, 48 layers, K=8, int16 (201 MB); without ``full`` of 1,024 (50 MB). The last row of each is MISSING, as engines leave it. One thread.
 
 Peers are other ways to send the same rows. They do the same work: decode, one xxh3-64 over each sample's rows against
 the one sent along, the row rule, and the padded microbatch in the same reused buffer.

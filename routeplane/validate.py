@@ -30,8 +30,8 @@ __all__ = ["all_legal", "check_routes", "find_alarms", "find_problems", "missing
 # Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
 _BLOCK_ROWS = 32_768
 # Bytes from which the kernel is asked (256 KiB: 340 tokens of 48 layers and 8 slots). Loading it costs a process some
-# 0.3 s once, and 0.15 s more where nothing is cached yet; so it is left to those that hold sequences of real models, for
-# whom numpy's 1 ms per MiB add up. Tests, demos and probes stay below.
+# 0.3 s once, and 0.15 s more where nothing is cached yet; so it is left to those that hold sequences of real models,
+# for whom numpy's 1 ms per MiB add up. Tests, demos and probes stay below.
 _KERNEL_BYTES = 2**18
 # of ``kernels``, repeated since asking there would load it
 _KERNEL_TOP_K = 32
