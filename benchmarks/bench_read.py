@@ -1,6 +1,7 @@
 """Reading: from a stream in memory to rows that a trainer's gates can take, against copying the routes once.
 
-Payload: 64 ragged samples of some 4,096 tokens, 48 layers, K=8, int16 (201 MB); without ``full`` of 1,024 (50 MB). The last row of each is MISSING, as engines leave it. One thread.
+Payload: 64 ragged samples of some 4,096 tokens, 48 layers, K=8, int16 (201 MB); without ``full`` of 1,024 (50 MB).
+The last row of each is MISSING, as engines leave it. One thread.
 
 Peers are other ways to send the same rows. They do the same work: decode, one xxh3-64 over each sample's rows against
 the one sent along, the row rule, and the padded microbatch in the same reused buffer.
@@ -182,6 +183,13 @@ def opening(small: bytes, large: bytes) -> list[Result]:
             value=max(0, _peak(lambda: open_stream(large).close()) - _peak(lambda: open_stream(small).close())),
             unit="bytes at most, more than for a tenth of the payload",
             bar=0.0,
+            higher_is_better=False,
+        ),
+        Result(
+            name="read/records_allocate",
+            value=round(_peak(lambda: read(large)) / len(large), 5),
+            unit="bytes held at most, per byte of payload (records are views)",
+            bar=0.01,
             higher_is_better=False,
         ),
     ]
