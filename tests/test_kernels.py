@@ -203,6 +203,18 @@ def test_a_large_array_has_its_bad_row_located() -> None:
             check_routes(routes_SLK, spec)
 
 
+@pytest.mark.parametrize("top_k", [MAX_TOP_K, MAX_TOP_K + 1])
+def test_a_wider_row_than_a_vector_holds_is_numpys(top_k: int) -> None:
+    """At the widest row of the kernel and one slot beyond, large arrays get the right verdict."""
+    spec = RouteSpec(num_experts=top_k + 1, top_k=top_k, layer_ids=(0, 1))
+    routes_SLK = random_rows(3, top_k=top_k, tokens=4_000, widths=(top_k + 1, top_k + 1))
+
+    assert MAX_TOP_K == validate._KERNEL_TOP_K
+    assert all_legal(routes_SLK, spec)
+    routes_SLK[-1, -1] = np.arange(top_k) // 2
+    assert not all_legal(routes_SLK, spec)
+
+
 _PROGRAM = """
 import sys
 {first}
