@@ -11,6 +11,7 @@ import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +58,14 @@ def relative_rates(ways: Mapping[str, Callable[[], object]], *, yardstick: str, 
     """How fast each way does the work, as a share of the yardstick's rate: medians over interleaved rounds.
 
     Each round runs every way once, one after the other, so that a busy neighbour slows all of them alike; a ratio is
-    taken within its round. One round before them is not counted: it touches the memory and fills the caches.
+    taken within its round. The order is another in each, since a way runs faster after one that left its data in the
+    caches. One round before them is not counted: it touches the memory and fills the caches.
     """
     shares: dict[str, list[float]] = {name: [] for name in ways}
+    order, shuffle = list(ways), Random(0).shuffle
     for counted in [False] + [True] * rounds:
-        seconds = {name: _seconds(work) for name, work in ways.items()}
+        shuffle(order)
+        seconds = {name: _seconds(ways[name]) for name in order}
         if counted:
             for name, spent in seconds.items():
                 shares[name].append(seconds[yardstick] / spent)

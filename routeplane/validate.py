@@ -1,7 +1,8 @@
 """The rule for rows, as pure functions of an array and a spec. No IO, no records, no Arrow.
 
 ``find_problems`` returns findings, ``check_routes`` raises with them, ``all_legal`` is the fast verdict both stand on:
-it skips locating, never computes another rule. ``find_alarms`` looks for statistics that a healthy capture does not
+it skips locating, never computes another rule. Where numba is installed, ``kernels`` gives the verdict on large arrays;
+numpy locates, and decides where there is none. ``find_alarms`` looks for statistics that a healthy capture does not
 show; an alarm is reported, never an error by itself.
 
 Axes: S tokens, L captured layers, K top-k slots, N = S*L rows of a block.
@@ -9,6 +10,7 @@ Axes: S tokens, L captured layers, K top-k slots, N = S*L rows of a block.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from routeplane.errors import DataError, ErrorKind, Problem, UsageError
 from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,6 +29,12 @@ __all__ = ["all_legal", "check_routes", "find_alarms", "find_problems", "missing
 
 # Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
 _BLOCK_ROWS = 32_768
+# Bytes from which the kernel is asked (256 KiB: 340 tokens of 48 layers and 8 slots). Loading it costs a process some
+# 0.3 s once, and 0.15 s more where nothing is cached yet; so it is left to those that hold sequences of real models,
+# for whom numpy's 1 ms per MiB add up. Tests, demos and probes stay below.
+_KERNEL_BYTES = 2**18
+# of ``kernels``, repeated since asking there would load it
+_KERNEL_TOP_K = 32
 
 
 def find_problems(
@@ -45,6 +53,8 @@ def find_problems(
     shape_problem = _shape_problem(routes, spec, sample)
     if shape_problem is not None:
         return [shape_problem]
+    if _kernel_says_legal(routes, spec):
+        return []
     found: list[Problem] = []
     for start, block_SLK in _blocks(routes):
         if _block_is_legal(block_SLK, spec):
@@ -70,7 +80,7 @@ def all_legal(routes: NDArray[Any], spec: RouteSpec) -> bool:
     """Whether every row of ``routes`` ``[S, L, K]`` is legal; the verdict of ``find_problems`` without locating."""
     if _shape_problem(routes, spec, None) is not None:
         return False
-    return all(_block_is_legal(block_SLK, spec) for _, block_SLK in _blocks(routes))
+    return _kernel_says_legal(routes, spec) or all(_block_is_legal(block_SLK, spec) for _, block_SLK in _blocks(routes))
 
 
 def missing_rows(routes: NDArray[Any]) -> NDArray[np.bool_]:
@@ -79,6 +89,26 @@ def missing_rows(routes: NDArray[Any]) -> NDArray[np.bool_]:
     One slot decides: in a legal row either all ids are -1 or none is.
     """
     return np.asarray(routes[:, :, 0] == MISSING)
+
+
+def _kernel_says_legal(routes_SLK: NDArray[Any], spec: RouteSpec) -> bool:
+    """Whether the kernel was asked and found every row legal. False says nothing: numpy has the last word."""
+    if routes_SLK.nbytes < _KERNEL_BYTES or routes_SLK.dtype != np.int16 or spec.top_k > _KERNEL_TOP_K:
+        return False
+    if not routes_SLK.flags.c_contiguous:
+        return False
+    kernel = _kernel()
+    return kernel is not None and kernel(routes_SLK, spec.experts_per_layer)
+
+
+@cache
+def _kernel() -> Callable[[NDArray[Any], tuple[int, ...]], bool] | None:
+    """The kernel, loaded when first asked for; None where numba is not installed, or does not work here."""
+    try:
+        from routeplane.kernels import rows_are_legal
+    except ImportError:
+        return None
+    return rows_are_legal
 
 
 def _shape_problem(routes: NDArray[Any], spec: RouteSpec, sample: str | None) -> Problem | None:

@@ -27,8 +27,8 @@ BASE = (
     "spec",
     "geometry",
     "families",
-    "validate",
     "kernels",
+    "validate",
     "scalars",
     "arrays",
     "spans",
@@ -108,6 +108,7 @@ THIRD_PARTY = {
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream"),
     "numba": ("kernels",),
+    "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
     "vllm": ("capture.vllm",),
@@ -128,8 +129,8 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 DEFERRED = {
     "cli": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
-    "kernels": "numba is used where it is installed",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
+    "validate": "the kernels are used where numba is installed",
 }
 
 
