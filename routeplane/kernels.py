@@ -89,9 +89,9 @@ def _limits(widths: tuple[int, ...], top_k: int, kind: str, step: int) -> tuple[
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
-        return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
-        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
+        return numba.njit(nogil=True)(function)
 
 
 @_compiled
@@ -121,13 +121,13 @@ def _shape_of(row: Any) -> tuple[int, int, int]:
     return row.count, bits, _VECTOR_BYTES * 8 // bits // row.count
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _step_rows(context: Any, row: Any) -> Any:
     """Rows of a step."""
     return _constant(_shape_of(row)[2] * _VECTORS, row)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _row_bytes(context: Any, row: Any) -> Any:
     """Bytes of a row."""
     top_k, bits, _ = _shape_of(row)
@@ -143,7 +143,7 @@ def _constant(value: int, row: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _any_illegal(context: Any, address: Any, limits_address: Any, row: Any) -> Any:
     """Whether a step that begins at ``address`` holds an illegal row; its limits begin at ``limits_address``."""
     top_k, bits, rows = _shape_of(row)

@@ -2,8 +2,7 @@
 
 ``find_problems`` returns findings, ``check_routes`` raises with them, ``all_legal`` is the fast verdict both stand on:
 it skips locating, never computes another rule. Where numba is installed, ``kernels`` gives the verdict on large arrays;
-numpy locates, and decides where there is none. ``find_alarms`` looks for statistics that a healthy capture does not
-show; an alarm is reported, never an error by itself.
+numpy locates, and decides where there is none. Statistics of legal rows are ``alarms``.
 
 Axes: S tokens, L captured layers, K top-k slots, N = S*L rows of a block.
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["all_legal", "check_routes", "find_alarms", "find_problems", "missing_rows"]
+__all__ = ["all_legal", "check_routes", "find_problems", "missing_rows"]
 
 # Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
 _BLOCK_ROWS = 32_768
@@ -182,78 +181,3 @@ def _row_problem(row_K: NDArray[Any], spec: RouteSpec, *, slot: int, token: int,
     else:
         kind, message = ErrorKind.DUPLICATE_ID, f"expected pairwise distinct ids, got {ids}"
     return Problem(kind=kind, message=message, sample=sample, token=token, layer=spec.layer_ids[slot])
-
-
-def find_alarms(
-    routes: NDArray[np.int16],
-    spec: RouteSpec,
-    *,
-    token_ids: NDArray[np.int32] | None = None,
-    first_token: int = 0,
-    sample: str | None = None,
-    longest_run: int = 32,
-    least_rows: int = 64,
-) -> list[Problem]:
-    """Statistics of legal ``routes`` ``[S, L, K]`` that point at a broken capture, as ``alarm`` problems.
-
-    * identical rows: more than ``longest_run`` consecutive tokens with the same rows in *all* layers (a stale buffer);
-    * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel);
-    * entropy collapse: fewer than K + 1 effective experts in a layer over at least ``least_rows`` tokens.
-
-    A layer with E == K has one set of ids to give, and is left out. Runs of one repeated token are honest (measured: 64
-    equal tokens give 64 equal rows; greedy decoding repeats at most 2 rows in all layers), so with ``token_ids``
-    ``[S]`` positions that repeat their predecessor are left out.
-    """
-    if token_ids is not None and len(token_ids) != len(routes):
-        raise UsageError(
-            f"expected one token id for each of {len(routes)} rows, got {len(token_ids)}", kind=ErrorKind.ARGUMENT
-        )
-    keep_S: NDArray[np.bool_] = np.asarray(~missing_rows(routes).any(axis=1))
-    if token_ids is not None and len(token_ids) > 1:
-        keep_S[1:] &= token_ids[1:] != token_ids[:-1]
-    positions = np.flatnonzero(keep_S)
-    choosing = [slot for slot, width in enumerate(spec.experts_per_layer) if width > spec.top_k]
-    if not choosing:
-        return []
-    rows_SLK = routes[positions][:, choosing]
-    found = _run_alarm(rows_SLK, positions + first_token, longest_run, sample)
-    if len(positions) >= least_rows:
-        for index, slot in enumerate(choosing):
-            found += _layer_alarms(rows_SLK[:, index], spec, spec.layer_ids[slot], sample)
-    return found
-
-
-def _run_alarm(
-    rows_SLK: NDArray[np.int16], positions: NDArray[np.int64], longest_run: int, sample: str | None
-) -> list[Problem]:
-    if len(rows_SLK) <= longest_run:
-        return []
-    starts = np.flatnonzero(np.concatenate([[True], (rows_SLK[1:] != rows_SLK[:-1]).any(axis=(1, 2))]))
-    lengths = np.diff(np.append(starts, len(rows_SLK)))
-    longest = int(lengths.argmax())
-    if lengths[longest] <= longest_run:
-        return []
-    message = f"expected at most {longest_run} consecutive tokens with equal rows in all layers, got {lengths[longest]}"
-    return [
-        Problem(
-            kind=ErrorKind.IDENTICAL_ROWS,
-            message=message,
-            sample=sample,
-            token=int(positions[starts[longest]]),
-            severity="alarm",
-        )
-    ]
-
-
-def _layer_alarms(rows_SK: NDArray[np.int16], spec: RouteSpec, layer: int, sample: str | None) -> list[Problem]:
-    if (rows_SK == rows_SK[0]).all():
-        message = f"expected rows that vary over {len(rows_SK)} tokens, got {rows_SK[0].tolist()} throughout"
-        return [Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, sample=sample, layer=layer, severity="alarm")]
-    load_E = np.bincount(rows_SK.ravel()).astype(np.float64)
-    share = load_E[load_E > 0] / load_E.sum()
-    effective = float(np.exp(-(share * np.log(share)).sum()))
-    # A gate that uses hardly more experts than it must; a router no wider than K + 1 cannot do otherwise.
-    if effective < spec.top_k + 1 < spec.experts_per_layer[spec.slot(layer)]:
-        message = f"expected at least {spec.top_k + 1} effective experts, got {effective:.2f}"
-        return [Problem(kind=ErrorKind.ENTROPY_COLLAPSE, message=message, sample=sample, layer=layer, severity="alarm")]
-    return []

@@ -33,7 +33,7 @@ _MAX_HEADER = 4_096
 _HEADER = re.compile(rb"\{'descr': '([^']*)', 'fortran_order': (True|False), 'shape': \(([0-9, ]*)\),? *\} *\n")
 _MAX_ROWS = 2**31 - 1
 _INTEGER = re.compile(r"[<>|][iu][1248]")
-# With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``validate.find_alarms`` asks for
+# With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``alarms.find_alarms`` asks for
 # before it judges a layer.
 _MANY_ROWS = 64
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from routeplane.alarms import find_alarms
 from routeplane.columns import stored_rows
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
 from routeplane.schema import StreamHeader
 from routeplane.stream import IpcReader, StreamReport, open_stream
 from routeplane.stream.protocol import Quarantined
-from routeplane.validate import find_alarms, find_problems
+from routeplane.validate import find_problems
 
 __all__ = ["StreamCheck", "StreamSummary", "check_stream", "summarise_stream"]
 

@@ -53,7 +53,7 @@ def open_stream(
     A path is mapped, and a missing trailer is found before the first record; a pipe tells only at its end.
     ``on_truncated="keep"`` yields what came whole and reports the cut. ``on_corrupt="quarantine"`` replaces the rows of
     a bad record by MISSING, keeps its bytes aside and counts it. ``on_alarm``: whether statistics of a broken capture
-    (``validate.find_alarms``) are counted, raised, or not looked for. ``max_missing``: largest share of fed rows that
+    (``alarms.find_alarms``) are counted, raised, or not looked for. ``max_missing``: largest share of fed rows that
     may be absent from a batch that ``admit`` (and so ``microbatches``) lets pass. ``verify=False`` skips comparing
     checksums, nothing else.
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from routeplane.admission import Admission, admit
+from routeplane.alarms import find_alarms
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.stream.protocol import ReadPolicy, StreamReport
-from routeplane.validate import find_alarms
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -29,6 +29,7 @@ BASE = (
     "families",
     "kernels",
     "validate",
+    "alarms",
     "scalars",
     "arrays",
     "spans",

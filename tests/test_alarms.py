@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routeplane.alarms import find_alarms
 from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.testing.strategies import routes, specs
-from routeplane.validate import check_routes, find_alarms
+from routeplane.validate import check_routes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -157,3 +158,86 @@ def test_token_ids_of_another_sequence_are_refused() -> None:
     """Positions that repeat their predecessor are told by the tokens of these very rows."""
     with pytest.raises(UsageError, match="token id for each of 70 rows, got 69"):
         find_alarms(healthy(70), SPEC, token_ids=np.zeros(69, dtype=np.int32))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The first look leaves out work, and nothing else
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def plain_alarms(
+    rows_SLK: NDArray[np.int16], spec: RouteSpec, *, token_ids: list[int], longest_run: int, least_rows: int
+) -> set[tuple[ErrorKind, int | None, int | None]]:
+    """Kind, token and layer of each alarm, by looking at every row of every layer."""
+    kept = [
+        token
+        for token in range(len(rows_SLK))
+        if (rows_SLK[token, :, 0] != MISSING).all() and (token == 0 or token_ids[token] != token_ids[token - 1])
+    ]
+    choosing = [slot for slot, width in enumerate(spec.experts_per_layer) if width > spec.top_k]
+    found: set[tuple[ErrorKind, int | None, int | None]] = set()
+    best, run = (0, -1), 0
+    for at, token in enumerate(kept):
+        same = at > 0 and np.array_equal(rows_SLK[token, choosing], rows_SLK[kept[at - 1], choosing])
+        run = run + 1 if same else 1
+        if run > best[0]:
+            best = (run, kept[at - run + 1])
+    if choosing and best[0] > longest_run:
+        found.add((ErrorKind.IDENTICAL_ROWS, best[1], None))
+    for slot in choosing if len(kept) >= least_rows else ():
+        rows_NK, layer = rows_SLK[kept, slot], spec.layer_ids[slot]
+        counts = np.unique(rows_NK, return_counts=True)[1] / rows_NK.size
+        effective = float(np.exp(-(counts * np.log(counts)).sum()))
+        if len({tuple(row) for row in rows_NK.tolist()}) == 1:
+            found.add((ErrorKind.CONSTANT_LAYER, None, layer))
+        elif effective < spec.top_k + 1 < spec.experts_per_layer[slot]:
+            found.add((ErrorKind.ENTROPY_COLLAPSE, None, layer))
+    return found
+
+
+@st.composite
+def suspicious(draw: st.DrawFn) -> tuple[NDArray[np.int16], RouteSpec, list[int]]:
+    """Rows of which many repeat, in some layers or all, with a few missing; and tokens of which some repeat."""
+    spec = draw(specs(max_top_k=3, max_experts=6))
+    few_NLK = draw(routes(spec, tokens=st.integers(2, 4)))
+    length = draw(st.integers(1, 90))
+    pick_SL = draw(st.lists(st.integers(0, len(few_NLK) - 1), min_size=length, max_size=length))
+    rows_SLK = few_NLK[np.asarray(pick_SL)].copy()
+    for slot in draw(st.sets(st.integers(0, spec.num_layers - 1))):
+        rows_SLK[:, slot] = rows_SLK[0, slot]
+    start = draw(st.integers(0, length - 1))
+    rows_SLK[start : start + draw(st.integers(0, 40))] = rows_SLK[start]
+    if draw(st.booleans()):
+        rows_SLK[-1] = MISSING
+    token_ids = draw(st.lists(st.integers(0, 9), min_size=length, max_size=length))
+    return rows_SLK, spec, token_ids
+
+
+@given(case=suspicious(), longest_run=st.integers(1, 20), least_rows=st.integers(1, 30))
+def test_the_first_look_finds_what_a_full_look_finds(
+    case: tuple[NDArray[np.int16], RouteSpec, list[int]], longest_run: int, least_rows: int
+) -> None:
+    """Runs and constant layers are exactly those of every row; so is a collapse in sequences of up to 64 rows."""
+    rows_SLK, spec, token_ids = case
+    found = find_alarms(
+        rows_SLK,
+        spec,
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        longest_run=longest_run,
+        least_rows=least_rows,
+    )
+    seen = {(problem.kind, problem.token, problem.layer) for problem in found}
+    expected = plain_alarms(rows_SLK, spec, token_ids=token_ids, longest_run=longest_run, least_rows=least_rows)
+
+    assert len(found) == len(seen)
+    assert seen <= expected
+    assert all(kind is ErrorKind.ENTROPY_COLLAPSE and len(rows_SLK) > 64 for kind, _, _ in expected - seen)
+
+
+def test_a_collapse_of_a_long_sequence_is_found() -> None:
+    """The first look is at 64 rows among thousands, and finds the one layer that collapsed."""
+    rows_SLK = healthy(3_000)
+    rows_SLK[:, 1] = np.arange(4)
+    rows_SLK[7, 1] = [9, 10, 11, 12]
+    rows_SLK[2_001, 1] = [20, 21, 22, 23]
+    assert [(ErrorKind.ENTROPY_COLLAPSE, 5)] == [(alarm.kind, alarm.layer) for alarm in find_alarms(rows_SLK, SPEC)]
