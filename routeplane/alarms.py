@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["find_alarms"]
 
-# Rows of the first look at a layer: 64 rows of 8 ids tell a gate with K + 1 effective experts from one with many more.
-_FIRST_LOOK = 64
+# Rows of the first look at a layer. Few draws show fewer effective experts than there are, never more on average, so a
+# layer that shows enough has them; one that does not is looked at in full.
+_FIRST_LOOK = 16
 
 
 def find_alarms(
@@ -43,7 +44,7 @@ def find_alarms(
     * identical rows: more than ``longest_run`` consecutive tokens with the same rows in *all* layers (a stale buffer);
     * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel);
     * entropy collapse: fewer than K + 1 effective experts in a layer over at least ``least_rows`` tokens. A layer that
-      shows more in 64 evenly spaced rows is not looked at further.
+      shows more in 16 evenly spaced rows is not looked at further.
 
     Tokens that lack a row in any layer are left out. A layer with E == K has one set of ids to give, and is left out.
     Runs of one repeated token are honest (measured: 64 equal tokens give 64 equal rows; greedy decoding repeats at most

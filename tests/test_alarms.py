@@ -217,7 +217,7 @@ def suspicious(draw: st.DrawFn) -> tuple[NDArray[np.int16], RouteSpec, list[int]
 def test_the_first_look_finds_what_a_full_look_finds(
     case: tuple[NDArray[np.int16], RouteSpec, list[int]], longest_run: int, least_rows: int
 ) -> None:
-    """Runs and constant layers are exactly those of every row; so is a collapse in sequences of up to 64 rows."""
+    """Runs and constant layers are exactly those of every row; so is a collapse in sequences of up to 16 rows."""
     rows_SLK, spec, token_ids = case
     found = find_alarms(
         rows_SLK,
@@ -231,11 +231,11 @@ def test_the_first_look_finds_what_a_full_look_finds(
 
     assert len(found) == len(seen)
     assert seen <= expected
-    assert all(kind is ErrorKind.ENTROPY_COLLAPSE and len(rows_SLK) > 64 for kind, _, _ in expected - seen)
+    assert all(kind is ErrorKind.ENTROPY_COLLAPSE and len(rows_SLK) > 16 for kind, _, _ in expected - seen)
 
 
 def test_a_collapse_of_a_long_sequence_is_found() -> None:
-    """The first look is at 64 rows among thousands, and finds the one layer that collapsed."""
+    """The first look is at 16 rows among thousands, and finds the one layer that collapsed."""
     rows_SLK = healthy(3_000)
     rows_SLK[:, 1] = np.arange(4)
     rows_SLK[7, 1] = [9, 10, 11, 12]
