@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from routeplane.arrays import frozen_view
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.gather import Run, gather_runs
 from routeplane.shards import Shard
 from routeplane.slots import PADDING, Layout, Slots, check_lengths, require_positive, running_sum, seam_slots
@@ -66,15 +66,15 @@ class TokenPlan:
             object.__setattr__(self, name, frozen_view(getattr(self, name)))
         count, rows = len(self.lengths), len(self.record_N)
         if not rows == len(self.token_N) == len(self.position_N) == int(np.prod(self.shape)):
-            raise _refused(f"a record, a token and a position for each row of shape {list(self.shape)}", f"{rows}")
+            raise refused(f"a record, a token and a position for each row of shape {list(self.shape)}", f"{rows}")
         if not len(self.cu_seqlens) == len(self.cu_seqlens_padded) == len(self.sources) + 1 == count + 1:
-            raise _refused(f"{count + 1} offsets for {count} sequences", f"{len(self.cu_seqlens)}")
+            raise refused(f"{count + 1} offsets for {count} sequences", f"{len(self.cu_seqlens)}")
         padding_N = self.record_N == PADDING
         tokens = self.token_N[~padding_N]
         if not np.all((tokens >= 0) & (tokens < self.sources[self.record_N[~padding_N]])):
-            raise _refused("tokens that their sequences have", "others")
+            raise refused("tokens that their sequences have", "others")
         if not np.all(self.token_N[padding_N] == PADDING):
-            raise _refused("padding rows without a token", "others")
+            raise refused("padding rows without a token", "others")
 
     @classmethod
     def padded(
@@ -199,7 +199,7 @@ class TokenPlan:
 
     def _rows_of(self, shard: Shard) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         if self.is_shard and shard.cuts_rows:
-            raise _refused("a whole plan to cut (one Shard names all cuts, in their order)", f"{self.num_rows} rows")
+            raise refused("a whole plan to cut (one Shard names all cuts, in their order)", f"{self.num_rows} rows")
         if not shard.cuts_rows:
             return np.arange(self.num_rows, dtype=np.int64), self.shape
         return shard.rows(self.cu_seqlens_padded, layout=self.layout)
@@ -259,12 +259,12 @@ class TokenPlan:
 
     def _check_columns(self, columns: Sequence[NDArray[Any]]) -> None:
         if len(columns) != self.num_sequences:
-            raise _refused(f"one array per sequence, {self.num_sequences} in all", f"{len(columns)}")
+            raise refused(f"one array per sequence, {self.num_sequences} in all", f"{len(columns)}")
         first = columns[0]
         for index, (array, length) in enumerate(zip(columns, self.sources.tolist(), strict=True)):
             if array.ndim == 0 or array.dtype != first.dtype or array.shape != (length, *first.shape[1:]):
                 expected = f"{first.dtype} {[length, *first.shape[1:]]}"
-                raise _refused(expected, f"{array.dtype} {list(array.shape)} @ sequence {index}")
+                raise refused(expected, f"{array.dtype} {list(array.shape)} @ sequence {index}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,21 +287,21 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name, legal in (("layout", Layout), ("padding_side", PaddingSide), ("truncate", Truncate)):
             if getattr(self, name) not in get_args(legal):
-                raise _refused(f"{name} of {get_args(legal)}", repr(getattr(self, name)))
+                raise refused(f"{name} of {get_args(legal)}", repr(getattr(self, name)))
         require_positive(self.pad_to_multiple_of, "pad_to_multiple_of")
         if self.max_length is not None:
             require_positive(self.max_length, "max_length")
         if self.layout == "packed":
             if self.seq_len is not None:
-                raise _refused("no seq_len for layout 'packed'", repr(self.seq_len))
+                raise refused("no seq_len for layout 'packed'", repr(self.seq_len))
             if self.padding_side != "right":
-                raise _refused("padding_side 'right' for layout 'packed'", repr(self.padding_side))
+                raise refused("padding_side 'right' for layout 'packed'", repr(self.padding_side))
         elif self.seq_len is not None:
             require_positive(self.seq_len, "seq_len")
             if self.seq_len % self.pad_to_multiple_of:
-                raise _refused(f"seq_len as a multiple of {self.pad_to_multiple_of}", f"{self.seq_len}")
+                raise refused(f"seq_len as a multiple of {self.pad_to_multiple_of}", f"{self.seq_len}")
         if self.truncate != "raise" and self.limit is None:
-            raise _refused(f"max_length or seq_len with truncate={self.truncate!r}", "neither")
+            raise refused(f"max_length or seq_len with truncate={self.truncate!r}", "neither")
 
     @property
     def limit(self) -> int | None:
@@ -350,10 +350,6 @@ class PlanOptions:
             widths=widths,
         )
         return TokenPlan._of(slots, shard=shard)
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
 
 
 def _too_long(expected: str, got: str) -> UsageError:

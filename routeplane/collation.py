@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routeplane.coverage import Coverage
+from routeplane.coverage import Coverage, partial_states
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.spans import STATES
-from routeplane.validate import missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,8 +40,6 @@ __all__ = [
 
 #: The capture state of a row that is no token.
 NO_STATE = -1
-# by the number of yes-answers to: is any layer missing? are all?
-_SETTLED = np.asarray([STATES.index(state) for state in ("captured", "partial", "not_captured")], dtype=np.int8)
 
 
 def check_pad_token(pad_token_id: object) -> None:
@@ -145,8 +142,7 @@ def settle_states(
     """
     settled_N = states_N.copy()
     partial = np.flatnonzero(states_N == STATES.index("partial"))
-    missing_NL = missing_rows(rows(partial))
-    settled_N[partial] = _SETTLED[missing_NL.any(axis=1).astype(np.int8) + missing_NL.all(axis=1)]
+    settled_N[partial] = partial_states(rows(partial))
     return settled_N
 
 

@@ -148,13 +148,14 @@ _SMALL = (
 )
 
 
-def stored_rows(one_row: bytes, *, header: StreamHeader) -> NDArray[np.int16]:
-    """The rows of a record that was set aside, int16 ``[rows, L, K]``, as they are stored: nothing is checked.
+def stored_rows(one_row: bytes, *, header: StreamHeader) -> tuple[int, NDArray[np.int16]]:
+    """``routes_start`` and the rows, int16 ``[rows, L, K]``, of a record that was set aside, as stored: nothing is
+    checked.
 
     ``one_row``: an Arrow IPC stream of its one row, from a batch that was validated.
     """
     batch = pa.ipc.open_stream(one_row).read_next_batch()
-    return _RaggedRoutes(batch.column("routes"), header)[0]
+    return batch.column("routes_start")[0].as_py(), _RaggedRoutes(batch.column("routes"), header)[0]
 
 
 def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> RouteRecord | None:

@@ -18,10 +18,10 @@ from routeplane.spans import PRESENT_STATES, STATES, Capture, CaptureState
 from routeplane.spec import MISSING
 from routeplane.validate import missing_rows
 
-__all__ = ["Coverage", "coverage_problems", "lose_rows", "settle_partial"]
+__all__ = ["Coverage", "coverage_problems", "lose_rows", "partial_states", "settle_partial"]
 
 # by the number of yes-answers to: is any layer missing? are all?
-_SETTLED: tuple[CaptureState, ...] = ("captured", "partial", "not_captured")
+_SETTLED = np.asarray([STATES.index(state) for state in ("captured", "partial", "not_captured")], dtype=np.int8)
 
 
 def _no_rows() -> Mapping[str, int]:
@@ -130,7 +130,6 @@ def settle_partial(
     Rows before ``routes_start`` stand in another record and stay as declared.
     """
     settled: list[Capture] = []
-    missing_SL = missing_rows(routes_SLK)
     for capture in captures:
         first = max(capture.start, routes_start)
         if capture.state != "partial" or first >= capture.stop:
@@ -138,14 +137,22 @@ def settle_partial(
             continue
         if capture.start < first:
             settled.append(replace(capture, stop=first))
-        rows_SL = missing_SL[first - routes_start : capture.stop - routes_start]
-        code_S: NDArray[np.int8] = np.asarray(rows_SL.any(axis=1).astype(np.int8) + rows_SL.all(axis=1))
-        edges = [0, *(np.flatnonzero(np.diff(code_S)) + 1).tolist(), len(code_S)]
+        states_S = partial_states(routes_SLK[first - routes_start : capture.stop - routes_start])
+        edges = [0, *(np.flatnonzero(np.diff(states_S)) + 1).tolist(), len(states_S)]
         for a, b in itertools.pairwise(edges):
-            state = _SETTLED[int(code_S[a])]
+            state = STATES[int(states_S[a])]
             version = None if state == "not_captured" else capture.weights_version
             settled.append(replace(capture, start=first + a, stop=first + b, state=state, weights_version=version))
     return tuple(settled)
+
+
+def partial_states(routes_SLK: NDArray[np.int16]) -> NDArray[np.int8]:
+    """What tokens captured in part are over the layers that are left: places in ``STATES``, int8 ``[S]``.
+
+    Whole (captured), still partial, or without any row (not captured).
+    """
+    missing_SL = missing_rows(routes_SLK)
+    return np.asarray(_SETTLED[missing_SL.any(axis=1).astype(np.int8) + missing_SL.all(axis=1)])
 
 
 def lose_rows(captures: Iterable[Capture], routes_start: int) -> tuple[Capture, ...]:

@@ -35,6 +35,7 @@ __all__ = [
     "SpecError",
     "TruncatedError",
     "UsageError",
+    "refused",
 ]
 
 
@@ -187,3 +188,8 @@ class ReplayError(RouteplaneError, RuntimeError):
 
 class MissingExtraError(RouteplaneError, ImportError):
     """An optional dependency is not installed; the message names the extra to install."""
+
+
+def refused(expected: str, got: str) -> UsageError:
+    """The UsageError (ARGUMENT) for an argument that cannot be served; for ``raise``."""
+    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

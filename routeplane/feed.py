@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ChecksumError, ErrorKind, MissingExtraError, UsageError
+from routeplane.errors import ChecksumError, ErrorKind, MissingExtraError, refused
 
 try:
     from torch.utils.data import IterableDataset, get_worker_info
@@ -99,9 +99,9 @@ class RecordDataset(IterableDataset["RouteRecord"]):
     ) -> None:
         self._paths = tuple(os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths))
         if not self._paths or len(set(self._paths)) < len(self._paths):
-            raise _refused("at least one path, each once", f"{list(self._paths)}")
+            raise refused("at least one path, each once", f"{list(self._paths)}")
         if not 0 <= rank < world_size:
-            raise _refused("0 <= rank < world_size", f"rank {rank} of {world_size}")
+            raise refused("0 <= rank < world_size", f"rank {rank} of {world_size}")
         self._opener = opener
         self._rank, self._world_size = rank, world_size
         self._digests: dict[str, str | None] = {}
@@ -149,7 +149,7 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         worker = None if info is None else (info.id, info.num_workers)
         wanted = None if self._pending is None else self._pending.worker
         if wanted is not None and wanted != worker:
-            raise _refused(f"worker {wanted[0]} of {wanted[1]}, whose state was loaded", f"{worker or 'no worker'}")
+            raise refused(f"worker {wanted[0]} of {wanted[1]}, whose state was loaded", f"{worker or 'no worker'}")
         return self._records(self._begin(), worker or (0, 1))
 
     def _begin(self) -> _Place:
@@ -208,7 +208,7 @@ class RecordDataset(IterableDataset["RouteRecord"]):
                 pass
         digest = self._digests[path]
         if digest is None:
-            raise _refused("a whole stream, whose trailer names its content", f"one without a digest @ {path}")
+            raise refused("a whole stream, whose trailer names its content", f"one without a digest @ {path}")
         return digest
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         handed = 0 if self._pending is not None else self._handed
         if consumed is not None and (info is not None or not 0 <= consumed <= handed):
             where = "in the trainer's process" if info is not None else f"of at most the {handed} records handed out"
-            raise _refused(f"consumed {where}", f"{consumed}")
+            raise refused(f"consumed {where}", f"{consumed}")
         start = self._pending or self._marks[0]
         taken = start.taken + (handed if consumed is None else consumed)
         marks = [start] if self._pending is not None else [mark for mark in self._marks if mark.taken <= taken]
@@ -257,12 +257,12 @@ class RecordDataset(IterableDataset["RouteRecord"]):
             ("paths", [path for path, _ in ours["streams"]], [path for path, _ in theirs]),
         ):
             if expected != got:
-                raise _refused(f"a state of {name} {expected}", f"{got}")
+                raise refused(f"a state of {name} {expected}", f"{got}")
         for (path, digest), (_, known) in zip(ours["streams"], theirs, strict=True):
             if digest != known:
                 raise _changed(path, known, digest)
         if not 0 <= place.stream < len(self._paths):
-            raise _refused(f"a state within {len(self._paths)} streams", f"one in stream {place.stream}")
+            raise refused(f"a state within {len(self._paths)} streams", f"one in stream {place.stream}")
         self._pending = place
 
     def __getstate__(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class LoadedRecords:
             (not loader.persistent_workers, "a loader without persistent_workers"),
         ):
             if not holds:
-                raise _refused(expected, "another")
+                raise refused(expected, "another")
         self._dataset, self._loader = dataset, loader
 
     @property
@@ -316,7 +316,7 @@ def _parse_place(state: Mapping[str, Any]) -> _Place:
             raise ValueError("counts that are none")
         pair = None if worker is None else (worker[0], worker[1])
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise _refused("what state_dict() returned", f"{str(state)[:120]} ({error})") from None
+        raise refused("what state_dict() returned", f"{str(state)[:120]} ({error})") from None
     return _Place(stream=counts[0], first=counts[1], taken=counts[2], base=counts[3], worker=pair)
 
 
@@ -324,7 +324,3 @@ def _changed(path: str, expected: str | None, got: str | None) -> ChecksumError:
     return ChecksumError(
         f"expected the stream as it was, of digest {expected}, got {got} @ {path}", kind=ErrorKind.CHECKSUM
     )
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

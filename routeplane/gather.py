@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import refused
 from routeplane.slots import PADDING
 
 __all__ = ["Run", "gather_runs"]
@@ -38,14 +38,14 @@ def gather_runs(
     source = columns[0]
     target = np.dtype(source.dtype if dtype is None else dtype).newbyteorder("=")
     if not np.can_cast(source.dtype, target, "safe"):
-        raise _refused(f"a dtype that holds every {source.dtype}", f"{target}")
+        raise refused(f"a dtype that holds every {source.dtype}", f"{target}")
     picked = None if slots is None else _check_slots(slots, source.shape)
     trailing = source.shape[1:] if slots is None else (len(slots), *source.shape[2:])
     cell = _fill_value(fill, target)
     if out is None:
         out = np.empty((*shape, *trailing), dtype=target)
     elif out.shape != (*shape, *trailing) or out.dtype != target or not out.flags.c_contiguous:
-        raise _refused(f"out as C-contiguous {target} {[*shape, *trailing]}", f"{out.dtype} {list(out.shape)}")
+        raise refused(f"out as C-contiguous {target} {[*shape, *trailing]}", f"{out.dtype} {list(out.shape)}")
     out_N = out.reshape(int(np.prod(shape)), *trailing)
     for record, token, row, count in runs:
         rows = slice(row, row + count)
@@ -60,7 +60,7 @@ def gather_runs(
 
 def _check_slots(slots: Sequence[int], shape: tuple[int, ...]) -> NDArray[np.int64]:
     if len(shape) < 2 or len(slots) == 0 or min(slots) < 0 or max(slots) >= shape[1]:
-        raise _refused(f"slots of axis 1 of an array of shape {list(shape)}", f"{list(slots)}")
+        raise refused(f"slots of axis 1 of an array of shape {list(shape)}", f"{list(slots)}")
     return np.asarray(slots, dtype=np.int64)
 
 
@@ -81,11 +81,7 @@ def _fill_value(fill: bool | int | float, dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         cell = np.full((), int(fill) if whole else fill, dtype=dtype)
     except (OverflowError, ValueError):
-        raise _refused(f"a fill that {dtype} holds", repr(fill)) from None
+        raise refused(f"a fill that {dtype} holds", repr(fill)) from None
     if whole and cell.item() != fill:  # int() drops a fraction, bool keeps one bit
-        raise _refused(f"a fill that {dtype} holds", repr(fill))
+        raise refused(f"a fill that {dtype} holds", repr(fill))
     return cell
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routeplane.align import TokenPlan
-from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.errors import DataError, ErrorKind, Problem, refused
 from routeplane.record import RecordKey
 from routeplane.slots import PADDING, running_sum
 
@@ -61,7 +61,7 @@ def join(
     """
     ids, edges = _layout(batch_token_ids, cu_seqlens)
     if len(sample_ids) != len(edges) - 1:
-        raise _refused(f"a sample id for each of {len(edges) - 1} sequences", f"{len(sample_ids)}")
+        raise refused(f"a sample id for each of {len(edges) - 1} sequences", f"{len(sample_ids)}")
     real_N = _real_rows(ids, edges, pad_mask=pad_mask, lengths=lengths)
     table = _by_id(records)
     found: list[RouteRecord] = []
@@ -102,31 +102,31 @@ def _layout(batch_token_ids: Any, cu_seqlens: Any) -> tuple[NDArray[Any], NDArra
     """The ids, and the rows at which sequences begin and end."""
     ids = np.asarray(batch_token_ids)
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.size == 0:
-        raise _refused("token ids as integers [B, S] or [T]", f"{ids.dtype} {list(ids.shape)}")
+        raise refused("token ids as integers [B, S] or [T]", f"{ids.dtype} {list(ids.shape)}")
     if (ids.ndim == 1) != (cu_seqlens is not None):
-        raise _refused("cu_seqlens with packed ids [T], and with no others", f"ids of shape {list(ids.shape)}")
+        raise refused("cu_seqlens with packed ids [T], and with no others", f"ids of shape {list(ids.shape)}")
     if ids.ndim == 2:
         return ids, np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1]
     edges = np.asarray(cu_seqlens)
     whole = edges.ndim == 1 and edges.size > 1 and edges.dtype.kind in "iu"
     if not whole or edges[0] != 0 or edges[-1] != ids.size or np.any(np.diff(edges.astype(np.int64)) < 1):
-        raise _refused(f"cu_seqlens rising from 0 to {ids.size}", f"{edges.tolist()}")
+        raise refused(f"cu_seqlens rising from 0 to {ids.size}", f"{edges.tolist()}")
     return ids, edges.astype(np.int64)
 
 
 def _real_rows(ids: NDArray[Any], edges: NDArray[np.int64], *, pad_mask: Any, lengths: Any) -> NDArray[np.bool_]:
     if pad_mask is not None and lengths is not None:
-        raise _refused("pad_mask or lengths", "both")
+        raise refused("pad_mask or lengths", "both")
     if pad_mask is not None:
         mask = np.asarray(pad_mask)
         if mask.dtype != np.bool_ or mask.shape != ids.shape:
-            raise _refused(f"pad_mask as bool {list(ids.shape)}", f"{mask.dtype} {list(mask.shape)}")
+            raise refused(f"pad_mask as bool {list(ids.shape)}", f"{mask.dtype} {list(mask.shape)}")
         return ~mask.reshape(-1)
     if lengths is None:
         return np.ones(ids.size, dtype=np.bool_)
     counts, widths = np.asarray(lengths), np.diff(edges)
     if counts.shape != widths.shape or counts.dtype.kind not in "iu" or np.any((counts < 0) | (counts > widths)):
-        raise _refused(f"lengths of {len(widths)} sequences within their {widths.tolist()} rows", f"{counts.tolist()}")
+        raise refused(f"lengths of {len(widths)} sequences within their {widths.tolist()} rows", f"{counts.tolist()}")
     offset_N = np.arange(ids.size) - np.repeat(edges[:-1], widths)
     real_N: NDArray[np.bool_] = offset_N < np.repeat(counts, widths)
     return real_N
@@ -164,7 +164,3 @@ def _difference(record: RouteRecord, tokens_S: NDArray[Any]) -> Problem | None:
     )
     message = f"expected {ours} as in record {record.key}, got {theirs} in the batch"
     return Problem(kind=ErrorKind.TOKEN_MISMATCH, message=message, sample=record.sample_id, token=token)
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

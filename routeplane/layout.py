@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import refused
 from routeplane.spec import RouteSpec
 
 __all__ = ["Fill", "balanced_rows", "check_fill"]
@@ -24,12 +24,12 @@ Fill = Literal["missing", "balanced"]
 def check_fill(fill: object, spec: RouteSpec, *, expert_parallel: int) -> None:
     """Raise UsageError (ARGUMENT) unless this filler can be made for this geometry."""
     if fill not in ("missing", "balanced"):
-        raise _refused("fill of ('missing', 'balanced')", repr(fill))
+        raise refused("fill of ('missing', 'balanced')", repr(fill))
     if isinstance(expert_parallel, bool) or not isinstance(expert_parallel, int) or expert_parallel < 1:
-        raise _refused("expert_parallel as a positive whole number", repr(expert_parallel))
+        raise refused("expert_parallel as a positive whole number", repr(expert_parallel))
     for layer, width in zip(spec.layer_ids, spec.experts_per_layer, strict=True):
         if width % expert_parallel:
-            raise _refused(f"experts that expert_parallel={expert_parallel} divides", f"{width} @ layer {layer}")
+            raise refused(f"experts that expert_parallel={expert_parallel} divides", f"{width} @ layer {layer}")
 
 
 def balanced_rows(count: int, spec: RouteSpec, *, expert_parallel: int = 1) -> NDArray[np.int16]:
@@ -50,7 +50,3 @@ def balanced_rows(count: int, spec: RouteSpec, *, expert_parallel: int = 1) -> N
         own = width // expert_parallel
         rows_PLK[:, slot] = dealt_PK % expert_parallel * own + dealt_PK // expert_parallel % own
     return rows_PLK
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

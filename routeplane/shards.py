@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import refused
 from routeplane.slots import Layout
 
 __all__ = ["ContextLayout", "RankOf", "Shard", "records_of_rank", "stage_layers"]
@@ -51,11 +51,11 @@ class Shard:
         for name in ("data_parallel", "context_parallel", "sequence_parallel"):
             object.__setattr__(self, name, _check_rank(getattr(self, name), name))
         if self.context_layout not in get_args(ContextLayout):
-            raise _refused(f"context_layout of {get_args(ContextLayout)}", repr(self.context_layout))
+            raise refused(f"context_layout of {get_args(ContextLayout)}", repr(self.context_layout))
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
             if not self.layers:
-                raise _refused("at least one layer (a stage without routed layers needs no batch)", "none")
+                raise refused("at least one layer (a stage without routed layers needs no batch)", "none")
 
     @property
     def cuts_rows(self) -> bool:
@@ -83,7 +83,7 @@ class Shard:
         widths, chunks = np.diff(whole), self.context_chunks
         odd = np.flatnonzero(widths % chunks)
         if len(odd):
-            raise _refused(
+            raise refused(
                 f"sequences whose rows context_parallel={self.context_parallel} cuts into {chunks} equal chunks "
                 f"(pad_to_multiple_of={self.multiple})",
                 f"{widths[odd[0]]} rows @ sequence {odd[0]}",
@@ -100,7 +100,7 @@ class Shard:
     def _sequence_part(self, rows: int) -> tuple[int, int]:
         rank, world = self.sequence_parallel
         if rows % world and not self.uneven:
-            raise _refused(
+            raise refused(
                 f"rows that sequence_parallel={self.sequence_parallel} divides (pad_to_multiple_of={self.multiple}, "
                 "or uneven=True)",
                 f"{rows}",
@@ -129,7 +129,7 @@ def records_of_rank(count: int, *, rank: RankOf) -> range:
     """Which of ``count`` records a data-parallel rank takes: each ``world``-th. Raises UsageError where uneven."""
     number, world = _check_rank(rank, "rank")
     if count % world:
-        raise _refused(f"records that data_parallel={(number, world)} divides", f"{count}")
+        raise refused(f"records that data_parallel={(number, world)} divides", f"{count}")
     return range(number, count, world)
 
 
@@ -150,17 +150,17 @@ def stage_layers(
     """
     rank, world = _check_rank(pipeline_parallel, "pipeline_parallel")
     if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
-        raise _refused("virtual as a positive whole number", repr(virtual))
+        raise refused("virtual as a positive whole number", repr(virtual))
     stages = world * virtual
     if counts is None:
         if num_layers % stages:
-            raise _refused(f"layers that {stages} equal stages divide (or counts=)", f"{num_layers}")
+            raise refused(f"layers that {stages} equal stages divide (or counts=)", f"{num_layers}")
         counts = [num_layers // stages] * stages
     if len(counts) != stages or min(counts) < 0 or sum(counts) != num_layers:
-        raise _refused(f"counts of {stages} stages with {num_layers} layers in all", f"{list(counts)}")
+        raise refused(f"counts of {stages} stages with {num_layers} layers in all", f"{list(counts)}")
     ids = sorted(set(layer_ids))
     if ids and not 0 <= ids[0] <= ids[-1] < num_layers:
-        raise _refused(f"layer_ids in [0, {num_layers})", f"{ids}")
+        raise refused(f"layer_ids in [0, {num_layers})", f"{ids}")
     stops = np.cumsum(counts)
     return tuple(layer for layer in ids if int(np.searchsorted(stops, layer, side="right")) % world == rank)
 
@@ -172,8 +172,4 @@ def _check_rank(value: object, name: str) -> RankOf:
         if all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in value):
             if 0 <= rank < world:
                 return int(rank), int(world)
-    raise _refused(f"{name} as (rank, world) with 0 <= rank < world", repr(value))
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
+    raise refused(f"{name} as (rank, world) with 0 <= rank < world", repr(value))

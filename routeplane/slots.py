@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import ErrorKind, UsageError, refused
 
 __all__ = [
     "MAX_ROWS",
@@ -106,9 +106,9 @@ def seam_slots(
     """Slots whose prompts end, and whose responses begin, at ``prompt_len``; as ``TokenPlan.prompt_response`` says."""
     prompts, responses = check_lengths(prompt_lengths, least=0), check_lengths(response_lengths, least=0)
     if len(prompts) != len(responses):
-        raise _refused(f"a response to each of {len(prompts)} prompts", f"{len(responses)}")
+        raise refused(f"a response to each of {len(prompts)} prompts", f"{len(responses)}")
     if truncate not in ("raise", "outer"):
-        raise _refused("truncate of ('raise', 'outer')", repr(truncate))
+        raise refused("truncate of ('raise', 'outer')", repr(truncate))
     sources = check_lengths(prompts + responses)
     widths, kept = [], []
     for name, lengths, width in (("prompt", prompts, prompt_len), ("response", responses, response_len)):
@@ -157,14 +157,10 @@ def check_lengths(lengths: Any, *, least: int = 1) -> NDArray[np.int64]:
 def require_positive(value: object, name: str) -> int:
     """``value`` as an int of at least 1. Raises UsageError (ARGUMENT)."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise _refused(f"{name} as a positive whole number", repr(value))
+        raise refused(f"{name} as a positive whole number", repr(value))
     return int(value)
 
 
 def running_sum(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """0, and the sum of the first n counts for each n: int64 ``[B+1]``."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-
-
-def _refused(expected: str, got: str) -> UsageError:
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import refused
 
-__all__ = ["check_requests", "refused", "sample_names"]
+__all__ = ["check_requests", "sample_names"]
 
 
 def sample_names(given: Sequence[str] | None, count: int, *, stem: str = "sample") -> list[str]:
@@ -36,8 +36,3 @@ def check_requests(
         raise refused("a finite temperature of at least 0", repr(temperature))
     if seed < 0:
         raise refused("a seed of at least 0", repr(seed))
-
-
-def refused(expected: str, got: str) -> UsageError:
-    """The error for an argument that cannot be served."""
-    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)

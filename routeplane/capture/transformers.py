@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 
 from routeplane.assembly import assemble
 from routeplane.calls import ModelCall
-from routeplane.capture.requests import check_requests, refused, sample_names
-from routeplane.errors import CaptureError, ErrorKind
+from routeplane.capture.requests import check_requests, sample_names
+from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.geometry import gate_paths
 from routeplane.spec import RouteSpec
 

@@ -153,12 +153,8 @@ def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:
     """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
     sample = item.key.sample_id
     if item.error.kind in _ROW_KINDS:
-        # Positions count from the record's first row; a delta's rows begin later.
-        first = min((problem.token or 0 for problem in item.error.problems), default=0)
-        rows_SLK = stored_rows(item.raw, header=header)
-        every = find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, sample=sample)
-        shift = first - (every[0].token or 0) if every else 0
-        return [replace(problem, token=(problem.token or 0) + shift) for problem in every]
+        first_token, rows_SLK = stored_rows(item.raw, header=header)
+        return find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, first_token=first_token, sample=sample)
     if item.error.problems:
         return [
             problem if problem.sample is not None else replace(problem, sample=sample)
