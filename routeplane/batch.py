@@ -26,7 +26,7 @@ from routeplane.errors import ErrorKind, UsageError
 from routeplane.layout import Fill, balanced_rows, check_fill
 from routeplane.shards import RankOf, Shard, records_of_rank
 from routeplane.slots import require_positive
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.spec import RouteSpec
 from routeplane.tensors import RouteBatch, count_first_tokens, owned_tensor, token_logprobs
 
 if TYPE_CHECKING:
@@ -260,7 +260,8 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
     def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
         return owned_tensor(gather(columns, fill=fill, **more))
 
-    routes = gather([record.routes for record in records], fill=MISSING, slots=slots)
+    laid = plan.gather_routes if lease is None else partial(lease.gather_routes, plan)
+    routes = laid(collation.stored_rows(records), spec=records[0].spec, slots=slots)
     states = plan.gather([collation.states_of(record) for record in records], fill=collation.NO_STATE)
     routes_NLK = routes.reshape(plan.num_rows, *wanted.spec.row_shape)
     settled_N = collation.settle_states(states.reshape(-1), lambda rows: routes_NLK[rows])

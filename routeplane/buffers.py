@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from routeplane.align import TokenPlan
     from routeplane.batch import RouteBatch
+    from routeplane.spec import RouteSpec
 
 __all__ = ["BatchBuffers", "Lease"]
 
@@ -124,6 +125,14 @@ class Lease:
         trailing = first.shape[1:] if slots is None else (len(slots), *first.shape[2:])
         out = self._array((*plan.shape, *trailing), target)
         return plan.gather(columns, fill=fill, dtype=dtype, slots=slots, out=out)
+
+    def gather_routes(
+        self, plan: TokenPlan, columns: Sequence[NDArray[Any]], *, spec: RouteSpec, slots: Sequence[int] | None
+    ) -> NDArray[np.int16]:
+        """``plan.gather_routes`` into the next block. Raises as it does."""
+        layers = spec.num_layers if slots is None else len(slots)
+        out = self._array((*plan.shape, layers, spec.top_k), np.dtype(np.int16))
+        return plan.gather_routes(columns, spec=spec, slots=slots, out=out)
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
