@@ -368,6 +368,15 @@ class PlanOptions:
         )
         return TokenPlan._of(slots, shard=shard)
 
+    def padding_plan(self, *, shard: Shard | None = None) -> TokenPlan:
+        """A plan of padding alone: one sequence that has no token, in as few rows as the options allow."""
+        none = np.zeros(1, dtype=np.int64)
+        rows = self.pad_to_multiple_of if self.seq_len is None else self.seq_len
+        widths = np.full(1, rows, dtype=np.int64)
+        lead = widths if self.padding_side == "left" else none
+        slots = Slots.of(none, layout=self.layout, first=none, lengths=none, lead=lead, widths=widths)
+        return TokenPlan._of(slots, shard=shard)
+
 
 def _too_long(expected: str, got: str) -> UsageError:
     return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.TOO_LONG)

@@ -114,12 +114,13 @@ def _prefix_entry(prefix: Prefix | None) -> dict[str, object] | None:
 
 
 def read_records(
-    batch: pa.RecordBatch, header: StreamHeader, *, verify: bool = False
+    batch: pa.RecordBatch, header: StreamHeader, *, verify: bool = False, select: RouteSpec | None = None
 ) -> Iterator[RouteRecord | DataError]:
     """The records of a validated batch, one by one; an illegal one comes as its DataError, so that a caller may go on.
 
     Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
-    once ``routes`` is asked for. ``verify``: checksums are compared, else carried.
+    once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
+    layers to keep, copied before their rows are checked, as only these are.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count and name not in ("group", "prefix", "logprobs"):
@@ -135,7 +136,7 @@ def read_records(
         arrays = _Arrays(
             token_ids=tokens[index], routes=routes.stored(index), logprobs=logprobs[index], columns=columns
         )
-        yield _build(row, header, arrays, verify=verify)
+        yield _build(row, header, arrays, verify=verify, select=select)
 
 
 _SMALL = (
@@ -215,13 +216,16 @@ class _Arrays(NamedTuple):
     columns: dict[str, NDArray[Any]]
 
 
-def _build(row: dict[str, Any], header: StreamHeader, arrays: _Arrays, *, verify: bool) -> RouteRecord | DataError:
+def _build(
+    row: dict[str, Any], header: StreamHeader, arrays: _Arrays, *, verify: bool, select: RouteSpec | None = None
+) -> RouteRecord | DataError:
     try:
         if len(dict(row["attributes"])) != len(row["attributes"]):
             raise DataError(f"expected each attribute once @ sample {row['sample_id']}", kind=ErrorKind.SCHEMA)
         return read_record(
             arrays.routes,
             verify=verify,
+            select=select,
             sample_id=row["sample_id"],
             attempt=row["attempt"],
             segment=row["segment"],

@@ -80,14 +80,12 @@ class RouteRecord:
 
     def __post_init__(self) -> None:
         self._check_identity()
-        put = object.__setattr__
-        put(self, "routes", as_integers(self.routes, np.int16, what="routes", ndim=3))
-        put(self, "_stored", self.routes)
+        self._hold(as_integers(self.routes, np.int16, what="routes", ndim=3))
         self._admit(verify=False)
 
-    def _admit(self, *, verify: bool) -> None:
+    def _admit(self, *, verify: bool, select: RouteSpec | None = None) -> None:
         """Check all but the identity and the type of ``_stored``, the rows as they are held; with ``verify``, the
-        checksum too."""
+        checksum too. ``select``: layers to keep, taken before any row is looked at."""
         put = object.__setattr__
         put(self, "token_ids", as_integers(self.token_ids, np.int32, what="token_ids", ndim=1))
         length = len(self.token_ids)
@@ -101,7 +99,12 @@ class RouteRecord:
             put(self, "logprobs", as_logprobs(self.logprobs, length))
         put(self, "columns", as_token_columns(self.columns, length))
         put(self, "attributes", _text_map(self.attributes))
-        out = self._check_routes(length, hashed=verify or self.checksum is None)
+        self._check_count(length)
+        if select is not None:
+            stored_SLK, captures = self._layers(select)
+            vars(self).update(spec=select, captures=captures, checksum=None)
+            self._hold(stored_SLK)
+        out = self._check_routes(hashed=verify or self.checksum is None)
         if self.checksum is None and out is not None:
             put(self, "checksum", out.value())
         check_count(self.checksum, "checksum", below=2**64)
@@ -128,16 +131,18 @@ class RouteRecord:
                 kind=ErrorKind.PREFIX,
             )
 
-    def _check_routes(self, length: int, *, hashed: bool) -> CanonicalHash | None:
-        """Check the rows, and hash the record on the way: one read of the rows from memory serves both."""
-        stored_SLK = self._stored
-        expected = length - self.routes_start
-        if len(stored_SLK) != expected or expected < 0:
+    def _check_count(self, length: int) -> None:
+        expected, got = length - self.routes_start, len(self._stored)
+        if got != expected:
             raise DataError(
-                f"expected {max(expected, 0)} rows ({length} tokens from {self.routes_start}), got {len(stored_SLK)} "
+                f"expected {max(expected, 0)} rows ({length} tokens from {self.routes_start}), got {got} "
                 f"@ sample {self.sample_id}",
                 kind=ErrorKind.ROW_COUNT,
             )
+
+    def _check_routes(self, *, hashed: bool) -> CanonicalHash | None:
+        """Check the rows, and hash the record on the way: one read of the rows from memory serves both."""
+        stored_SLK = self._stored
         out = self._hash_until_routes() if hashed else None
         absent_N = survey(stored_SLK, self.spec, feed=None if out is None else out.part)
         if absent_N is None:
@@ -296,22 +301,27 @@ class RouteRecord:
         )
 
     def _selected(self, spec: RouteSpec) -> RouteRecord:
-        stored_SLK = pick_layers(self._stored, [self.spec.slot(layer) for layer in spec.layer_ids])
-        captures = settle_partial(self.captures, stored_SLK, routes_start=self.routes_start)
+        stored_SLK, captures = self._layers(spec)
         return self._derived(stored_SLK, spec=spec, captures=captures)
+
+    def _layers(self, spec: RouteSpec) -> tuple[NDArray[Any], tuple[Capture, ...]]:
+        """Rows and captures of a subset of layers."""
+        stored_SLK = pick_layers(self._stored, [self.spec.slot(layer) for layer in spec.layer_ids])
+        return stored_SLK, settle_partial(self.captures, stored_SLK, routes_start=self.routes_start)
 
     def _derived(self, stored_SLK: NDArray[Any], **changes: Any) -> RouteRecord:
         """This record with some of its own rows, and fields that follow from its own: all of it was checked, and is not
         checked again. The checksum is new."""
         made = object.__new__(RouteRecord)
-        content = vars(made)
-        content.update(vars(self), **changes, _stored=frozen_view(stored_SLK))
-        content.update(_absent=frozen_view(absent_tokens(stored_SLK)))
-        content.pop("routes", None)
-        if stored_SLK.dtype != np.uint8:
-            content.update(routes=made._stored)
-        content.update(checksum=made.compute_checksum())
+        vars(made).update(vars(self), **changes, _absent=frozen_view(absent_tokens(stored_SLK)))
+        made._hold(stored_SLK)
+        vars(made).update(checksum=made.compute_checksum())
         return made
+
+    def _hold(self, stored_SLK: NDArray[Any]) -> None:
+        content, held = vars(self), frozen_view(stored_SLK)
+        content.pop("routes", None)
+        content.update({"_stored": held} if held.dtype == np.uint8 else {"_stored": held, "routes": held})
 
     def __reduce__(self) -> tuple[object, ...]:
         # Read-only mappings do not pickle; going through the constructor also validates what another process sent.
@@ -320,20 +330,19 @@ class RouteRecord:
         return _rebuild, (content,)
 
 
-def read_record(stored: NDArray[Any], *, verify: bool, **content: Any) -> RouteRecord:
+def read_record(stored: NDArray[Any], *, verify: bool, select: RouteSpec | None = None, **content: Any) -> RouteRecord:
     """A record of a reader, checked as any other, in one pass over its rows; they stay as they are ``stored``.
 
     ``stored``: int16, or narrow bytes, ``[S - routes_start, L, K]``; kept as a read-only view. ``content``: every field
-    but ``routes``. ``verify``: compare the checksum too. Raises DataError as the constructor does, ChecksumError as
-    ``verify`` does.
+    but ``routes``. ``verify``: compare the checksum too. ``select``, without ``verify``: the geometry of some of the
+    layers, which are copied before any row is looked at, so that only these are; the checksum is new. Raises DataError
+    as the constructor does, ChecksumError as ``verify`` does.
     """
     record = object.__new__(RouteRecord)
-    held = frozen_view(stored)
-    vars(record).update(content, _stored=held)
-    if stored.dtype != np.uint8:
-        vars(record).update(routes=held)
+    vars(record).update(content)
+    record._hold(stored)
     record._check_identity()
-    record._admit(verify=verify)
+    record._admit(verify=verify, select=select)
     return record
 
 

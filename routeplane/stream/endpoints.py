@@ -141,7 +141,8 @@ class RecordReader(ABC):
     def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> Self:
         """Restrict what is yielded to layers and to positions ``[a, b)`` of every record; returns this reader.
 
-        Whole records are verified before they are cut. Records with no token in the range are counted, not yielded.
+        Whole records are verified before they are cut; with ``verify=False``, rows of other layers may not be looked at
+        at all, and the report is about the selected ones. Records with no token in the range are counted, not yielded.
         """
         if self._started:
             raise UsageError("expected select before iteration, got it after", kind=ErrorKind.ARGUMENT)
