@@ -78,6 +78,17 @@ RELEASED_KINDS = [
     "not_ready",
     "start_failed",
     "plan",
+    "producer_taken",
+    "fenced",
+    "sequence",
+    "producer_lost",
+    "aborted",
+    "connection",
+    "no_room",
+    "too_large",
+    "timed_out",
+    "retired",
+    "unauthenticated",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]
