@@ -61,13 +61,16 @@ def read_routes(
     form: WireForm | None = None,
     axis: LayerAxis = "decoder",
     first_row: int | None = None,
+    filler: int | None = None,
     call: str | None = None,
 ) -> tuple[NDArray[np.int16], int]:
     """The rows behind a value, read-only int16 ``[R, L, K]``, and the token of the first one.
 
     ``token_ids``: all of the call; only the inline form is bound to them. ``form``: None looks at the value. ``axis``:
     what the sender's layer axis counts (the inline form says itself). ``first_row``: None takes what the form says, 0
-    where it says nothing; a form that says otherwise is refused (ROW_COUNT). The rows may share the decoded bytes.
+    where it says nothing; a form that says otherwise is refused (ROW_COUNT). ``filler``: the token whose row, where it
+    is the last that came, a harness made up: it is left out by its place, whatever it holds. The rows may share the
+    decoded bytes.
 
     Raises DataError, SpecError or CaptureError as the form's own reader and ``wire.rows_from_axis``.
     """
@@ -89,7 +92,10 @@ def read_routes(
             array = array if len(array) else array.reshape(0, depth, spec.top_k)
         else:
             array = decode_nrlre1(given) if form == "nrlre1" else decode_npy(given)
-        rows_RLK = rows_from_axis(array, spec, axis=axis, first_row=start or first_row or 0, call=call)
+        begin = start or first_row or 0
+        if filler is not None and len(array) and begin + len(array) == filler + 1:
+            array = array[:-1]
+        rows_RLK = rows_from_axis(array, spec, axis=axis, first_row=begin, call=call)
     if start is not None and first_row is not None and start != first_row:
         raise DataError(
             f"expected rows from token {first_row} on, got rows from {start}" + (f" @ call {call}" if call else ""),
