@@ -319,7 +319,7 @@ def test_rows_that_an_abort_cut_short_are_declared() -> None:
 
 
 def test_routes_on_the_message_are_read_as_nemo_puts_them() -> None:
-    """Ids, log-probabilities and routes of NeMo RL's server stand on the message; its last row is filler by position."""
+    """What NeMo RL writes on the message: ids, log-probabilities, routes; its last row is filler by position."""
     rows = [*engine_rows(4).tolist(), [[0, 1, 2, 3]] * 4]
     message = {
         "prompt_token_ids": PROMPT,
