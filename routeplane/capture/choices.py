@@ -112,7 +112,8 @@ def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:
         call_id=choice.call_id,
         logprobs=_logprobs(choice),
         media=reading.media,
-        cached=0 if rows_RLK is None else min(bound, first_row + len(rows_RLK)),
+        # below first_row there is no row that could have come from a cache
+        cached=0 if rows_RLK is None or bound <= first_row else min(bound, first_row + len(rows_RLK)),
         loss=loss,
         columns=choice.columns,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from routeplane.spec import RouteSpec
 
-__all__ = ["GENERATIONS", "Exchange", "exchange", "exchanges"]
+__all__ = ["DATA", "GENERATIONS", "Exchange", "exchange", "exchanges"]
 
 DATA = Path(__file__).parents[1] / "data"
 #: the two capture generations of vLLM
