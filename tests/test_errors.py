@@ -21,6 +21,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "CaptureError": (RouteplaneError, RuntimeError),
     "ReplayError": (RouteplaneError, RuntimeError),
     "FleetError": (RouteplaneError, RuntimeError),
+    "TransportError": (RouteplaneError, OSError),
     "MissingExtraError": (RouteplaneError, ImportError),
 }
 

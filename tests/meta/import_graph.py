@@ -113,6 +113,7 @@ THIRD_PARTY = {
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
     "vllm": ("capture.vllm",),
+    "pybase64": ("capture.text64",),
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
@@ -131,6 +132,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 
 #: Where an import may stand inside a function, and why. An ``__init__.py`` may too: its public names load on first use.
 DEFERRED = {
+    "capture.text64": "the fast codec is used where it is installed",
     "cli": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
@@ -254,8 +256,8 @@ def _edge_problems(edge: Edge) -> Iterator[str]:
     party = edge.target.split(".")[0]
     if party in sys.stdlib_module_names:
         return
-    place = edge.importer.partition(".")[2].split(".")[0]
-    if edge.deferred and not edge.path.endswith("__init__.py") and place not in DEFERRED:
+    below = edge.importer.partition(".")[2]
+    if edge.deferred and not edge.path.endswith("__init__.py") and not {below, below.split(".")[0]} & DEFERRED.keys():
         yield f"{edge.importer} imports {edge.target} inside a function"
     if not _internal(edge.target):
         if not may_import(edge.importer, party):

@@ -19,6 +19,8 @@ import pytest
 
 import routeplane.errors
 from routeplane.assembly import AssemblyReport
+from routeplane.capture.middleware import MiddlewareReport
+from routeplane.capture.tickets import DeskReport
 from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
@@ -129,6 +131,8 @@ REPORTS: dict[str, Report] = {
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PrefetchReport": PrefetchReport(),
+    "DeskReport": DeskReport(),
+    "MiddlewareReport": MiddlewareReport(),
     "ReplayReport": ReplayReport(gates=(), microbatches=0),
 }
 
