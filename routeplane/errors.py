@@ -99,6 +99,8 @@ class ErrorKind(StrEnum):
     GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
     UNBOUND_RECOMPUTE = "unbound_recompute"
     DETACHED = "detached"
+    # rows again
+    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,6 +73,7 @@ RELEASED_KINDS = [
     "gate_fired",
     "unbound_recompute",
     "detached",
+    "row_conflict",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]
