@@ -13,15 +13,21 @@ from routeplane.errors import ErrorKind, MissingExtraError
 
 if TYPE_CHECKING:
     from routeplane.capture.vllm.geometry import spec_from_vllm
+    from routeplane.capture.vllm.ledger import LedgerReport
     from routeplane.capture.vllm.offline import generate_records, start_engine
     from routeplane.capture.vllm.outputs import LogprobsMode, calls_from_output, merge_deltas, record_output
+    from routeplane.capture.vllm.scheduler import RouteScheduler
+    from routeplane.capture.vllm.shipping import shipping_args
 
 __all__ = [
+    "LedgerReport",
     "LogprobsMode",
+    "RouteScheduler",
     "calls_from_output",
     "generate_records",
     "merge_deltas",
     "record_output",
+    "shipping_args",
     "spec_from_vllm",
     "start_engine",
 ]
@@ -33,6 +39,12 @@ def __getattr__(name: str) -> Any:
     match name:
         case "spec_from_vllm":
             module = _load("geometry")
+        case "LedgerReport":
+            module = _load("ledger")
+        case "RouteScheduler":
+            module = _load("scheduler")
+        case "shipping_args":
+            module = _load("shipping")
         case "generate_records" | "start_engine":
             module = _load("offline")
         case "LogprobsMode" | "calls_from_output" | "merge_deltas" | "record_output":

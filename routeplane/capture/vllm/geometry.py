@@ -11,7 +11,7 @@ from typing import Any
 from routeplane.errors import ErrorKind, SpecError, UsageError
 from routeplane.spec import RouteSpec
 
-__all__ = ["model_config_of", "require_moe", "spec_from_vllm"]
+__all__ = ["captures_routes", "model_config_of", "require_moe", "spec_from_vllm"]
 
 
 def spec_from_vllm(engine: object) -> RouteSpec:
@@ -38,6 +38,14 @@ def model_config_of(engine: object) -> Any:
             f"expected a vLLM engine or one of its configurations, got {type(engine).__name__}", kind=ErrorKind.ARGUMENT
         )
     return config
+
+
+def captures_routes(engine: object) -> bool:
+    """Whether an ``LLM``, ``AsyncLLM`` or ``VllmConfig`` was started with ``enable_return_routed_experts``."""
+    config: Any = getattr(getattr(engine, "llm_engine", engine), "vllm_config", engine)
+    # 0.31 moved the flag from the model's configuration to one of its own
+    home = getattr(config, "aux_output_config", None) or getattr(config, "model_config", config)
+    return bool(getattr(home, "enable_return_routed_experts", False))
 
 
 def require_moe(config: Any) -> None:

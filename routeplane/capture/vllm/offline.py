@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.requests import check_requests, sample_names
-from routeplane.capture.vllm.geometry import model_config_of, require_moe
+from routeplane.capture.vllm.geometry import captures_routes, model_config_of, require_moe
 from routeplane.capture.vllm.outputs import record_output
 from routeplane.errors import CaptureError, ErrorKind, UsageError
 
@@ -84,7 +84,7 @@ def generate_records(
     names = sample_names(sample_ids, len(prompts))
     check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
     config = model_config_of(llm)
-    if not config.enable_return_routed_experts:
+    if not captures_routes(llm):
         raise CaptureError(
             "expected an engine with enable_return_routed_experts=True, got one without", kind=ErrorKind.CAPTURE_OFF
         )
