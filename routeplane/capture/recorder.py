@@ -267,12 +267,13 @@ class RouteRecorder:
         if found:
             self._changes[call.call_id] = found
 
-    def assembly(self) -> Assembly:
-        """Records of all calls, one per unbroken context, and the counts. Errors as in ``assemble``; UsageError while
-        a call goes on."""
+    def assembly(self, *, attributes: Mapping[str, str] | None = None) -> Assembly:
+        """Records of all calls, one per unbroken context, and the counts. ``attributes``: besides the constructor's.
+        Errors as in ``assemble``; UsageError while a call goes on."""
         if self._open is not None:
             raise UsageError(f"expected call {self._open.call_id} to end first", kind=ErrorKind.ARGUMENT)
-        found = assemble(self._calls, self._spec, **self._options)
+        named = {**(self._options["attributes"] or {}), **(attributes or {})}
+        found = assemble(self._calls, self._spec, **{**self._options, "attributes": named})
         if not self._changes:
             return found
         prompts = {call.call_id: len(call.prompt_ids) for call in self._calls}

@@ -19,6 +19,7 @@ import pytest
 
 import routeplane.errors
 from routeplane.assembly import AssemblyReport
+from routeplane.capture.vllm.reports import LedgerReport, WritingReport
 from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
@@ -123,6 +124,8 @@ def find_error_problems(text: str) -> list[str]:
 REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
     "AssemblyReport": AssemblyReport(),
+    "WritingReport": WritingReport(),
+    "LedgerReport": LedgerReport(),
     "StreamReport": StreamReport(),
     "PrefetchReport": PrefetchReport(),
     "ReplayReport": ReplayReport(gates=(), microbatches=0),

@@ -8,9 +8,7 @@ Axes: R rows of one step, D decoder layers of the engine, L captured layers, K s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import numpy as np
 
 from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.recorder import RouteRecorder, WeightsChange
+from routeplane.capture.vllm.reports import LedgerReport
 from routeplane.capture.vllm.shipping import Shipping, WriterConfig
 from routeplane.capture.wire import rows_from_layers
 from routeplane.coverage import Coverage
@@ -31,42 +30,12 @@ if TYPE_CHECKING:
     from routeplane.record import RouteRecord
     from routeplane.spec import RouteSpec
 
-__all__ = ["LedgerReport", "RouteLedger", "build_sink"]
+__all__ = ["Flight", "RouteLedger", "build_sink"]
 
 # Rows of so many steps are joined into one array: a row is a view of its step's array, which it would keep alive.
 _JOIN_AFTER = 64
 # Why rows are absent from a sequence that ended so; any other end brings them all.
 _LOSS_OF: Mapping[str, RowLoss] = MappingProxyType({"abort": "aborted", "error": "lost"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerReport:
-    """What a writer inside an engine did so far. ``refusals``: sequences without a record, by the kind of error."""
-
-    records: int = 0
-    skipped: int = 0  # sequences whose request asked for no capture
-    refusals: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    coverage: Coverage = field(default_factory=Coverage)
-
-    def merge(self, other: LedgerReport) -> LedgerReport:
-        """The counts of both."""
-        refusals = Counter(self.refusals)
-        refusals.update(other.refusals)
-        return LedgerReport(
-            records=self.records + other.records,
-            skipped=self.skipped + other.skipped,
-            refusals=MappingProxyType(dict(refusals)),
-            coverage=self.coverage.merge(other.coverage),
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            f"{prefix}engine_records": float(self.records),
-            f"{prefix}engine_skipped": float(self.skipped),
-            f"{prefix}engine_refused": float(sum(self.refusals.values())),
-            **self.coverage.scalars(prefix=f"{prefix}engine_"),
-        }
 
 
 class Flight:
@@ -115,6 +84,7 @@ class RouteLedger:
 
     def __init__(self, spec: RouteSpec, config: WriterConfig, *, rank: int, logprobs_mode: str) -> None:
         self.flights: dict[str, Flight] = {}
+        self.inline: set[str] = set()  # requests whose rows stay in their answers
         self._spec, self._config, self._rank = spec, config, rank
         self._mode = logprobs_mode.removesuffix("_logprobs")
         self._index = self._in_stream = 0
@@ -139,6 +109,9 @@ class RouteLedger:
                 raise refused("a prompt of token ids", f"embeddings @ request {request_id}")
         except RouteplaneError as error:
             shipping, refusal = Shipping(), error
+        if shipping.inline:
+            self.inline.add(request_id)
+            return
         if not shipping.capture:
             self._count(skipped=1)
             return
@@ -173,6 +146,7 @@ class RouteLedger:
         """
         flight = self.flights.pop(request_id, None)
         if flight is None:
+            self.inline.discard(request_id)
             return {}
         try:
             if flight.refusal is not None:

@@ -17,7 +17,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
 from routeplane.capture.vllm.geometry import captures_routes, spec_from_vllm
-from routeplane.capture.vllm.ledger import LedgerReport, RouteLedger
+from routeplane.capture.vllm.ledger import Flight, RouteLedger
+from routeplane.capture.vllm.reports import LedgerReport
 from routeplane.capture.vllm.shipping import WriterConfig
 from routeplane.errors import CaptureError, ErrorKind
 
@@ -66,21 +67,17 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's own, and then every output gives up its rows."""
         made = super().update_from_output(scheduler_output, model_runner_output)
-        flights = self._ledger.flights
+        flights, inline = self._ledger.flights, self._ledger.inline
         for client in made.values():
             for output in client.outputs:
-                rows_RDK, output.routed_experts = output.routed_experts, None
-                flight = flights.get(output.request_id)
-                if flight is None:
-                    continue
-                flight.add(output.new_token_ids, rows_RDK)
-                if output.new_logprobs is not None:
-                    # the sampled token's stands first (v1/outputs.py); a copy, or it keeps the whole step's array
-                    flight.logprobs.append(output.new_logprobs.logprobs[:, 0].copy())
-                if output.prefill_stats is not None:
-                    flight.cached = output.prefill_stats.num_cached_tokens
+                request_id = output.request_id
+                flight = flights.get(request_id)
+                if flight is not None:
+                    _take(output, flight)
+                if request_id not in inline:
+                    output.routed_experts = None
                 if output.finish_reason is not None:
-                    found = self._ledger.finish(output.request_id, str(output.finish_reason))
+                    found = self._ledger.finish(request_id, str(output.finish_reason))
                     if found:
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), **found}
         return made
@@ -104,6 +101,15 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
         """End the stream, so that its readers see it whole."""
         self._ledger.close()
         super().shutdown()
+
+
+def _take(output: Any, flight: Flight) -> None:
+    flight.add(output.new_token_ids, output.routed_experts)
+    if output.new_logprobs is not None:
+        # the sampled token's stands first (v1/outputs.py); a copy, or it keeps the whole step's array
+        flight.logprobs.append(output.new_logprobs.logprobs[:, 0].copy())
+    if output.prefill_stats is not None:
+        flight.cached = output.prefill_stats.num_cached_tokens
 
 
 def _require_capture(config: Any) -> None:

@@ -86,12 +86,14 @@ class WriterConfig:
 class Shipping:
     """What one request asks of the writer.
 
-    ``capture``: whether its rows are shipped at all; validation and judge traffic says False. ``sample_id``: None takes
+    ``capture``: whether its rows are shipped at all; validation and judge traffic says False. ``inline``: leave them in
+    the answer, as an engine without a writer does, and write no record (a probe). ``sample_id``: None takes
     the engine's own request id, which is unique. ``choices``: the request's n; each of several choices is recorded as
     ``{sample_id}/{index}`` in one group. ``weights_version``: of the weights when it was sent.
     """
 
     capture: bool = True
+    inline: bool = False
     sample_id: str | None = None
     attempt: int = 0
     group: str | None = None
@@ -99,8 +101,9 @@ class Shipping:
     weights_version: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.capture, bool):
-            raise refused("capture as true or false", repr(self.capture))
+        for name in ("capture", "inline"):
+            if not isinstance(getattr(self, name), bool):
+                raise refused(f"{name} as true or false", repr(getattr(self, name)))
         for name in ("sample_id", "group"):
             if getattr(self, name) is not None:
                 _checked(check_text, getattr(self, name), name)
@@ -138,6 +141,7 @@ class Shipping:
 def shipping_args(
     *,
     capture: bool = True,
+    inline: bool = False,
     sample_id: str | None = None,
     attempt: int = 0,
     group: str | None = None,
@@ -147,6 +151,7 @@ def shipping_args(
     """``SamplingParams.extra_args`` for one request; fields as in ``Shipping``. Raises UsageError."""
     made = Shipping(
         capture=capture,
+        inline=inline,
         sample_id=sample_id,
         attempt=attempt,
         group=group,
@@ -154,7 +159,13 @@ def shipping_args(
         weights_version=weights_version,
     )
     content = {item.name: getattr(made, item.name) for item in fields(made)}
-    return {KEY: {name: value for name, value in content.items() if value is not None}}
+    return {
+        KEY: {
+            name: value
+            for name, value in content.items()
+            if (value is not None and value is not False) or name == "capture"
+        }
+    }
 
 
 def _known(cls: type[WriterConfig] | type[Shipping], given: object, where: str) -> dict[str, Any]:
