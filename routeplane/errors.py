@@ -120,6 +120,8 @@ class ErrorKind(StrEnum):
     TIMED_OUT = "timed_out"
     RETIRED = "retired"  # of weights below the version that is still wanted
     UNAUTHENTICATED = "unauthenticated"
+    # rows again
+    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,6 +90,7 @@ RELEASED_KINDS = [
     "timed_out",
     "retired",
     "unauthenticated",
+    "row_conflict",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]

@@ -21,6 +21,7 @@ import routeplane.errors
 from routeplane.assembly import AssemblyReport
 from routeplane.capture.middleware import MiddlewareReport
 from routeplane.capture.tickets import DeskReport
+from routeplane.capture.vllm.reports import LedgerReport, WritingReport
 from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
@@ -128,6 +129,8 @@ REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
     "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
+    "WritingReport": WritingReport(),
+    "LedgerReport": LedgerReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PrefetchReport": PrefetchReport(),
