@@ -101,6 +101,8 @@ KNOWS = {
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
 _DEMO = ("demo_engine", "demo_trainer")
+# the contract of replay adapters runs models
+_REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 
 #: Third party -> the files (or folders) that may import it. Anything that is neither here nor in the standard library
 #: is refused.
@@ -110,7 +112,7 @@ THIRD_PARTY = {
     "xxhash": ("spec", "checksum", "stream"),
     "numba": ("kernels",),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
-    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
+    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
     "vllm": ("capture.vllm",),
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
