@@ -73,7 +73,7 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_trainer"), "demo"),
+    **dict.fromkeys(("demo", "demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron"), "demo"),
     "cli": "cli",
     "testing": "testing",
 }
@@ -100,7 +100,7 @@ KNOWS = {
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
-_DEMO = ("demo_engine", "demo_trainer")
+_DEMO = ("demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron")
 # the contract of replay adapters runs models
 _REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 
@@ -113,15 +113,17 @@ THIRD_PARTY = {
     "numba": ("kernels",),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
-    "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
+    "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
     "vllm": ("capture.vllm",),
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "matplotlib": ("inspect",),
     "rich": ("cli", "inspect"),
-    "nemo_automodel": ("replay.automodel",),
-    "megatron": ("replay.megatron",),
+    # their adapters read class names and attributes, and import neither
+    "nemo_automodel": ("demo_automodel",),
+    "megatron": ("demo_megatron",),
+    "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect",),
     "tqdm": _DEMO,
     "hypothesis": ("testing",),

@@ -13,7 +13,6 @@ Axes: N token rows, L captured layers, E experts, K top-k slots.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -325,7 +324,7 @@ class ReplayContract(ReplayHarness):
         live, other_live = self.forward(model, inputs), self.forward(other, inputs)
         before = dict(self.traces(other))
         with self.attach(model, self.spec) as handle:
-            teacher = copy.deepcopy(model)
+            teacher = self.copy_model(model)
             with handle.replaying(self.make_batch(self._rows(seed=5), inputs=inputs)):
                 self._same(live, self.forward(teacher, inputs))
                 self._same(other_live, self.forward(other, inputs))

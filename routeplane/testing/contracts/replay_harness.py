@@ -9,6 +9,7 @@ whose gates see tokens in another order puts what it reports back.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -118,6 +119,10 @@ class ReplayHarness:
     def make_model(self, *, seed: int = 0) -> nn.Module:
         """A tiny model in training mode."""
         raise NotImplementedError
+
+    def copy_model(self, model: nn.Module) -> nn.Module:
+        """A deep copy, as a reference model is made; for frameworks whose models hold what cannot be copied."""
+        return copy.deepcopy(model)
 
     def make_difference_model(self) -> nn.Module:
         """The model for finite differences: where the family can, in double precision."""
