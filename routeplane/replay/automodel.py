@@ -47,6 +47,8 @@ _BLIND_GATES = {
 #: Architectures that are built of such gates.
 _BLIND_ARCHITECTURES = re.compile(r"^(?:KimiK3|DeepseekV4|DeepseekV41|Inkling)")
 _GATE_LIKE = re.compile(r"(?<!SSM)(?:Gate|Router)$")
+#: What wrappers for checkpointing and compiling put into paths.
+_WRAPPER = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod)\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.)")
 _MTP = re.compile(r"(?:^|\.)mtp[^.]*(?=\.|$)", re.IGNORECASE)
 
@@ -111,8 +113,9 @@ def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:
     found = []
     for path, module in model.named_modules():
         if not _MTP.search(path) and _selects(module):
-            _refuse_blind(path, module)
-            found.append((_gate(path, module), module))
+            name = _WRAPPER.sub("", path)
+            _refuse_blind(name, module)
+            found.append((_gate(name, module), module))
     if not found:
         raise ReplayError(
             f"expected a mixture-of-experts model of Automodel's own, got {type(model).__name__} without a gate (one "

@@ -76,7 +76,7 @@ class ReplayContract(ReplayHarness):
                     torch.autograd.backward(losses[-1])
         for index in order or ():
             torch.autograd.backward(losses[index])
-        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return {name: weight.grad for name, weight in self.weights(model) if weight.grad is not None}
 
     def _expected_steps(self) -> Gradients:
         model = self.make_model()

@@ -154,6 +154,10 @@ class ReplayHarness:
         """Layer -> the gate's name, as errors and reports have it."""
         raise NotImplementedError
 
+    def weights(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every trained weight, under a name that ``enable_recompute`` does not change."""
+        return model.named_parameters()
+
     def gate_weight(self, model: nn.Module, layer_id: int) -> nn.Parameter:
         """The weight from which a gate computes its logits."""
         raise NotImplementedError
