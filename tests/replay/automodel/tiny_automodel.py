@@ -127,47 +127,38 @@ FAMILIES = (
 )
 
 
+_COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": TOP_K,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "dtype": torch.float32,
+}
+_GLM: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+
 def qwen3_config() -> Qwen3MoeConfig:
     """Two layers, both with experts."""
-    return Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        dtype=torch.float32,
-    )
+    return Qwen3MoeConfig(**_COMMON, num_hidden_layers=2, num_experts=EXPERTS)
 
 
 def glm4_config() -> Glm4MoeConfig:
     """A dense layer, then two with experts in four groups."""
-    return Glm4MoeConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        n_routed_experts=EXPERTS,
-        n_shared_experts=1,
-        num_experts_per_tok=TOP_K,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.5,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        dtype=torch.float32,
-    )
+    return Glm4MoeConfig(**_COMMON, **_GLM)
 
 
 def tokens_of(seed: int, *, count: int = 2, width: int = 6) -> torch.Tensor:
