@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(run=_validate)
     demo = commands.add_parser("demo", help="the main job on a small real model")
     demo.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    demo.add_argument("--trainer", choices=("transformers",), default="transformers")
+    demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
+    demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
     demo.add_argument("--transport", choices=("file",), default="file")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
@@ -105,6 +106,7 @@ def _demo(options: argparse.Namespace) -> int:
                 out=folder,
                 engine=options.engine,
                 trainer=options.trainer,
+                trainer_python=options.trainer_python or "",
                 transport=options.transport,
                 seed=options.seed,
                 progress=sys.stderr.isatty(),

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import ForcedTopK, Gate, GateRows
+from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring"]
+__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring", "in_backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class _Frame:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Open:
     hook: GateHook
-    mode: ForcedTopK
+    forcing: Forcing
     rerun: bool
 
 
@@ -76,20 +76,29 @@ class Wiring:
 
     def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region that runs under today's binding, now and in every recomputation."""
-        thread = self.thread
-        binding = thread.frames[-1].binding if thread.frames else self.current
+        binding = self.here()
         calls = 0
 
         def region(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            with self._frame(binding, rerun=calls > 1 or _in_backward()):
+            with self.frame(binding, rerun=calls > 1 or in_backward()):
                 return function(*args, **kwargs)
 
         return region
 
+    def here(self) -> Binding | None:
+        """The binding that a forward run now gets: that of the innermost frame, else the current one."""
+        frames = self.thread.frames
+        return frames[-1].binding if frames else self.current
+
     @contextmanager
-    def _frame(self, binding: Binding | None, *, rerun: bool) -> Iterator[None]:
+    def frame(self, binding: Binding | None, *, rerun: bool) -> Iterator[None]:
+        """Run a region under a binding, or none, whatever is current; for frameworks that recompute by themselves.
+
+        ``rerun`` says that it is a recomputation, whose gate calls are not counted. Raises ReplayError (DETACHED) for
+        a binding whose handle is detached.
+        """
         if binding is not None and self.detached:
             raise ReplayError(
                 "expected the handle to stay attached until backward() is done, got a recomputation after detach()",
@@ -107,14 +116,14 @@ class Wiring:
     def _close(self, depth: int) -> None:
         # a module's always_call hooks do not run for KeyboardInterrupt; whoever opened a scope leaves no mode behind
         while len(self.thread.open) > depth:
-            self.thread.open.pop().mode.close()
+            self.thread.open.pop().forcing.close()
 
     def firing(self, hook: GateHook) -> tuple[GateRows, bool] | None:
         """The rows for a gate that fires now and whether this is a recomputation; None where it stays live."""
         if self.thread.frames:
             frame = self.thread.frames[-1]
             return None if frame.binding is None else (frame.binding.rows[hook.gate.layer_id], frame.rerun)
-        if _in_backward():
+        if in_backward():
             return self._outside_rerun(hook)
         hook.last_bound = self.current is not None
         if self.current is None:
@@ -147,9 +156,10 @@ class Wiring:
 class GateHook:
     """The two hooks of one gate instance: enter its rows before its forward, count them after."""
 
-    def __init__(self, gate: Gate, module: nn.Module, *, wiring: Wiring) -> None:
-        self.gate = gate
-        self.module = module
+    def __init__(self, site: GateSite, *, wiring: Wiring) -> None:
+        self.site = site
+        self.gate = site.gate
+        self.module = module = site.module
         self.wiring = wiring
         #: whether this gate's last forward outside every frame was under a binding
         self.last_bound = False
@@ -186,21 +196,21 @@ class GateHook:
         if found is None:
             return
         rows, rerun = found
-        mode = ForcedTopK(rows)
-        mode.open()
-        self.wiring.thread.open.append(_Open(hook=self, mode=mode, rerun=rerun))
+        forcing = self.site.force(rows)
+        forcing.open()
+        self.wiring.thread.open.append(_Open(hook=self, forcing=forcing, rerun=rerun))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         opened = self.wiring.thread.open
         if not opened or opened[-1].hook is not self or module is not self.module:
             return
         last = opened.pop()
-        last.mode.close()
+        last.forcing.close()
         if output is None:
             return  # the forward raised: an error that has its own message, or a recomputation that stops early
-        last.mode.require_hit()
+        last.forcing.require_hit()
         if not last.rerun:
-            last.mode.rows.forward_calls += 1
+            last.forcing.rows.forward_calls += 1
 
 
 class CapturingCheckpoint:
@@ -219,7 +229,8 @@ class CapturingCheckpoint:
         return self
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
     # torch's own checkpoint asks the same question; there is no public spelling
     return torch._C._current_graph_task_id() != -1
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import Gate
-from routeplane.replay.handle import ReplayHandle
+from routeplane.replay.binding import Wiring
+from routeplane.replay.gate import ForcedTopK, Gate, GateSite
+from routeplane.replay.handle import AuxChoice, ReplayHandle
 
 if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
@@ -29,11 +30,13 @@ __all__ = ["KNOWN_ROUTERS", "attach", "checkpoint_sites", "find_gates"]
 #: Router classes that select with one topk over [N, E] inside ``forward`` and carry E and K as attributes.
 KNOWN_ROUTERS = frozenset(
     {
+        "DeepseekV2TopkRouter",
         "DeepseekV3TopkRouter",
         "Ernie4_5_MoeTopKRouter",
         "Glm4MoeTopkRouter",
         "GptOssTopKRouter",
         "MiniMaxM2TopKRouter",
+        "MiniMaxTopKRouter",
         "MixtralTopKRouter",
         "OlmoeTopKRouter",
         "Qwen2MoeTopKRouter",
@@ -52,7 +55,9 @@ _ROUTER_CLASS = re.compile(r"(?:Router|Gate)$")
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
-def attach(model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live") -> ReplayHandle:
+def attach(
+    model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live", aux: AuxChoice = "live"
+) -> ReplayHandle:
     """Attach to a model's gates; the handle is a context manager that detaches on leaving.
 
     ``spec`` must name exactly the model's gates (for a pipeline stage: ``spec.select(its layers)``).
@@ -60,11 +65,19 @@ def attach(model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "ra
     model stays the caller's; only its gate instances and checkpoint attributes are touched, until ``detach()``. A copy
     made of it meanwhile is not attached.
 
-    Raises ReplayError (NO_SEAM) for a model without gates or with a router that is not known, SpecError
+    Raises ReplayError (NO_SEAM) for a model without gates or with a router that is not known, and
     (SPEC_MISMATCH) where spec and model differ, UsageError where a handle is attached already.
     """
+    if aux == "forced":
+        raise ReplayError("expected aux='live' as yet, got 'forced'", kind=ErrorKind.NO_SEAM)
+    sites = [GateSite(gate=gate, module=module, force=ForcedTopK) for gate, module in find_gates(model)]
     return ReplayHandle(
-        spec, find_gates(model), checkpoint_sites=partial(checkpoint_sites, model), on_missing=on_missing
+        spec,
+        sites,
+        wiring=Wiring(),
+        on_missing=on_missing,
+        aux=aux,
+        checkpoint_sites=partial(checkpoint_sites, model),
     )
 
 

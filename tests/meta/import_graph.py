@@ -76,7 +76,7 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_trainer"), "demo"),
+    **dict.fromkeys(("demo", "demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron"), "demo"),
     "cli": "cli",
     "testing": "testing",
 }
@@ -103,7 +103,9 @@ KNOWS = {
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
-_DEMO = ("demo_engine", "demo_trainer")
+_DEMO = ("demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron")
+# the contract of replay adapters runs models
+_REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 
 #: Third party -> the files (or folders) that may import it. Anything that is neither here nor in the standard library
 #: is refused.
@@ -113,8 +115,8 @@ THIRD_PARTY = {
     "xxhash": ("spec", "checksum", "stream"),
     "numba": ("kernels",),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
-    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
-    "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
+    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
+    "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
@@ -122,8 +124,10 @@ THIRD_PARTY = {
     "zarrs": ("archive",),
     "matplotlib": ("inspect",),
     "rich": ("cli", "inspect"),
-    "nemo_automodel": ("replay.automodel",),
-    "megatron": ("replay.megatron",),
+    # their adapters read class names and attributes, and import neither
+    "nemo_automodel": ("demo_automodel",),
+    "megatron": ("demo_megatron",),
+    "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect",),
     "tqdm": _DEMO,
     "hypothesis": ("testing",),

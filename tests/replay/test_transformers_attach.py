@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, SpecError, UsageError
+from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, UsageError
 from routeplane.replay import transformers as gates
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import (
@@ -52,7 +52,7 @@ GPT_OSS = MAIN_FAMILIES[4]
 def test_a_spec_of_another_model_is_refused(changes: dict[str, Any], message: str) -> None:
     """Layers, widths and top-k must be the model's, one for one; the message lists both sides."""
     model = QWEN3.build()
-    with pytest.raises(SpecError, match=re.escape(message)) as caught:
+    with pytest.raises(ReplayError, match=re.escape(message)) as caught:
         gates.attach(model, replace(QWEN3.spec, **changes))
     assert ErrorKind.SPEC_MISMATCH == caught.value.kind
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -210,7 +210,7 @@ def test_the_report_counts_rows_and_merges() -> None:
     with handle.replaying(PlainBatch(spec=QWEN3.spec, routes_NLK=routes_NLK)), recorded(model) as seen:
         logits_of(model)
     first, second = handle.report().gates
-    live_NK = live_choice(model.model.layers[2].mlp.gate, seen[2][0].logits_NE)[:9]
+    live_NK = live_choice(QWEN3, model.model.layers[2].mlp, seen[2][0].logits_NE)[:9]
     later = sum(set(a) != set(b) for a, b in zip(routes_NLK[:9, 1].tolist(), live_NK.tolist(), strict=True))
     assert (9, 3, flipped, 1) == (first.forced_rows, first.live_rows, first.flipped_rows, first.consumed)
     assert (9, 3, later, 1) == (second.forced_rows, second.live_rows, second.flipped_rows, second.consumed)
@@ -222,6 +222,7 @@ def test_the_report_counts_rows_and_merges() -> None:
     assert {
         "x/replay_microbatches": 2.0,
         "x/replay_gate_calls": 4.0,
+        "x/replay_not_consumed": 0.0,
         "x/replay_rows_forced": 42.0,
         "x/replay_rows_live": 6.0,
         "x/replay_rows_flipped": float(flipped + later),

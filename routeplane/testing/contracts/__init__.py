@@ -20,6 +20,12 @@ _HOMES = {
     "LiveContract": "routeplane.testing.contracts.stream",
     "StreamContract": "routeplane.testing.contracts.stream",
 }
+    from routeplane.testing.contracts.replay import ReplayContract
+
+__all__ = ["ReplayContract"]
+
+#: public name -> the module that defines it
+_HOMES = {"ReplayContract": "routeplane.testing.contracts.replay"}
 
 
 def __getattr__(name: str) -> object:
