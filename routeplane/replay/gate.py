@@ -28,7 +28,7 @@ from routeplane.spec import MISSING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows"]
+__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "selection"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +218,7 @@ class ForcedTopK(TorchFunctionMode, Forcing):
     ) -> Any:
         """Every torch call of the gate comes by here; all but the one selection go on unchanged."""
         kwargs = kwargs or {}
-        scores_NE = _selection(self.rows.gate, func, args, kwargs)
+        scores_NE = selection(self.rows.gate, func, args=args, kwargs=kwargs)
         if scores_NE is None:
             result = func(*args, **kwargs)
             if func in (torch.masked_fill, torch.Tensor.masked_fill) and args:
@@ -235,8 +235,8 @@ class ForcedTopK(TorchFunctionMode, Forcing):
         return torch.return_types.topk((scores_NE.gather(-1, chosen_NK), chosen_NK))
 
 
-def _selection(
-    gate: Gate, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def selection(
+    gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
     """The dense scores ``[N, E]`` where this call is the gate's selection, else None."""
     if func is not torch.topk and func is not torch.Tensor.topk:

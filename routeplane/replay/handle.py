@@ -125,8 +125,12 @@ class ReplayHandle:
         """
         self._refuse_unusable()
         binding = self._bind(batch)
-        with self._bound(binding):
-            yield
+        try:
+            with self._bound(binding):
+                yield
+        finally:
+            for layer_id, rows in binding.rows.items():
+                self._totals[layer_id].unconsumed += rows.forward_calls == 0
         _check_consumed(binding)
         self._microbatches += 1
         for layer_id, rows in binding.rows.items():
@@ -153,12 +157,8 @@ class ReplayHandle:
     @contextmanager
     def _bound(self, binding: Binding) -> Iterator[None]:
         self._capture_checkpoints()  # enabling checkpointing after attach() put the plain functions back
-        try:
-            with self._wiring.binding(binding):
-                yield
-        finally:
-            for layer_id, rows in binding.rows.items():
-                self._totals[layer_id].unconsumed += rows.forward_calls == 0
+        with self._wiring.binding(binding):
+            yield
 
     def report(self) -> ReplayReport:
         """Counts so far, over each ``replaying`` that was left without an exception. Waits for the device.
