@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import nn
 
-from routeplane.errors import ErrorKind, ReplayError
+from routeplane.errors import ErrorKind, ReplayError, refused
 from routeplane.replay.auxiliary import AuxiliaryHook
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import ForcedTopK, Gate, GateSite
@@ -55,14 +55,20 @@ _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def attach(
-    model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live", aux: AuxChoice = "live"
+    model: nn.Module,
+    spec: RouteSpec,
+    *,
+    on_missing: Literal["live", "raise"] = "live",
+    aux: AuxChoice = "live",
+    compiled: bool = False,
 ) -> ReplayHandle:
     """Attach to a model's gates; the handle is a context manager that detaches on leaving.
 
     ``spec`` must name exactly the model's gates (for a pipeline stage: ``spec.select(its layers)``).
     ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``"live"`` leaves these to the gate.
     ``aux="forced"`` has the load-balancing loss (``output_router_logits=True``) count the ids that gates used;
-    ``"live"`` leaves it what the model makes of its logits. The
+    ``"live"`` leaves it what the model makes of its logits. ``compiled=True`` serves a model, or blocks of it, under
+    torch.compile without a graph break and without compiling anew for each batch. The
     model stays the caller's; only its gate instances and checkpoint attributes are touched, until ``detach()``. A copy
     made of it meanwhile is not attached.
 
@@ -70,7 +76,11 @@ def attach(
     ``aux="forced"`` is about, and
     (SPEC_MISMATCH) where spec and model differ, UsageError where a handle is attached already.
     """
-    sites = [GateSite(gate=gate, module=module, force=ForcedTopK) for gate, module in find_gates(model)]
+    sites = [
+        GateSite(gate=gate, module=module, force=ForcedTopK, traced=compiled) for gate, module in find_gates(model)
+    ]
+    if compiled and aux == "forced":
+        raise refused("aux='live' for a compiled model", "aux='forced', which no graph can follow")
     losses = _aux_modules(model) if aux == "forced" else []
     wiring, hooks = Wiring(), list[AuxiliaryHook]()
 
