@@ -9,6 +9,7 @@
     |- UsageError        (ValueError)    a call was made with arguments that cannot be served: fix the code
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
+    |- TransportError    (OSError)       the other side or the room is gone: send again what was not acknowledged
     `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
 
 Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
@@ -33,6 +34,7 @@ __all__ = [
     "ReplayError",
     "RouteplaneError",
     "SpecError",
+    "TransportError",
     "TruncatedError",
     "UsageError",
     "refused",
@@ -99,6 +101,18 @@ class ErrorKind(StrEnum):
     GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
     UNBOUND_RECOMPUTE = "unbound_recompute"
     DETACHED = "detached"
+    # delivery
+    PRODUCER_TAKEN = "producer_taken"  # a producer of that name is alive
+    FENCED = "fenced"  # declared lost, and replaced since
+    SEQUENCE = "sequence"  # a block out of order, or other content under a number that was used
+    PRODUCER_LOST = "producer_lost"  # it vanished without an end
+    ABORTED = "aborted"  # the producer said that there is no whole stream
+    CONNECTION = "connection"  # cut, refused, or the other side left
+    NO_ROOM = "no_room"  # a disk or a segment is full
+    TOO_LARGE = "too_large"  # one message above a limit
+    TIMED_OUT = "timed_out"
+    RETIRED = "retired"  # of weights below the version that is still wanted
+    UNAUTHENTICATED = "unauthenticated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +198,10 @@ class CaptureError(RouteplaneError, RuntimeError):
 
 class ReplayError(RouteplaneError, RuntimeError):
     """Gates that did not receive, or did not consume, the rows meant for them."""
+
+
+class TransportError(RouteplaneError, OSError):
+    """A transport whose other side, or whose room, is gone. Nothing acknowledged is lost by it."""
 
 
 class MissingExtraError(RouteplaneError, ImportError):

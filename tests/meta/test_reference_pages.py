@@ -26,6 +26,7 @@ from routeplane.ports import Report
 from routeplane.prefetch import PrefetchReport
 from routeplane.replay.handle import ReplayReport
 from routeplane.stream import StreamReport, new_stream
+from routeplane.stream.delivery import DeliveryReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.meta.import_graph import module_name, read_edges
 
@@ -124,6 +125,7 @@ REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
     "AssemblyReport": AssemblyReport(),
     "StreamReport": StreamReport(),
+    "DeliveryReport": DeliveryReport(),
     "PrefetchReport": PrefetchReport(),
     "ReplayReport": ReplayReport(gates=(), microbatches=0),
 }
