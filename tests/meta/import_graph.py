@@ -85,7 +85,7 @@ KNOWS = {
     "base": set(),
     "capture": {"base"},
     "stream": {"base"},
-    "archive": {"base"},
+    "archive": {"base", "stream"},  # one reader and one writer at the edge, for records that move and that rest
     "layout": {"base", "batch"},
     "batch": {"base", "layout"},
     "replay": {"base", "layout", "batch"},
@@ -107,7 +107,7 @@ _DEMO = ("demo_engine", "demo_trainer")
 THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
-    "xxhash": ("spec", "checksum", "stream"),
+    "xxhash": ("spec", "checksum", "stream", "archive"),
     "numba": ("kernels",),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
@@ -116,6 +116,8 @@ THIRD_PARTY = {
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
+    "fsspec": ("archive",),
+    "google_crc32c": ("archive",),  # comes with zarr
     "matplotlib": ("inspect",),
     "rich": ("cli", "inspect"),
     "nemo_automodel": ("replay.automodel",),
