@@ -134,6 +134,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 #: Where an import may stand inside a function, and why. An ``__init__.py`` may too: its public names load on first use.
 DEFERRED = {
     "cli": "a command loads only what it runs",
+    "convert": "an archive needs an extra that a stream does not",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "validate": "the kernels are used where numba is installed",
