@@ -7,6 +7,7 @@
     |  `- TruncatedError (EOFError)      ... it ended early: the producer died or is still writing
     |- SpecError         (ValueError)    geometries disagree or are unknown: fix the configuration
     |- UsageError        (ValueError)    a call was made with arguments that cannot be served: fix the code
+    |- StoreError        (OSError)       storage refused: make room, or have one writer, and try again
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
     |- FleetError        (RuntimeError)  a part of the fleet did not come up, or went: see its machine, start it again
@@ -37,6 +38,7 @@ __all__ = [
     "RouteplaneError",
     "SpecError",
     "TransportError",
+    "StoreError",
     "TruncatedError",
     "UsageError",
     "refused",
@@ -122,6 +124,12 @@ class ErrorKind(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     # rows again
     ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
+    # archives
+    MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
+    LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size
+    CORRUPT_CHUNK = "corrupt_chunk"
+    NO_SPACE = "no_space"
+    WRITER = "writer"  # another writer holds the name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +207,10 @@ class SpecError(RouteplaneError, ValueError):
 
 class UsageError(RouteplaneError, ValueError):
     """Arguments that cannot be served."""
+
+
+class StoreError(RouteplaneError, OSError):
+    """A storage that cannot take what is written: full, over its quota, or held by another writer."""
 
 
 class CaptureError(RouteplaneError, RuntimeError):

@@ -91,6 +91,11 @@ RELEASED_KINDS = [
     "retired",
     "unauthenticated",
     "row_conflict",
+    "manifest",
+    "lost_file",
+    "corrupt_chunk",
+    "no_space",
+    "writer",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]

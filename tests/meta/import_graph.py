@@ -88,7 +88,7 @@ KNOWS = {
     "base": set(),
     "capture": {"base"},
     "stream": {"base"},
-    "archive": {"base"},
+    "archive": {"base", "stream"},  # one reader and one writer at the edge, for records that move and that rest
     "layout": {"base", "batch"},
     "batch": {"base", "layout"},
     "replay": {"base", "layout", "batch"},
@@ -112,7 +112,7 @@ _REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
-    "xxhash": ("spec", "checksum", "stream"),
+    "xxhash": ("spec", "checksum", "stream", "archive"),
     "numba": ("kernels",),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
@@ -122,6 +122,8 @@ THIRD_PARTY = {
     "ray": ("stream.ray", "inspect.dataset", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
+    "fsspec": ("archive",),
+    "google_crc32c": ("archive",),  # comes with zarr
     "matplotlib": ("inspect",),
     "rich": ("cli", "inspect"),
     # their adapters read class names and attributes, and import neither
@@ -141,6 +143,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 DEFERRED = {
     "capture.text64": "the fast codec is used where it is installed",
     "cli": "a command loads only what it runs",
+    "convert": "an archive needs an extra that a stream does not",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "validate": "the kernels are used where numba is installed",
