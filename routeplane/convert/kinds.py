@@ -69,9 +69,7 @@ def open_any(place: str) -> Opened:
         reader = ParquetReader(place, policy=ReadPolicy(on_alarm="ignore"))
     else:
         reader = open_stream(place, on_alarm="ignore")
-    return Opened(
-        source=reader, spec=reader.spec, digest=reader.digest, total=getattr(reader, "total_records", None)
-    )
+    return Opened(source=reader, spec=reader.spec, digest=reader.digest, total=getattr(reader, "total_records", None))
 
 
 def make_file(place: str, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]) -> RouteSink:
