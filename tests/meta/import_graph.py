@@ -108,7 +108,7 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream"),
-    "numba": ("kernels",),
+    "numba": ("kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
@@ -134,6 +134,7 @@ DEFERRED = {
     "cli": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
+    "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "validate": "the kernels are used where numba is installed",
 }
 
