@@ -9,16 +9,23 @@ Axes: S tokens, L captured layers, K top-k slots, E experts (the widest layer's)
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-__all__ = ["count_load", "count_overlap", "count_pairs", "plain_load", "plain_overlap", "plain_pairs"]
+__all__ = [
+    "count_load",
+    "count_overlap",
+    "count_pairs",
+    "plain_load",
+    "plain_overlap",
+    "plain_pairs",
+    "plain_shared",
+    "shared_ids",
+]
 
 # Rows that numpy compares at once: K * K bytes for each row and layer.
 _BLOCK_TOKENS = 256
@@ -29,8 +36,8 @@ def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], rows_L
 
     ``routes_SLK``: legal rows, those that are MISSING counted nowhere; only read.
     """
-    compiled = _kernel()
-    (plain_load if compiled is None else compiled[0])(routes_SLK, load_LE, rows_L)
+    kernel = _kernel()
+    (plain_load if kernel is None else kernel.count_load)(routes_SLK, load_LE, rows_L)
 
 
 def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> None:
@@ -38,8 +45,8 @@ def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> 
 
     Add the transpose for unordered pairs.
     """
-    compiled = _kernel()
-    (plain_pairs if compiled is None else compiled[1])(routes_SLK, pairs_LEE)
+    kernel = _kernel()
+    (plain_pairs if kernel is None else kernel.count_pairs)(routes_SLK, pairs_LEE)
 
 
 def count_overlap(
@@ -53,18 +60,27 @@ def count_overlap(
     ``shared_L``: ids that the row before, of the same layer, holds too, over the ``neighbours_L`` rows of which both
     are present. ``equal_S``: layers in which a token's row is, as a set, the one before it.
     """
-    compiled = _kernel()
-    (plain_overlap if compiled is None else compiled[2])(routes_SLK, shared_L, neighbours_L, equal_S)
+    kernel = _kernel()
+    (plain_overlap if kernel is None else kernel.count_overlap)(routes_SLK, shared_L, neighbours_L, equal_S)
+
+
+def shared_ids(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:
+    """How many ids rows at the same place share, int32 ``[S, L]`` of its own; both arrays hold present, legal rows.
+
+    A place where either row is MISSING gives a number without meaning.
+    """
+    kernel = _kernel()
+    return plain_shared(left_SLK, right_SLK) if kernel is None else kernel.shared_ids(left_SLK, right_SLK)
 
 
 @cache
-def _kernel() -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]] | None:
-    """The compiled loops, loaded when first asked for; None where numba is not installed."""
+def _kernel() -> Any:
+    """The module of compiled loops, loaded when first asked for; None where numba is not installed."""
     try:
         from routeplane.inspect import tally_kernel
     except ImportError:
         return None
-    return tally_kernel.count_load, tally_kernel.count_pairs, tally_kernel.count_overlap
+    return tally_kernel
 
 
 def plain_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], rows_L: NDArray[np.int64]) -> None:
@@ -100,8 +116,17 @@ def plain_overlap(
     for begin in range(1, tokens, _BLOCK_TOKENS):
         here = slice(begin, min(begin + _BLOCK_TOKENS, tokens))
         before = slice(begin - 1, here.stop - 1)
-        same_SL = (routes_SLK[here, :, :, None] == routes_SLK[before, :, None, :]).any(axis=3).sum(axis=2)
+        same_SL = plain_shared(routes_SLK[here], routes_SLK[before])
         both_SL = present_SL[here] & present_SL[before]
         shared_L += (same_SL * both_SL).sum(axis=0)
         neighbours_L += both_SL.sum(axis=0)
         equal_S[here] += ((same_SL == slots) & both_SL).sum(axis=1, dtype=np.int32)
+
+
+def plain_shared(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:
+    """``shared_ids`` in numpy: K * K comparisons for each row."""
+    shared_SL = np.empty(left_SLK.shape[:2], dtype=np.int32)
+    for begin in range(0, len(left_SLK), _BLOCK_TOKENS):
+        here = slice(begin, begin + _BLOCK_TOKENS)
+        shared_SL[here] = (left_SLK[here, :, :, None] == right_SLK[here, :, None, :]).any(axis=3).sum(axis=2)
+    return shared_SL

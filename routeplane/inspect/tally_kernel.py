@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["count_load", "count_overlap", "count_pairs"]
+__all__ = ["count_load", "count_overlap", "count_pairs", "shared_ids"]
 
 # Tokens that are counted in one layer before the next layer's turn: 512 rows of one layer lie 512 * L * K * 2 bytes
 # apart from end to end (400 KB for 48 layers and 8 slots), so that a block is read from memory once for all layers.
@@ -100,3 +100,23 @@ def _count_overlap(routes_SLK: Any, shared_L: Any, neighbours_L: Any, equal_S: A
                         shared_L[layer] += shared
                         equal_S[token] += shared == slots
                 previous = present
+
+
+def shared_ids(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:
+    """Ids that rows at the same place share; see ``tally``."""
+    shared_SL = np.empty(left_SLK.shape[:2], dtype=np.int32)
+    _shared_ids(left_SLK, right_SLK, shared_SL)
+    return shared_SL
+
+
+@_compiled
+def _shared_ids(left_SLK: Any, right_SLK: Any, shared_SL: Any) -> None:
+    tokens, layers, slots = left_SLK.shape
+    for token in range(tokens):
+        for layer in range(layers):
+            shared = 0
+            for slot in range(slots):
+                chosen = left_SLK[token, layer, slot]
+                for other in range(slots):
+                    shared += chosen == right_SLK[token, layer, other]
+            shared_SL[token, layer] = shared
