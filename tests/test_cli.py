@@ -145,6 +145,10 @@ OPTIONS = {
     "info": {"--help", "--json"},
     "validate": {"--help", "--json", "--alarms"},
     "demo": {"--help", "--json", "--engine", "--trainer", "--transport", "--seed", "--out"},
+    "stats": {"--help", "--json", "--layer", "--samples", "--ray"},
+    "diff": {"--help", "--json", "--layer", "--samples"},
+    "explain": {"--help", "--json", "--layer"},
+    "report": {"--help", "--json", "--layer", "--samples", "--ray", "--against", "--out", "--png"},
 }
 
 
@@ -161,7 +165,7 @@ def test_the_commands_are_these(routeplane: Program) -> None:
     shown = routeplane("--help")
     assert (0, "") == (shown.status, shown.err)
     assert list(OPTIONS) == re.findall(r"^    ([a-z]+)  ", shown.out, re.MULTILINE)
-    assert "exit status: 0 good, 1 data invalid, 2 could not run" in shown.out
+    assert "exit status: 0 good, 1 data invalid or different, 2 could not run" in shown.out
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Collector:
             self._count_positions(begin, end, capture)
             key = (span.kind, capture.weights_version)
             load_LE, rows_L = self._tables(key)
-            count_load(record.routes[begin - start : end - start], load_LE, rows_L)
+            count_load(record.routes[begin - start : end - start], load_LE, rows_L=rows_L)
         if self._pairs_every:
             first = -start % self._pairs_every  # by absolute position, however the record is cut
             count_pairs(np.ascontiguousarray(record.routes[first :: self._pairs_every]), self._pairs_LEE)
@@ -136,7 +136,7 @@ class Collector:
 
     def _count_overlap(self, record: RouteRecord) -> None:
         equal_S = np.zeros(len(record.routes), dtype=np.int32)
-        count_overlap(record.routes, self._shared_L, self._neighbours_L, equal_S)
+        count_overlap(record.routes, shared_L=self._shared_L, neighbours_L=self._neighbours_L, equal_S=equal_S)
         # a run of n equal rows is n - 1 rows that equal the one before, in all layers
         repeats_S = equal_S == self._spec.num_layers
         if not repeats_S.any():

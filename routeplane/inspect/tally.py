@@ -31,13 +31,13 @@ __all__ = [
 _BLOCK_TOKENS = 256
 
 
-def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], rows_L: NDArray[np.int64]) -> None:
+def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], *, rows_L: NDArray[np.int64]) -> None:
     """Add every id of the present rows to ``load_LE`` and their number to ``rows_L``, in place.
 
     ``routes_SLK``: legal rows, those that are MISSING counted nowhere; only read.
     """
     kernel = _kernel()
-    (plain_load if kernel is None else kernel.count_load)(routes_SLK, load_LE, rows_L)
+    (plain_load if kernel is None else kernel.count_load)(routes_SLK, load_LE, rows_L=rows_L)
 
 
 def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> None:
@@ -51,6 +51,7 @@ def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> 
 
 def count_overlap(
     routes_SLK: NDArray[np.int16],
+    *,
     shared_L: NDArray[np.int64],
     neighbours_L: NDArray[np.int64],
     equal_S: NDArray[np.int32],
@@ -61,7 +62,8 @@ def count_overlap(
     are present. ``equal_S``: layers in which a token's row is, as a set, the one before it.
     """
     kernel = _kernel()
-    (plain_overlap if kernel is None else kernel.count_overlap)(routes_SLK, shared_L, neighbours_L, equal_S)
+    count = plain_overlap if kernel is None else kernel.count_overlap
+    count(routes_SLK, shared_L=shared_L, neighbours_L=neighbours_L, equal_S=equal_S)
 
 
 def shared_ids(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:
@@ -83,7 +85,7 @@ def _kernel() -> Any:
     return tally_kernel
 
 
-def plain_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], rows_L: NDArray[np.int64]) -> None:
+def plain_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], *, rows_L: NDArray[np.int64]) -> None:
     """``count_load`` in numpy."""
     present_SL = routes_SLK[:, :, 0] >= 0
     rows_L += present_SL.sum(axis=0)
@@ -106,6 +108,7 @@ def plain_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> 
 
 def plain_overlap(
     routes_SLK: NDArray[np.int16],
+    *,
     shared_L: NDArray[np.int64],
     neighbours_L: NDArray[np.int64],
     equal_S: NDArray[np.int32],

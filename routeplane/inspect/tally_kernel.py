@@ -30,13 +30,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True)(function)
 
 
-def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], rows_L: NDArray[np.int64]) -> None:
+def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], *, rows_L: NDArray[np.int64]) -> None:
     """Add every id to ``load_LE`` and every present row to ``rows_L``, in place; see ``tally``."""
     _count_load(routes_SLK, load_LE, rows_L)
 
 
 def count_overlap(
     routes_SLK: NDArray[np.int16],
+    *,
     shared_L: NDArray[np.int64],
     neighbours_L: NDArray[np.int64],
     equal_S: NDArray[np.int32],

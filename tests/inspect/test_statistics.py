@@ -131,15 +131,16 @@ def test_compiled_loops_count_what_numpy_counts(data: st.DataObject) -> None:
         return tuple(np.zeros(shape, dtype=np.int64) for shape in ((layers, width), (layers,), (layers, width, width)))
 
     compiled, plain = tables(), tables()
-    tally.count_load(routes_SLK, compiled[0], compiled[1])
-    tally.plain_load(routes_SLK, plain[0], plain[1])
+    tally.count_load(routes_SLK, compiled[0], rows_L=compiled[1])
+    tally.plain_load(routes_SLK, plain[0], rows_L=plain[1])
     tally.count_pairs(routes_SLK, compiled[2])
     tally.plain_pairs(routes_SLK, plain[2])
-    overlaps = [
-        (np.zeros(layers, np.int64), np.zeros(layers, np.int64), np.zeros(len(routes_SLK), np.int32)) for _ in "ab"
-    ]
-    tally.count_overlap(routes_SLK, *overlaps[0])
-    tally.plain_overlap(routes_SLK, *overlaps[1])
+    overlaps = []
+    for count in (tally.count_overlap, tally.plain_overlap):
+        shared_L, neighbours_L = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
+        equal_S = np.zeros(len(routes_SLK), np.int32)
+        count(routes_SLK, shared_L=shared_L, neighbours_L=neighbours_L, equal_S=equal_S)
+        overlaps.append((shared_L, neighbours_L, equal_S))
     for mine, theirs in zip((*compiled, *overlaps[0]), (*plain, *overlaps[1]), strict=True):
         np.testing.assert_array_equal(theirs, mine)
 

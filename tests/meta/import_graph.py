@@ -75,6 +75,7 @@ STAGE_OF = {
     "convert": "convert",
     **dict.fromkeys(("demo", "demo_engine", "demo_trainer"), "demo"),
     "cli": "cli",
+    "cli_inspect": "cli",
     "testing": "testing",
 }
 
@@ -113,14 +114,14 @@ THIRD_PARTY = {
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
     "vllm": ("capture.vllm",),
-    "ray": ("stream.ray", "inspect.dataset", "fleet"),
+    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
-    "matplotlib": ("inspect",),
-    "rich": ("cli", "inspect"),
+    "matplotlib": ("inspect.plots", "inspect.report"),
+    "rich": ("inspect.tables",),
     "nemo_automodel": ("replay.automodel",),
     "megatron": ("replay.megatron",),
-    "jinja2": ("inspect",),
+    "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
     "hypothesis": ("testing",),
     "pytest": ("testing",),
@@ -132,6 +133,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 #: Where an import may stand inside a function, and why. An ``__init__.py`` may too: its public names load on first use.
 DEFERRED = {
     "cli": "a command loads only what it runs",
+    "cli_inspect": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
