@@ -9,6 +9,7 @@
     |- UsageError        (ValueError)    a call was made with arguments that cannot be served: fix the code
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
+    |- FleetError        (RuntimeError)  a part of the fleet did not come up, or went: see its machine, start it again
     `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
 
 Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
@@ -27,6 +28,7 @@ __all__ = [
     "ChecksumError",
     "DataError",
     "ErrorKind",
+    "FleetError",
     "FormatError",
     "MissingExtraError",
     "Problem",
@@ -99,6 +101,11 @@ class ErrorKind(StrEnum):
     GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
     UNBOUND_RECOMPUTE = "unbound_recompute"
     DETACHED = "detached"
+    # fleet
+    NO_PORT = "no_port"
+    NOT_READY = "not_ready"  # it did not answer in its time
+    START_FAILED = "start_failed"  # some task of a plan failed; the problems name each
+    PLAN = "plan"  # tasks that wait for each other, or for one that is not there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +191,10 @@ class CaptureError(RouteplaneError, RuntimeError):
 
 class ReplayError(RouteplaneError, RuntimeError):
     """Gates that did not receive, or did not consume, the rows meant for them."""
+
+
+class FleetError(RouteplaneError, RuntimeError):
+    """A port, process or actor that did not come up or did not stay: infrastructure, not data."""
 
 
 class MissingExtraError(RouteplaneError, ImportError):
