@@ -113,16 +113,13 @@ def _overlap(statistics: RouteStatistics) -> Figure:
 
 def _coverage(statistics: RouteStatistics) -> Figure:
     """Fed tokens by position, those with all rows and those without."""
-    filled = int(np.flatnonzero(statistics.positions_P2.any(axis=1))[-1]) + 1
-    present_P, missing_P = statistics.positions_P2[:filled].T
-    left_P = np.arange(filled) * POSITION_BIN
+    width, (present_P, missing_P) = _bars(statistics.positions_P2)
+    left_P = np.arange(len(present_P)) * width
     figure, axes = _figure(2.8)
-    axes.bar(left_P, present_P, width=POSITION_BIN * 0.92, align="edge", color=_BLUE, label="all rows there")
-    axes.bar(
-        left_P, missing_P, width=POSITION_BIN * 0.92, align="edge", bottom=present_P, color=_RED, label="rows missing"
-    )
-    axes.set(xlabel=f"position (bins of {POSITION_BIN} tokens)", ylabel="fed tokens", title="Coverage by position")
-    axes.legend(frameon=False)
+    axes.bar(left_P, present_P, width=width * 0.92, align="edge", color=_BLUE, label="all rows there")
+    axes.bar(left_P, missing_P, width=width * 0.92, align="edge", bottom=present_P, color=_RED, label="rows missing")
+    axes.set(xlabel=f"position (bins of {width} tokens)", ylabel="fed tokens", title="Coverage by position")
+    figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 
@@ -155,13 +152,22 @@ def _agreement(diff: RouteDiff) -> Figure:
 
 def _flips(diff: RouteDiff) -> Figure:
     """Share of flipped rows by position."""
-    filled = int(np.flatnonzero(diff.positions_P2[:, 0])[-1]) + 1
-    compared_P, flipped_P = diff.positions_P2[:filled].T
+    width, (compared_P, flipped_P) = _bars(diff.positions_P2)
     figure, axes = _figure(2.8)
     share_P = np.where(compared_P > 0, flipped_P / np.where(compared_P > 0, compared_P, 1), 0.0)
-    axes.bar(np.arange(filled) * POSITION_BIN, share_P, width=POSITION_BIN * 0.92, align="edge", color=_RED)
-    axes.set(xlabel=f"position (bins of {POSITION_BIN} tokens)", ylabel="share of rows", title="Flips by position")
+    axes.bar(np.arange(len(share_P)) * width, share_P, width=width * 0.92, align="edge", color=_RED)
+    axes.set(xlabel=f"position (bins of {width} tokens)", ylabel="share of rows", title="Flips by position")
     return figure
+
+
+def _bars(positions_P2: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+    """Tokens of a bar and the two counts ``[2, bars]``, up to the last position that has any, in at most 64 bars."""
+    filled = int(np.flatnonzero(positions_P2.any(axis=1))[-1]) + 1
+    together = -(-filled // 64)
+    bars = -(-filled // together)
+    counts_P2 = positions_P2[: bars * together]
+    padded_P2 = np.pad(counts_P2, ((0, bars * together - len(counts_P2)), (0, 0)))
+    return POSITION_BIN * together, padded_P2.reshape(bars, together, 2).sum(axis=1).T
 
 
 def _top(values: NDArray[np.float64]) -> float:

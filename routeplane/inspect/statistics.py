@@ -32,7 +32,7 @@ __all__ = ["KIND_NAMES", "POSITION_BIN", "Drift", "GroupKey", "RouteStatistics",
 #: Kinds of span, in the order of tables.
 KIND_NAMES: tuple[SpanKind, ...] = ("prompt", "generation")
 #: Tokens of one bin of absolute position, and how many bins there are; the last is open.
-POSITION_BIN, POSITION_BINS = 256, 512
+POSITION_BIN, POSITION_BINS = 64, 2048
 #: Samples with the most missing rows that are kept by name.
 MAX_WORST = 16
 #: Kind of the span and weights version of the capture (None where unknown): what loads are kept apart by.
