@@ -126,7 +126,7 @@ THIRD_PARTY = {
     "fsspec": ("archive",),
     "google_crc32c": ("archive",),  # comes with zarr
     "matplotlib": ("inspect.plots", "inspect.report"),
-    "rich": ("inspect.tables",),
+    "rich": ("cli", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
