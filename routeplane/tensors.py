@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.align import Layout, TokenPlan
-from routeplane.collation import count_states, settle_states
+from routeplane.collation import NO_STATE, count_states, settle_states
 from routeplane.coverage import Coverage
-from routeplane.errors import ErrorKind, MissingExtraError, UsageError
+from routeplane.errors import ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.layout import Fill, balanced_rows, check_fill
 from routeplane.shards import ContextLayout, RankOf, Shard
-from routeplane.spec import RouteSpec
+from routeplane.spans import STATES
+from routeplane.spec import MISSING, RouteSpec
 
 try:
     import torch
@@ -201,6 +202,21 @@ class RouteBatch:
         filler = balanced_rows(int(pads.sum()), self.spec, expert_parallel=expert_parallel)
         routes[pads] = torch.from_numpy(filler).to(routes.device)
         return replace(self, routes=routes, fill="balanced")
+
+    def with_routes(self, routes_NLK: torch.Tensor, /) -> RouteBatch:
+        """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.
+
+        Every token counts as captured, and padding stays MISSING. The rows are copied to the batch's device. Raises
+        UsageError (ARGUMENT) for another shape or type.
+        """
+        expected = (self.num_rows, *self.spec.row_shape)
+        if tuple(routes_NLK.shape) != expected or routes_NLK.dtype != torch.int16:
+            raise refused(f"int16 routes {list(expected)}", f"{routes_NLK.dtype} {list(routes_NLK.shape)}")
+        routes = routes_NLK.to(self.routes.device, copy=True).view(self.routes.shape)
+        routes[self.pad_mask] = MISSING
+        states = torch.where(self.pad_mask, NO_STATE, STATES.index("captured")).to(self.states)
+        counts = count_states(states.reshape(-1).cpu().numpy(), records=self.counts.records)
+        return replace(self, routes=routes, states=states, counts=counts, fill="missing")
 
     def model_inputs(self) -> dict[str, torch.Tensor | bool]:
         """Keyword arguments for a Transformers causal model; tensors are shared with the batch, or views of it.

@@ -140,6 +140,11 @@ class IpcReader(RecordReader):
         """
         return None if self._declared is None else f"{Trailer.from_json(self._declared).digest:016x}"
 
+    @property
+    def total_records(self) -> int | None:
+        """Records of the whole stream, where its trailer can be seen before reading, as for ``digest``."""
+        return None if self._declared is None else Trailer.from_json(self._declared).records
+
     def close(self) -> None:
         """Let go of the source. Records already yielded stay valid."""
         super().close()
