@@ -31,10 +31,15 @@ REQUIRE_ENGINES ?= 0
 # an environment made by `make demo` need not be undone by `make test`.
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers==5.24.0
+# ... and the older release that replay is tested on too, in an environment of its own
+TRANSFORMERS_OLD := transformers==5.18.0
 
 # ---- how --------------------------------------------------------------------------------------------------------------
 
 VENV := .venv
+OLD := .venv-transformers-5.18
+# what differs between releases of Transformers: where gates select, where recomputation enters, how the loss counts
+OLD_TESTS := tests/replay/test_transformers_contract.py tests/replay/test_transformers_checkpointing.py
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
@@ -71,8 +76,9 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) ## record a small MoE's routes, stream them, re
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
 
-test: lint engine ## what must pass on every change
+test: lint engine $(OLD)/.stamp ## what must pass on every change
 	@$(call pytest,$(FAST))
+	@$(WORKER_ENV) $(OLD)/bin/python -m pytest -n $(JOBS) -m "$(FAST)" --hypothesis-profile=ci $(OLD_TESTS) $(PYTEST_ARGS)
 
 test-all: lint engine ## the same, with the slow and nightly tests
 	@$(call pytest,)
@@ -128,6 +134,16 @@ $(STAMP)-transformers: $(STAMP)-base
 	@echo "installing $(TORCH), $(TRANSFORMERS)"
 	@$(PIP) $(TORCH)
 	@$(PIP) -e '.[transformers]' $(TRANSFORMERS)
+	@touch $@
+
+# The same torch: what differs is Transformers alone.
+$(OLD)/.stamp: pyproject.toml
+	@echo "creating $(OLD): $(TORCH), $(TRANSFORMERS_OLD)"
+	@rm -f $@
+	@$(PYTHON) -m venv $(OLD)
+	@$(OLD)/bin/python -m pip --disable-pip-version-check install -qq $(TORCH)
+	@$(OLD)/bin/python -m pip --disable-pip-version-check install -qq -e '.[transformers,testing]' \
+	  $(TRANSFORMERS_OLD) 'pytest>=9' 'pytest-xdist>=3.6'
 	@touch $@
 
 # The three removed packages come along linked to CUDA, and a torchvision that does not load breaks Transformers' models.
