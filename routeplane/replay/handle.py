@@ -169,7 +169,7 @@ class ReplayHandle:
             traced.refused = False
         if unserved:
             raise ReplayError(
-                f"expected as many token rows as the batch holds, got others in a compiled forward @ {unserved[0].gate}",
+                f"expected as many token rows as the batch has, got others in a compiled forward @ {unserved[0].gate}",
                 kind=ErrorKind.ROW_COUNT,
             )
 

@@ -13,7 +13,6 @@ Axes: N token rows, L captured layers, E experts, K top-k slots.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -77,7 +76,7 @@ class ReplayContract(ReplayHarness):
                     torch.autograd.backward(losses[-1])
         for index in order or ():
             torch.autograd.backward(losses[index])
-        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return {name: weight.grad for name, weight in self.weights(model) if weight.grad is not None}
 
     def _expected_steps(self) -> Gradients:
         model = self.make_model()
@@ -326,7 +325,7 @@ class ReplayContract(ReplayHarness):
         live, other_live = self.forward(model, inputs), self.forward(other, inputs)
         before = dict(self.traces(other))
         with self.attach(model, self.spec) as handle:
-            teacher = copy.deepcopy(model)
+            teacher = self.copy_model(model)
             with handle.replaying(self.make_batch(self._rows(seed=5), inputs=inputs)):
                 self._same(live, self.forward(teacher, inputs))
                 self._same(other_live, self.forward(other, inputs))

@@ -9,6 +9,7 @@ whose gates see tokens in another order puts what it reports back.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -119,6 +120,10 @@ class ReplayHarness:
         """A tiny model in training mode."""
         raise NotImplementedError
 
+    def copy_model(self, model: nn.Module) -> nn.Module:
+        """A deep copy, as a reference model is made; for frameworks whose models hold what cannot be copied."""
+        return copy.deepcopy(model)
+
     def make_difference_model(self) -> nn.Module:
         """The model for finite differences: where the family can, in double precision."""
         return self.make_model()
@@ -148,6 +153,10 @@ class ReplayHarness:
     def gate_names(self, model: nn.Module) -> Mapping[int, str]:
         """Layer -> the gate's name, as errors and reports have it."""
         raise NotImplementedError
+
+    def weights(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every trained weight, under a name that ``enable_recompute`` does not change."""
+        return model.named_parameters()
 
     def gate_weight(self, model: nn.Module, layer_id: int) -> nn.Parameter:
         """The weight from which a gate computes its logits."""
