@@ -17,7 +17,7 @@ from routeplane.record import RouteRecord
 from routeplane.replay import transformers as gates
 from routeplane.spans import Capture, Span
 from tests.replay.plain_batch import random_routes
-from tests.replay.tiny_models import checkpoint_layers, BY_NAME, NUM_ROWS, logits_of, recorded
+from tests.replay.tiny_models import BY_NAME, NUM_ROWS, checkpoint_layers, logits_of, recorded
 
 if TYPE_CHECKING:
     from torch import nn

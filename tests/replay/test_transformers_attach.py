@@ -20,12 +20,12 @@ from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, UsageErro
 from routeplane.replay import transformers as gates
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import (
-    checkpoint_layers,
     BY_NAME,
     FAMILIES,
     MAIN_FAMILIES,
     NUM_ROWS,
     Family,
+    checkpoint_layers,
     live_choice,
     logits_of,
     own_routes,

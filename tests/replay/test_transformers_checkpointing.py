@@ -20,7 +20,7 @@ from routeplane.errors import ErrorKind, ReplayError
 from routeplane.replay import transformers as gates
 from routeplane.replay.handle import ReplayHandle
 from tests.replay.plain_batch import PlainBatch, random_routes
-from tests.replay.tiny_models import checkpoint_layers, MAIN_FAMILIES, NUM_ROWS, Family, recorded, token_ids
+from tests.replay.tiny_models import MAIN_FAMILIES, NUM_ROWS, Family, checkpoint_layers, recorded, token_ids
 
 QWEN3 = MAIN_FAMILIES[0]
 kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])

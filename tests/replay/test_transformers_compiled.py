@@ -18,7 +18,7 @@ from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import transformers as gates
 from routeplane.replay.handle import ReplayHandle
 from tests.replay.plain_batch import PlainBatch, random_routes
-from tests.replay.tiny_models import checkpoint_layers, BY_NAME, MAIN_FAMILIES, Family, token_ids
+from tests.replay.tiny_models import BY_NAME, MAIN_FAMILIES, Family, checkpoint_layers, token_ids
 
 QWEN3 = BY_NAME["qwen3_moe"]
 

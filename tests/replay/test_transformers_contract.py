@@ -15,7 +15,7 @@ from torch import nn
 from routeplane.replay.transformers import attach, find_gates
 from routeplane.testing.contracts.replay import ReplayContract
 from routeplane.testing.contracts.replay_harness import Firing
-from tests.replay.tiny_models import checkpoint_layers, BY_NAME, NUM_ROWS, Family, live_choice, recorded, token_ids
+from tests.replay.tiny_models import BY_NAME, NUM_ROWS, Family, checkpoint_layers, live_choice, recorded, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
