@@ -1,4 +1,4 @@
-"""Which replay feature was seen to work for which family: results of test runs, kept as JSON, and the page made of them.
+"""Which replay feature was seen to work for which family: results of runs, kept as JSON, and the page made of them.
 
 A run with ``--replay-results FOLDER`` (see ``conftest.py`` beside) writes one file for each adapter that it tested,
 named by adapter and version, since adapters run in environments of their own. ``python -m tests.replay.feature_table``
@@ -70,13 +70,12 @@ class FeatureRun:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Every phase of every test, of all workers."""
-        properties = dict(report.user_properties)
+        properties: dict[str, Any] = dict(report.user_properties)
         if "replay_feature" not in properties or (report.passed and report.when != "call"):
             return
-        adapter, family, name = properties["replay_feature"]  # type: ignore[misc]
+        adapter, family, name = properties["replay_feature"]
         outcome = str(properties.get("replay_outcome", "passed")) if report.passed else report.outcome
-        features = self.found.setdefault(str(adapter), {}).setdefault(str(family), {})
-        features.setdefault(str(name), set()).add(outcome)
+        self.found.setdefault(adapter, {}).setdefault(family, {}).setdefault(name, set()).add(outcome)
 
     def pytest_sessionfinish(self) -> None:
         """One file for each adapter."""
@@ -113,9 +112,11 @@ def feature_of(item: pytest.Item) -> tuple[str, str, str] | None:
 def load(folder: Path = DATA) -> list[Run]:
     """Every kept run, by adapter as the page has them and version."""
     runs = [Run(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    return sorted(
-        runs, key=lambda run: (list(TITLES).index(run.adapter), [int(part) for part in run.version.split(".")])
-    )
+    return sorted(runs, key=_place)
+
+
+def _place(run: Run) -> tuple[int, list[int]]:
+    return list(TITLES).index(run.adapter), [int(part) for part in run.version.split(".")]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

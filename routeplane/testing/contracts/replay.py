@@ -253,7 +253,6 @@ class ReplayContract(ReplayHarness):
             with pytest.raises(ReplayError) as caught:
                 replaying.__exit__(None, None, None)
         assert ErrorKind.GATE_FIRED == caught.value.kind
-        # the others fell behind it
         assert self.spec.num_layers == 1 or self.gate_names(model)[self.spec.layer_ids[0]] in str(caught.value)
 
     # ---- refusals -------------------------------------------------------------------------------------------------
