@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from routeplane.record import RecordKey
 
-__all__ = ["RouteBatch", "count_first_tokens", "owned_tensor", "token_logprobs"]
+__all__ = ["RouteBatch", "count_first_tokens", "filler", "owned_tensor", "pinned_bytes", "token_logprobs"]
 
 # Rows whose logits are widened to float32 at a time: bounds what `token_logprobs` allocates without gradients.
 _LOGIT_ROWS = 2_048
@@ -252,6 +252,24 @@ def owned_tensor(values: NDArray[Any]) -> torch.Tensor:
     Never a record's own array: it is read-only and may be mapped, where a write through torch kills the process.
     """
     return torch.from_numpy(values)
+
+
+def filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a token column holds at padding, as a fresh tensor: NaN, False or 0."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def pinned_bytes(size: int) -> NDArray[np.uint8]:
+    """Page-locked memory as a fresh uint8 array, which keeps it.
+
+    Raises UsageError (ARGUMENT) where torch sees no accelerator to lock it for.
+    """
+    if not torch.accelerator.is_available():
+        raise UsageError(
+            "expected an accelerator that pinned memory is for, got none in this process", kind=ErrorKind.ARGUMENT
+        )
+    pinned: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
 
 
 def count_first_tokens(plan: TokenPlan) -> int:

@@ -20,6 +20,7 @@ import torch
 
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite
+from routeplane.replay.traced import TracedGate, TracedRows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,17 +63,25 @@ class Wiring:
         self.current: Binding | None = None
         self.detached = False
         self.thread = _Thread()
+        #: gates that may be compiled: rows are seated there for each forward, on whatever thread it runs
+        self.traced: list[TracedGate] = []
 
     @contextmanager
     def binding(self, binding: Binding) -> Iterator[None]:
         """Make a binding current for the forwards of a ``with`` body."""
         depth = len(self.thread.open)
         self.current = binding
+        self._seat(binding, rerun=False)
         try:
             yield
         finally:
             self.current = None
+            self._seat(None, rerun=False)
             self._close(depth)
+
+    def _seat(self, binding: Binding | None, *, rerun: bool) -> None:
+        for traced in self.traced:
+            traced.seat(None if binding is None else binding.rows[traced.gate.layer_id].traced, rerun=rerun)
 
     def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region that runs under today's binding, now and in every recomputation."""
@@ -107,10 +116,12 @@ class Wiring:
         thread = self.thread
         depth = len(thread.open)
         thread.frames.append(_Frame(binding=binding, rerun=rerun))
+        self._seat(binding, rerun=rerun)
         try:
             yield
         finally:
             thread.frames.pop()
+            self._seat(self.here(), rerun=bool(thread.frames) and thread.frames[-1].rerun)
             self._close(depth)
 
     def _close(self, depth: int) -> None:
@@ -165,6 +176,9 @@ class GateHook:
         self.last_bound = False
         #: bound forwards with gradients outside every frame, less their recomputations
         self.outstanding = 0
+        self.traced = TracedGate(site.gate, module) if site.traced else None
+        if self.traced is not None:
+            wiring.traced.append(self.traced)
         # nearest to the forward on both sides: what other hooks compute is not the gate's selection
         self._installed: tuple[RemovableHandle, ...] = (
             module.register_forward_pre_hook(self._enter),
@@ -188,9 +202,11 @@ class GateHook:
         """Take both hooks off. Idempotent."""
         for handle in self._installed:
             handle.remove()
+        if self.traced is not None:
+            self.traced.remove()
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        if module is not self.module:
+        if module is not self.module or self._is_traced():
             return
         found = self.wiring.firing(self)
         if found is None:
@@ -200,7 +216,12 @@ class GateHook:
         forcing.open()
         self.wiring.thread.open.append(_Open(hook=self, forcing=forcing, rerun=rerun))
 
+    def _is_traced(self) -> bool:
+        return self.traced is not None and torch.compiler.is_compiling()
+
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if self._is_traced():
+            return
         opened = self.wiring.thread.open
         if not opened or opened[-1].hook is not self or module is not self.module:
             return
@@ -211,6 +232,10 @@ class GateHook:
         last.forcing.require_hit()
         if not last.rerun:
             last.forcing.rows.forward_calls += 1
+
+    def traced_rows(self, routes_NK: torch.Tensor) -> TracedRows | None:
+        """The rows for compiled forwards; None where the gate is never compiled."""
+        return None if self.traced is None else TracedRows(routes_NK, device=self.traced.device)
 
 
 class CapturingCheckpoint:

@@ -28,7 +28,9 @@ from routeplane.spec import MISSING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows"]
+    from routeplane.replay.traced import TracedRows
+
+__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "selection"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +50,14 @@ class Gate:
 class GateSite:
     """A gate in a live model: its module, and how its selection is reached while the module's forward runs.
 
-    ``force`` is called for every forward of the module that has rows, recomputations included.
+    ``force`` is called for every forward of the module that has rows, recomputations included. ``traced``: the module
+    may be part of a compiled graph, where ``traced.TracedGate`` forces a selection that is a ``torch.topk``.
     """
 
     gate: Gate
     module: nn.Module
     force: Callable[[GateRows], Forcing]
+    traced: bool = False
 
 
 class GateRows:
@@ -74,6 +78,7 @@ class GateRows:
         "outside_calls",
         "outside_reruns",
         "tally",
+        "traced",
     )
 
     def __init__(self, gate: Gate, routes_NK: torch.Tensor | None, /) -> None:
@@ -85,6 +90,8 @@ class GateRows:
         #: int64 [2]: forced rows, and forced rows whose set differs from the live one. Never read during a forward.
         self.tally: torch.Tensor | None = None
         self.forward_calls = 0
+        #: the same rows for a gate that may be compiled
+        self.traced: TracedRows | None = None
         #: forward calls and recomputations that no captured checkpoint frame surrounded
         self.outside_calls = 0
         self.outside_reruns = 0
@@ -106,6 +113,14 @@ class GateRows:
             with torch.inference_mode(False), torch.no_grad():
                 self._chosen_NK = self._resolve(scores_NE.device, live())
         return self._chosen_NK
+
+    def settle_traced(self, calls: int, /) -> None:
+        """Take over what a compiled forward decided and counted: it was called ``calls`` times, this gate never."""
+        if self.traced is not None and calls and not self.forward_calls:
+            self.forward_calls = calls
+            self._chosen_NK = self.traced.routes_NK.to(torch.int64)
+            self.tally = self.traced.tally[:2]
+            self.num_rows = len(self._chosen_NK)
 
     def _resolve(self, device: torch.device, live_NK: torch.Tensor) -> torch.Tensor:
         if self._routes_NK is None:
@@ -138,6 +153,14 @@ class RecordedRows(GateRows):
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate, None)
+
+    def settle_traced(self, calls: int, /) -> None:
+        """Take over what a compiled forward decided and counted: it was called ``calls`` times, this gate never."""
+        if self.traced is not None and calls and not self.forward_calls:
+            self.forward_calls = calls
+            self._chosen_NK = self.traced.routes_NK.to(torch.int64)
+            self.tally = self.traced.tally[:2]
+            self.num_rows = len(self._chosen_NK)
 
     def _resolve(self, device: torch.device, live_NK: torch.Tensor) -> torch.Tensor:
         self.num_rows = int(live_NK.shape[0])
@@ -218,7 +241,7 @@ class ForcedTopK(TorchFunctionMode, Forcing):
     ) -> Any:
         """Every torch call of the gate comes by here; all but the one selection go on unchanged."""
         kwargs = kwargs or {}
-        scores_NE = _selection(self.rows.gate, func, args, kwargs)
+        scores_NE = selection(self.rows.gate, func, args=args, kwargs=kwargs)
         if scores_NE is None:
             result = func(*args, **kwargs)
             if func in (torch.masked_fill, torch.Tensor.masked_fill) and args:
@@ -235,8 +258,8 @@ class ForcedTopK(TorchFunctionMode, Forcing):
         return torch.return_types.topk((scores_NE.gather(-1, chosen_NK), chosen_NK))
 
 
-def _selection(
-    gate: Gate, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def selection(
+    gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
     """The dense scores ``[N, E]`` where this call is the gate's selection, else None."""
     if func is not torch.topk and func is not torch.Tensor.topk:

@@ -23,6 +23,7 @@ from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, Wi
 from routeplane.replay.gate import Gate, GateRows, GateSite, RecordedRows
 from routeplane.replay.recording import RecordedRoutes
 from routeplane.replay.report import GateReport, GateTotals, ReplayReport
+from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -121,12 +122,16 @@ class ReplayHandle:
         Raises, on entering: ReplayError (DETACHED, SPEC_MISMATCH, SHAPE, DTYPE), DataError (ROUTES_MISSING, where
         ``on_missing="raise"`` and a fed token has no row), UsageError where another ``replaying`` or ``recording`` of
         this handle is open. From inside a forward: ReplayError (ROW_COUNT, NO_SEAM, GATE_FIRED). On leaving without
-        another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED).
+        another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED; ROW_COUNT of a compiled forward).
         """
         self._refuse_unusable()
         binding = self._bind(batch)
-        with self._bound(binding):
-            yield
+        try:
+            with self._bound(binding):
+                yield
+        finally:
+            for layer_id, rows in binding.rows.items():
+                self._totals[layer_id].unconsumed += rows.forward_calls == 0
         _check_consumed(binding)
         self._microbatches += 1
         for layer_id, rows in binding.rows.items():
@@ -143,7 +148,7 @@ class ReplayHandle:
         """
         self._refuse_unusable()
         order_N = None if batch is None else self._row_order(batch)
-        binding = Binding(rows={hook.gate.layer_id: RecordedRows(hook.gate) for hook in self._hooks})
+        binding = self._bind_recording(None if batch is None else batch.num_rows)
         recorded = RecordedRoutes(self.spec, order_N)
         with self._bound(binding):
             yield recorded
@@ -153,12 +158,20 @@ class ReplayHandle:
     @contextmanager
     def _bound(self, binding: Binding) -> Iterator[None]:
         self._capture_checkpoints()  # enabling checkpointing after attach() put the plain functions back
-        try:
-            with self._wiring.binding(binding):
-                yield
-        finally:
-            for layer_id, rows in binding.rows.items():
-                self._totals[layer_id].unconsumed += rows.forward_calls == 0
+        with self._wiring.binding(binding):
+            yield
+        self._require_served()
+        _settle_traced(list(binding.rows.values()))
+
+    def _require_served(self) -> None:
+        unserved = [traced for traced in self._wiring.traced if traced.refused]
+        for traced in unserved:
+            traced.refused = False
+        if unserved:
+            raise ReplayError(
+                f"expected as many token rows as the batch has, got others in a compiled forward @ {unserved[0].gate}",
+                kind=ErrorKind.ROW_COUNT,
+            )
 
     def report(self) -> ReplayReport:
         """Counts so far, over each ``replaying`` that was left without an exception. Waits for the device.
@@ -219,7 +232,17 @@ class ReplayHandle:
             routes_NK = batch.layer(hook.gate.layer_id)
             _check_rows(hook.gate, routes_NK, batch.num_rows)
             ordered_NK = routes_NK if order_N is None else routes_NK[order_N.to(routes_NK.device)]
-            rows[hook.gate.layer_id] = GateRows(hook.gate, ordered_NK)
+            rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK)
+            found.traced = hook.traced_rows(ordered_NK)
+        return Binding(rows=rows)
+
+    def _bind_recording(self, num_rows: int | None) -> Binding:
+        rows = {}
+        for hook in self._hooks:
+            rows[hook.gate.layer_id] = found = RecordedRows(hook.gate)
+            if num_rows is not None:
+                missing_NK = torch.full((num_rows, hook.gate.top_k), MISSING, dtype=torch.int16)
+                found.traced = hook.traced_rows(missing_NK)
         return Binding(rows=rows)
 
     def _capture_checkpoints(self) -> None:
@@ -278,6 +301,16 @@ def _check_rows(gate: Gate, routes_NK: torch.Tensor, num_rows: int) -> None:
         )
     if routes_NK.dtype != torch.int16:
         raise ReplayError(f"expected rows of torch.int16, got {routes_NK.dtype} @ {gate}", kind=ErrorKind.DTYPE)
+
+
+def _settle_traced(rows: list[GateRows]) -> None:
+    """One look at the device for all gates of a compiled forward; none where eager hooks saw every gate."""
+    traced = [(each, each.traced) for each in rows if each.traced is not None and not each.forward_calls]
+    if traced:
+        device = traced[0][1].tally.device
+        calls = torch.stack([tensors.tally[2].to(device) for _, tensors in traced]).tolist()
+        for (each, _), count in zip(traced, calls, strict=True):
+            each.settle_traced(count)
 
 
 def _check_consumed(binding: Binding, *, most: int | None = None) -> None:

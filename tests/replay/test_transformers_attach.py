@@ -20,14 +20,17 @@ from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, UsageErro
 from routeplane.replay import transformers as gates
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import (
+    BY_NAME,
     FAMILIES,
     MAIN_FAMILIES,
     NUM_ROWS,
+    Family,
     live_choice,
     logits_of,
     own_routes,
     recorded,
     replayed,
+    token_ids,
 )
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -191,6 +194,27 @@ def test_handles_of_two_models_do_not_meet() -> None:
         with gates.attach(teacher, spec) as third, third.replaying(batch):
             assert torch.equal(expected, logits_of(teacher))
     assert [1, 1, 1] == [each.report().microbatches for each in (handle, other_handle, third)]
+
+
+@pytest.mark.parametrize("family", [MAIN_FAMILIES[1], BY_NAME["minimax_m2"]], ids=["softmax", "biased"])
+def test_the_auxiliary_loss_is_followed_in_this_model_alone(family: Family) -> None:
+    """A teacher's stays live, training without it is left alone, and detach leaves none of the hooks."""
+    model = family.build()
+    # the first of these installs hooks of Transformers' own, which stay
+    live = model(input_ids=token_ids(1), output_router_logits=True).aux_loss
+    before = {name: (*module._forward_pre_hooks, *module._forward_hooks) for name, module in model.named_modules()}
+    with gates.attach(model, family.spec, aux="forced") as handle:
+        teacher = copy.deepcopy(model)
+        with handle.replaying(random_routes(family.spec, NUM_ROWS, seed=5)):
+            assert torch.equal(live, teacher(input_ids=token_ids(1), output_router_logits=True).aux_loss)
+            plain = logits_of(model)
+            forced = model(input_ids=token_ids(1), output_router_logits=True)
+        assert torch.equal(plain, forced.logits)
+        assert (live - forced.aux_loss).abs() > 1e-3
+        assert torch.equal(live, model(input_ids=token_ids(1), output_router_logits=True).aux_loss)
+    assert before == {
+        name: (*module._forward_pre_hooks, *module._forward_hooks) for name, module in model.named_modules()
+    }
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------

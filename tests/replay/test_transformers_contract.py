@@ -15,15 +15,13 @@ from torch import nn
 from routeplane.replay.transformers import attach, find_gates
 from routeplane.testing.contracts.replay import ReplayContract
 from routeplane.testing.contracts.replay_harness import Firing
-from tests.replay.tiny_models import FAMILIES, NUM_ROWS, Family, live_choice, recorded, token_ids
+from tests.replay.tiny_models import BY_NAME, NUM_ROWS, Family, live_choice, recorded, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from routeplane.replay.handle import ReplayHandle
     from routeplane.spec import RouteSpec
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -105,6 +103,24 @@ class TransformersContract(ReplayContract):
     def fire_gate(self, model: nn.Module, layer_id: int, *, num_rows: int) -> None:
         """On zeros."""
         self.router(model, layer_id)(torch.zeros(num_rows, 32))
+
+    def aux_loss(self, model: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+        """The load-balancing loss, where the family has one."""
+        if not hasattr(model, "router_aux_loss_coef"):
+            return None
+        loss: torch.Tensor = model(input_ids=inputs, output_router_logits=True).aux_loss
+        return loss
+
+    def aux_live_ids(self, model: nn.Module, *, layer_id: int, logits_NE: torch.Tensor) -> torch.Tensor:
+        """Plain topk of the logits, for every family."""
+        return logits_NE.topk(3, dim=-1).indices
+
+    def expected_aux(self, firings: Mapping[int, Firing], ids: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """E times the sum over experts of the share of tokens by the mean probability, over all layers' rows."""
+        probabilities_NE = torch.cat([firing.logits_NE.float().softmax(-1) for _, firing in sorted(firings.items())])
+        chosen_N = torch.cat([each.reshape(-1) for _, each in sorted(ids.items())])
+        counts_E = torch.bincount(chosen_N, minlength=8) / len(probabilities_NE)
+        return 8 * (counts_E * probabilities_NE.mean(0)).sum()
 
     def enable_recompute(self, model: Any, variant: str) -> None:
         """Every layer."""

@@ -20,6 +20,7 @@ from routeplane.testing.contracts.replay_harness import Firing
 from tests.replay.plain_batch import PlainBatch, plain_batch
 
 __all__ = [
+    "BY_NAME",
     "FAMILIES",
     "MAIN_FAMILIES",
     "NUM_ROWS",
@@ -264,6 +265,9 @@ FAMILIES = (
         experts_key="n_routed_experts",
     ),
 )
+
+
+BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def token_ids(seed: int) -> torch.Tensor:

@@ -390,7 +390,7 @@ class ReplayContract(ReplayHarness):
         ids = {
             layer: firing.ids_NK
             if choice == "forced"
-            else self.live_ids(model, layer_id=layer, logits_NE=firing.logits_NE)
+            else self.aux_live_ids(model, layer_id=layer, logits_NE=firing.logits_NE)
             for layer, firing in firings.items()
         }
         assert found is not None

@@ -192,6 +192,10 @@ class ReplayHarness:
         """The auxiliary loss of one forward; None where the framework has none for this family."""
         return None
 
+    def aux_live_ids(self, model: nn.Module, *, layer_id: int, logits_NE: torch.Tensor) -> torch.Tensor:
+        """What the auxiliary loss counts without replay; some frameworks leave a bias for the choice out of it."""
+        return self.live_ids(model, layer_id=layer_id, logits_NE=logits_NE)
+
     def expected_aux(self, firings: Mapping[int, Firing], ids: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The auxiliary loss restated: of live logits, and of the ids ``[N, K]`` that it counts."""
         raise NotImplementedError
