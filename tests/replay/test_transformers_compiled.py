@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import transformers as gates
 from routeplane.replay.handle import ReplayHandle
+from routeplane.testing.contracts.replay_harness import feature
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import BY_NAME, MAIN_FAMILIES, Family, checkpoint_layers, token_ids
 
@@ -87,6 +88,7 @@ def test_one_whole_graph_serves_all_batches() -> None:
     assert 2 == counter.frame_count
 
 
+@feature("compile")
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("family", MAIN_FAMILIES, ids=lambda family: family.name)

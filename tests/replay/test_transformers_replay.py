@@ -13,6 +13,7 @@ import torch
 
 from routeplane.errors import DataError, ErrorKind, ReplayError
 from routeplane.replay import transformers as gates
+from routeplane.testing.contracts.replay_harness import feature
 from tests.replay.plain_batch import random_routes
 from tests.replay.tiny_models import (
     FAMILIES,
@@ -34,6 +35,7 @@ GPT_OSS = MAIN_FAMILIES[4]
 # ---- the gates follow -----------------------------------------------------------------------------------------------
 
 
+@feature("bfloat16")
 @each_family
 def test_own_routes_replay_bit_for_bit_in_bfloat16(family: Family) -> None:
     """Forcing what the gates would choose anyway changes not one bit of the logits, and counts no flip."""
@@ -49,7 +51,8 @@ def test_own_routes_replay_bit_for_bit_in_bfloat16(family: Family) -> None:
     ]
 
 
-@main_families
+@feature("experts kernels")
+@each_family
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 def test_every_experts_implementation_follows(family: Family, experts: str) -> None:
     """The routes decide the same output whichever kernel runs the experts."""

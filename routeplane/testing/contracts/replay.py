@@ -13,7 +13,7 @@ Axes: N token rows, L captured layers, E experts, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -253,7 +253,6 @@ class ReplayContract(ReplayHarness):
             with pytest.raises(ReplayError) as caught:
                 replaying.__exit__(None, None, None)
         assert ErrorKind.GATE_FIRED == caught.value.kind
-        # the others fell behind it
         assert self.spec.num_layers == 1 or self.gate_names(model)[self.spec.layer_ids[0]] in str(caught.value)
 
     # ---- refusals -------------------------------------------------------------------------------------------------
@@ -375,10 +374,13 @@ class ReplayContract(ReplayHarness):
 
     @feature("auxiliary loss")
     @pytest.mark.parametrize("choice", ["forced", "live"])
-    def test_the_auxiliary_loss_follows_the_choice(self, choice: str) -> None:
+    def test_the_auxiliary_loss_follows_the_choice(
+        self, choice: str, record_property: Callable[[str, object], None]
+    ) -> None:
         """It counts the forced ids, or what the gates would have chosen; a family without one refuses ``forced``."""
         model, inputs, rows = self.make_model(), self.make_inputs(seed=1), self._rows(seed=5, missing=0.3)
         if self.aux_loss(model, inputs) is None:
+            record_property("replay_outcome", "refused")
             self.attach(model, self.spec, aux="live").detach()
             with pytest.raises(ReplayError) as caught:
                 self.attach(model, self.spec, aux="forced")
