@@ -27,7 +27,7 @@ from routeplane.batch import collate
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import automodel as gates
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from routeplane.testing.contracts.replay_harness import unlike_rows
+from routeplane.testing.contracts.replay_harness import feature, unlike_rows
 from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
 
 pytestmark = pytest.mark.automodel
@@ -249,20 +249,26 @@ class Mesh:
         return self._rank
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(
-    ("layout", "indices"),
-    [("round_robin", round_robin_local_indices), ("contiguous", contiguous_local_indices)],
-    ids=["round_robin", "contiguous"],
-)
-def test_context_parallel_slices_are_automodels(layout: str, indices: Any, world: int) -> None:
-    """``rank_shard`` takes of each sequence the positions that Automodel's own function names."""
-    plan = TokenPlan.padded([16, 11], seq_len=16)
-    for rank in range(world):
-        positions = indices(Mesh(rank, world), 16)
-        expected = [16 * sequence + int(position) for sequence in range(2) for position in positions]
-        shard = gates.rank_shard(context_parallel=(rank, world), context_layout=layout)
-        assert expected == plan.shard_rows(shard).tolist()
+class TestContextParallel:
+    """What a rank takes, against Automodel's own slices."""
+
+    adapter, family = "automodel", QWEN3.name
+
+    @pytest.mark.parametrize("world", [2, 4])
+    @pytest.mark.parametrize(
+        ("layout", "indices"),
+        [("round_robin", round_robin_local_indices), ("contiguous", contiguous_local_indices)],
+        ids=["round_robin", "contiguous"],
+    )
+    @feature("context parallel")
+    def test_context_parallel_slices_are_automodels(self, layout: str, indices: Any, world: int) -> None:
+        """``rank_shard`` takes of each sequence the positions that Automodel's own function names."""
+        plan = TokenPlan.padded([16, 11], seq_len=16)
+        for rank in range(world):
+            positions = indices(Mesh(rank, world), 16)
+            expected = [16 * sequence + int(position) for sequence in range(2) for position in positions]
+            shard = gates.rank_shard(context_parallel=(rank, world), context_layout=layout)
+            assert expected == plan.shard_rows(shard).tolist()
 
 
 def test_layouts_that_do_not_align_have_no_shard() -> None:
