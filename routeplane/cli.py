@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     validate.set_defaults(run=_validate)
     demo = commands.add_parser("demo", help="the main job on a small real model")
-    demo.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    demo.add_argument("--engine", choices=("transformers", "vllm", "vllm-scheduler"), default="transformers")
     demo.add_argument("--trainer", choices=("transformers",), default="transformers")
     demo.add_argument("--transport", choices=("file",), default="file")
     demo.add_argument("--seed", type=int, default=0)

@@ -37,7 +37,7 @@ class DemoOptions:
     """What the demo runs. Defaults are the sizes at which the effect was first measured."""
 
     out: str
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm-scheduler"] = "transformers"
     trainer: Literal["transformers"] = "transformers"
     transport: Literal["file"] = "file"
     seed: int = 0
@@ -49,7 +49,7 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("engine", ("transformers", "vllm")),
+            ("engine", ("transformers", "vllm", "vllm-scheduler")),
             ("trainer", ("transformers",)),
             ("transport", ("file",)),
         ):
@@ -74,7 +74,9 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     """
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    engine = _stage("routeplane.demo_engine", options, settings=_VLLM_SETTINGS if options.engine == "vllm" else ())
+    engine = _stage(
+        "routeplane.demo_engine", options, settings=_VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+    )
     trainer = _stage("routeplane.demo_trainer", options, settings=("HF_HUB_OFFLINE=1",))
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {

@@ -151,9 +151,9 @@ class RouteLedger:
         try:
             if flight.refusal is not None:
                 raise flight.refusal
-            record = self._record(flight, request_id, reason)
+            call, record = self._record(flight, request_id, reason)
+            ticket = self._ticket(call, record)
             self._write(record)
-            ticket = self._ticket(record, flight)
         except RouteplaneError as error:
             self._count(refused=error)
             return {"routeplane_error": str(error)}
@@ -161,7 +161,7 @@ class RouteLedger:
         self._roll()
         return {"routeplane": ticket.to_json()}
 
-    def _record(self, flight: Flight, request_id: str, reason: str) -> RouteRecord:
+    def _record(self, flight: Flight, request_id: str, reason: str) -> tuple[ModelCall, RouteRecord]:
         sample_id, group = flight.shipping.name_of(request_id)
         rows_RDK = flight.layers()
         prompt, fed = len(flight.prompt_ids), len(flight.prompt_ids) + max(len(flight.tokens) - 1, 0)
@@ -196,16 +196,16 @@ class RouteLedger:
             loss=loss,
         )
         recorder.add_call(call, changes=flight.changes)
-        return recorder.assembly().records[0]
+        return call, recorder.assembly().records[0]
 
-    def _ticket(self, record: RouteRecord, flight: Flight) -> RouteTicket:
+    def _ticket(self, call: ModelCall, record: RouteRecord) -> RouteTicket:
         return RouteTicket(
             stream=self._config.stream_of(rank=self._rank, index=self._index),
             key=record.key,
-            call_id=record.spans[0].call,
-            start=flight.first_row,
-            stop=record.num_tokens,
-            checksum=record.checksum,
+            call_id=call.call_id,
+            start=call.first_row,
+            stop=call.rows_stop,
+            checksum=call.checksum,
         )
 
     # ---- the stream ---------------------------------------------------------------------------------------------
