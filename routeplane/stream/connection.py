@@ -103,7 +103,7 @@ class ConnectedWriter(IpcWriter):
 
     def _let_go(self, through: int) -> None:
         if through > self._done + len(self._unacknowledged):
-            raise TransportError(
+            raise FormatError(
                 f"expected at most {self._done + len(self._unacknowledged)} records acknowledged, got {through}",
                 kind=ErrorKind.SEQUENCE,
             )
@@ -141,7 +141,7 @@ class ConnectedWriter(IpcWriter):
 class Received:
     """What a consumer has acknowledged, over all connections: what a producer sends again is known by its key."""
 
-    def __init__(self, keys: dict[RecordKey, int] | None = None) -> None:
+    def __init__(self, *, keys: dict[RecordKey, int] | None = None) -> None:
         self.checksums: dict[RecordKey, int] = dict(keys or {})
 
     def has(self, record: RouteRecord) -> bool:

@@ -232,7 +232,7 @@ class Listener:
     def __init__(self, address: Address, *, have: dict[Any, int] | None = None) -> None:
         self._asked = address
         self._server = listening(address)
-        self._received = Received(have)
+        self._received = Received(keys=have)
         self._pool = BufferPool()
 
     @property

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from routeplane.errors import ErrorKind, FormatError, UsageError
+from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
 from routeplane.record import RecordKey
 from routeplane.stream.delivery import Block, Totals
 from routeplane.stream.files import PublishedPath
@@ -148,7 +148,7 @@ class Spool:
                 path.unlink()
         for path in sorted(known):
             if not path.exists():
-                raise FormatError(
+                raise TruncatedError(
                     f"expected block {path}, got no file: the spool was changed by someone else",
                     kind=ErrorKind.TRUNCATED,
                 )
