@@ -19,7 +19,8 @@ import pytest
 from routeplane.errors import DataError, ErrorKind, TruncatedError, UsageError
 from routeplane.record import RouteRecord
 from routeplane.stream.delivery import DEFAULT_GROUP
-from routeplane.testing.contracts.stream import SPEC, LiveContract, beside, facts, sample
+from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
+from routeplane.testing.contracts.stream import LiveContract
 
 __all__ = ["DeliveryContract"]
 
