@@ -144,6 +144,7 @@ def broken(request: pytest.FixtureRequest, good: Path) -> tuple[Path, ErrorKind]
 OPTIONS = {
     "info": {"--help", "--json"},
     "validate": {"--help", "--json", "--alarms"},
+    "convert": {"--help", "--json", "--encoding", "--overwrite"},
     "demo": {"--help", "--json", "--engine", "--trainer", "--transport", "--seed", "--out"},
 }
 

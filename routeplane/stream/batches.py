@@ -15,6 +15,7 @@ from routeplane.columns import read_records, salvage
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.schema import StreamHeader
+from routeplane.spec import RouteSpec
 from routeplane.stream.protocol import Quarantined, ReadPolicy, StreamReport
 
 __all__ = ["BatchRecords", "RecordsOfBatches", "decoded"]
@@ -30,15 +31,21 @@ class BatchRecords:
         self.quarantined: tuple[Quarantined, ...] = ()
 
     def records(
-        self, batch: pa.RecordBatch, *, seen: Callable[[int, int], None] | None = None
+        self,
+        batch: pa.RecordBatch,
+        *,
+        select: RouteSpec | None = None,
+        seen: Callable[[int, int], None] | None = None,
     ) -> Iterator[RouteRecord]:
         """The records of one validated batch; ``seen`` is told the checksum and tokens of each as they stand there.
 
+        ``select``: where nobody asks for whole records to be verified, the layers that alone are copied and checked.
         Raises DataError for a bad record unless the policy is to quarantine it.
         """
         checksums = batch.column("checksum").to_pylist()
         tokens = batch.column("token_ids").value_lengths().to_pylist()
-        for index, read in enumerate(read_records(batch, self._header)):
+        reads = read_records(batch, self._header, verify=self._policy.verify, select=select)
+        for index, read in enumerate(reads):
             if seen is not None:
                 seen(checksums[index], tokens[index])
             error = read if isinstance(read, DataError) else self._fault(read)
@@ -53,11 +60,6 @@ class BatchRecords:
     def _fault(self, record: RouteRecord) -> DataError | None:
         if record.key in self._keys:
             return DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
-        try:
-            if self._policy.verify:
-                record.verify()
-        except DataError as error:
-            return error
         return None
 
     def _set_aside(self, batch: pa.RecordBatch, index: int, error: DataError) -> RouteRecord | None:

@@ -146,6 +146,11 @@ class IpcReader(RecordReader):
         """
         return None if self._declared is None else f"{Trailer.from_json(self._declared).digest:016x}"
 
+    @property
+    def total_records(self) -> int | None:
+        """Records of the whole stream, where its trailer can be seen before reading, as for ``digest``."""
+        return None if self._declared is None else Trailer.from_json(self._declared).records
+
     def close(self) -> None:
         """Let go of the source. Records already yielded stay valid."""
         super().close()
@@ -192,7 +197,8 @@ class IpcReader(RecordReader):
         self._report = replace(self._report, complete=True)
 
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
-        for record in self._checked.records(batch, seen=self._counter.add_record):
+        select = None if self._policy.verify or self._layer_ids is None else self.spec
+        for record in self._checked.records(batch, select=select, seen=self._counter.add_record):
             self._count_quarantined()
             yield record
         self._count_quarantined()

@@ -19,9 +19,13 @@ import pytest
 
 import routeplane.errors
 from routeplane.assembly import AssemblyReport
+from routeplane.capture.middleware import MiddlewareReport
+from routeplane.capture.tickets import DeskReport
+from routeplane.capture.vllm.reports import LedgerReport, WritingReport
 from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
+from routeplane.fleet.timeline import Timeline
 from routeplane.ports import Report
 from routeplane.prefetch import PrefetchReport
 from routeplane.replay.handle import ReplayReport
@@ -123,10 +127,15 @@ def find_error_problems(text: str) -> list[str]:
 
 REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
+    "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
+    "WritingReport": WritingReport(),
+    "LedgerReport": LedgerReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PrefetchReport": PrefetchReport(),
+    "DeskReport": DeskReport(),
+    "MiddlewareReport": MiddlewareReport(),
     "ReplayReport": ReplayReport(gates=(), microbatches=0),
 }
 

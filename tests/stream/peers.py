@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from routeplane.stream import new_stream, open_stream
-from routeplane.testing.contracts.stream import SPEC, sample
+from routeplane.testing.contracts.samples import SPEC, sample
 
 __all__ = ["CuttingWire", "consume", "killed", "produce", "start"]
 

@@ -31,7 +31,7 @@ from routeplane.stream.flight import FlightPlane, _Port, transport
 from routeplane.stream.flight_service import FlightService, ServiceOptions
 from routeplane.stream.selection import Selection
 from routeplane.testing.contracts import DeliveryContract
-from routeplane.testing.contracts.stream import SPEC, beside, facts, sample
+from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 
 TOKEN = "a-shared-token"
 

@@ -22,7 +22,7 @@ from routeplane.record import RouteRecord
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.flight import FlightPlane
 from routeplane.stream.flight_service import FlightService, ServiceOptions
-from routeplane.testing.contracts.stream import SPEC, beside, facts, sample
+from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 from tests.stream.peers import CuttingWire, consume, killed, produce, start
 
 

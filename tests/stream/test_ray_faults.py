@@ -15,7 +15,7 @@ from routeplane.errors import DataError, ErrorKind, TransportError
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane
-from routeplane.testing.contracts.stream import SPEC, beside, facts, sample
+from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 from tests.ray_cluster import local_cluster
 
 
@@ -47,11 +47,12 @@ class Peer:
 
     def read(self, plane: RayPlane, count: int, *, acknowledge: bool) -> list[str]:
         """Read so many records and hold on."""
-        self._reader: Any = open_stream(plane, consumer="c", acknowledge="manual")
-        records = iter(self._reader)
+        reader: Any = open_stream(plane, consumer="c", acknowledge="manual")
+        self._reader = reader
+        records = iter(reader)
         found = [next(records).sample_id for _ in range(count)]
         if acknowledge:
-            self._reader.acknowledge()
+            reader.acknowledge()
         return found
 
 

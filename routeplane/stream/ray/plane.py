@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -212,24 +212,13 @@ class _Port:
     def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
         attempts = _RETRIES if self._attached else _FIRST_RETRIES
         self._attached, self._under_way = True, None
-        for attempt in range(attempts):
-            try:
-                session: Session = _got(
-                    self._actor.attach.remote(
-                        self._owner,
-                        producer,
-                        spec=self._spec,
-                        encoding=self._encoding,
-                        first=first,
-                        before=before,
-                    )
-                )
-                return session
-            except TransportError:
-                if attempt == attempts - 1:
-                    raise
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)  # a plane takes a moment to restart
-        raise refused("at least one attempt", "none")
+        session: Session = _patiently(
+            lambda: self._actor.attach.remote(
+                self._owner, producer, spec=self._spec, encoding=self._encoding, first=first, before=before
+            ),
+            attempts,
+        )
+        return session
 
     def put(self, session: Session, block: Block, *, timeout_s: float | None = None) -> Session:
         bare = replace(block, payload=None)  # which travels as an argument of its own, resolved by Ray
@@ -282,6 +271,7 @@ class _Port:
 
     def describe(self, timeout_s: float | None) -> tuple[RouteSpec, Encoding]:
         """Spec and encoding of the stream, once a producer brought them."""
+        _patiently(lambda: self._actor.describe.remote(0.0), _RETRIES)  # it may be restarting
         spec, encoding = self._ask_until(lambda wait_s: self._actor.describe.remote(wait_s), "a producer", timeout_s)
         return spec, encoding
 
@@ -310,6 +300,18 @@ class _Port:
 
     def leave(self, member: Membership) -> None:
         _got(self._actor.leave.remote(member))
+
+
+def _patiently(ask: Callable[[], Any], attempts: int) -> Any:
+    """The answer of a call that may be made again; a plane takes a moment to restart."""
+    for attempt in range(attempts - 1):
+        try:
+            return _got(ask())
+        except TransportError as error:
+            if error.kind != ErrorKind.CONNECTION:
+                raise
+            time.sleep(_FIRST_PAUSE_S * 2**attempt)
+    return _got(ask())
 
 
 def _got(answer: Any) -> Any:
