@@ -1,6 +1,6 @@
 """The command line: thin calls over the library. Data on stdout, complaints on stderr, ``--json`` everywhere.
 
-Exit status: 0 good, 1 data invalid, 2 could not run.
+Exit status: 0 good, 1 data invalid or different, 2 could not run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from routeplane.cli_inspect import add_commands
 from routeplane.demo import DemoOptions, format_table, run_demo
 from routeplane.errors import FormatError, Problem, RouteplaneError
 from routeplane.inspect.check import StreamCheck, StreamSummary, check_stream, summarise_stream
@@ -25,9 +26,13 @@ _EPILOG = """examples:
   routeplane info run.arrows              what a stream holds: spec, counts, coverage
   routeplane validate run.arrows --json   every problem with sample, token and layer
   routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
+  routeplane stats 'run-*.arrows'         load, entropy, overlap, drift and coverage, layer by layer
+  routeplane diff run.arrows other.arrows where the two choose other experts
+  routeplane explain run.arrows s-17 96   every hop of one token's rows
+  routeplane report run.arrows            one HTML file: what is wrong first, pictures, the worst samples
   routeplane serve --producers 8          carry the routes of eight producers to a trainer
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
-exit status: 0 good, 1 data invalid, 2 could not run"""
+exit status: 0 good, 1 data invalid or different, 2 could not run"""
 
 
 def main(*, arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
     demo.set_defaults(run=_demo)
     serve = _serve_parser(commands)
-    for command in (info, validate, convert, demo, serve):
+    for command in (info, validate, convert, demo, serve, *add_commands(commands)):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 

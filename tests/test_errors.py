@@ -22,6 +22,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "ReplayError": (RouteplaneError, RuntimeError),
     "FleetError": (RouteplaneError, RuntimeError),
     "TransportError": (RouteplaneError, OSError),
+    "StoreError": (RouteplaneError, OSError),
     "MissingExtraError": (RouteplaneError, ImportError),
 }
 

@@ -89,6 +89,7 @@ STAGE_OF = {
         "demo",
     ),
     "cli": "cli",
+    "cli_inspect": "cli",
     "testing": "testing",
 }
 
@@ -124,24 +125,24 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("kernels",),
+    "numba": ("kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "fleet"),
+    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
     "google_crc32c": ("archive",),  # comes with zarr
-    "matplotlib": ("inspect",),
-    "rich": ("cli", "inspect"),
+    "matplotlib": ("inspect.plots", "inspect.report"),
+    "rich": ("inspect.tables",),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
     "safetensors": ("demo_automodel", "demo_megatron"),
-    "jinja2": ("inspect",),
+    "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
     "hypothesis": ("testing",),
     "pytest": ("testing",),
@@ -155,9 +156,11 @@ DEFERRED = {
     "capture.text64": "the fast codec is used where it is installed",
     "cli": "a command loads only what it runs",
     "convert": "an archive needs an extra that a stream does not",
+    "cli_inspect": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
     "demo_plane": "what carries the stream is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
+    "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "validate": "the kernels are used where numba is installed",
 }
 
