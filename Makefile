@@ -95,7 +95,7 @@ test-all: lint engine trainers ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
-	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
+	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
 
 lint: $(STAMP)-dev $(STAMP)-transformers ## ruff and mypy
 	@echo "lint: ruff check, ruff format, mypy"
@@ -111,7 +111,7 @@ format: $(STAMP)-dev ## let ruff lay out the code
 # and a process for themselves; trainers have environments of their own.
 define pytest
 failed=0; \
-$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 for trainer in $(TRAINERS); do \
   if [ -e $(VENV)-$$trainer/.stamp ]; then \
     $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -m "$(if $(1),$(1) and )$$trainer" --hypothesis-profile=ci --field-rows \

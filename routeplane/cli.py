@@ -97,6 +97,7 @@ def _serve_parser(commands: Any) -> Any:
     serve.add_argument("--max-bytes", type=int, default=2 * 2**30, help="payload held before producers wait")
     serve.add_argument("--max-message-bytes", type=int, default=256 * 2**20, help="largest block")
     serve.add_argument("--keep", action="store_true", help="acknowledged records stay until room is needed")
+    serve.add_argument("--spool", type=Path, help="folder that keeps what was accepted until it was acknowledged")
     serve.add_argument("--token-file", type=Path, help="what clients must present")
     serve.add_argument("--certificate", type=Path, help="PEM file, for TLS")
     serve.add_argument("--private-key", type=Path, help="PEM file, for TLS")
@@ -113,6 +114,7 @@ def _serve(options: argparse.Namespace) -> int:
         groups=tuple(options.groups),
         producers=options.producers,
         keep=options.keep,
+        spool=None if options.spool is None else str(options.spool),
         token=None if options.token_file is None else options.token_file.read_text().strip(),
         certificate=None if options.certificate is None else options.certificate.read_bytes(),
         private_key=None if options.private_key is None else options.private_key.read_bytes(),

@@ -16,16 +16,15 @@ import pyarrow.flight as fl
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, TruncatedError, UsageError, refused
 from routeplane.stream import messages
-from routeplane.stream.delivery import DEFAULT_GROUP, DeliveryReport
-from routeplane.stream.gate import Gate
+from routeplane.stream.blocks import batch_of_stream, stream_of_batch
+from routeplane.stream.delivery import DeliveryReport
+from routeplane.stream.gate import Gate, PlaneOptions
 from routeplane.stream.handlers import Handlers
-from routeplane.stream.ledger import Ledger
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from routeplane.stream.broker import Store
 
 __all__ = ["FlightService", "ServiceOptions"]
 
@@ -49,28 +48,23 @@ _ACTIONS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceOptions:
-    """What a service allows. ``max_bytes``: payload held; ``max_message_bytes``: one block. Others as in ``Ledger``.
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions(PlaneOptions):
+    """What a service holds, and whom it lets in.
 
     ``token``: what clients must present, None for none. ``certificate``, ``private_key``: PEM bytes, for TLS.
     """
 
-    max_bytes: int = 2 * 2**30
-    max_message_bytes: int = 256 * 2**20
-    groups: tuple[str, ...] = (DEFAULT_GROUP,)
-    producers: int | None = 1
-    lease_s: float = 60.0
-    keep: bool = False
     token: str | None = field(default=None, repr=False)
     certificate: bytes | None = field(default=None, repr=False)
     private_key: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.certificate is None) != (self.private_key is None):
             raise refused("a certificate with its private key, or neither", "one of the two")
-        if self.token == "" or self.max_message_bytes < 1:
-            raise refused("a token that is not empty and max_message_bytes of at least 1", "other options")
+        if self.token == "":
+            raise refused("a token that is not empty", "an empty one")
 
 
 class FlightService:
@@ -85,22 +79,16 @@ class FlightService:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        store: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        ledger = Ledger(
-            max_bytes=options.max_bytes,
-            groups=options.groups,
-            producers=options.producers,
-            lease_s=options.lease_s,
-            keep=options.keep,
-            first_epoch=time.time_ns(),  # sessions of a service that died are none of this one
-            clock=clock,
-        )
-        self._gate = Gate(ledger, max_bytes=options.max_bytes, max_message_bytes=options.max_message_bytes, store=store)
+        self._gate = Gate(options, to_bytes=stream_of_batch, load=batch_of_stream, clock=clock)
         self._scheme = "grpc" if options.certificate is None else "grpc+tls"
         self._host = host
-        self._server = _Server(f"{self._scheme}://{host}:{port}", Handlers(self._gate), options)
+        try:
+            self._server = _Server(f"{self._scheme}://{host}:{port}", Handlers(self._gate), options)
+        except BaseException:
+            self._gate.close_spool()
+            raise
 
     @property
     def location(self) -> str:
@@ -120,9 +108,10 @@ class FlightService:
         self._gate.tick()
 
     def stop(self) -> None:
-        """Let go of everybody who waits, and stop listening. What no consumer took is gone unless there is a store."""
+        """Let go of everybody who waits, and stop listening. What no consumer took is gone unless there is a spool."""
         self._gate.shut("stopped")
         self._server.shutdown()
+        self._gate.close_spool()
 
     def __enter__(self) -> Self:
         return self

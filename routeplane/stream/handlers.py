@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, TransportError, refused
 from routeplane.record import RecordKey
-from routeplane.schema import StreamHeader, parse_schema
+from routeplane.schema import Encoding, StreamHeader, choose_encoding, parse_schema
 from routeplane.spec import RouteSpec
 from routeplane.stream import messages
 from routeplane.stream.batches import decoded
@@ -34,10 +34,13 @@ class Handlers:
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self._changed = threading.Condition()
-        self._spec: RouteSpec | None = None
-        self._encoding = ""
+        known = gate.known()
+        self._spec: RouteSpec | None = None if known is None else known[0]
+        self._encoding: Encoding = "plain" if known is None else known[1]
         self._header: StreamHeader | None = None
         self._schema: pa.Schema | None = None
+        if gate.restored is not None:
+            self._header, self._schema = parse_schema(gate.restored.schema), gate.restored.schema
 
     # -- the stream's meaning ----------------------------------------------------------------------------------------
 
@@ -49,9 +52,10 @@ class Handlers:
                 return messages.dump()
             return messages.dump(spec=self._spec.to_json(), encoding=self._encoding)
 
-    def _adopt(self, spec: RouteSpec, encoding: str) -> None:
+    def _adopt(self, spec: RouteSpec, encoding: Encoding) -> None:
         with self._changed:
             if self._spec is None:
+                self.gate.note(spec, encoding)
                 self._spec, self._encoding = spec, encoding
                 self._changed.notify_all()
             if spec != self._spec or encoding != self._encoding:
@@ -104,7 +108,8 @@ class Handlers:
 
     def attach(self, document: Mapping[str, Any]) -> bytes:
         """A session."""
-        self._adopt(RouteSpec.from_json(document["spec"]), document["encoding"])
+        spec = RouteSpec.from_json(document["spec"])
+        self._adopt(spec, choose_encoding(document["encoding"], spec))
         before = None if document.get("before") is None else messages.totals_of(document["before"])
         session = self.gate.attach_as(document["owner"], document["producer"], first=document["first"], before=before)
         return messages.dump(session=session)

@@ -182,6 +182,26 @@ def test_a_killed_service_without_a_spool() -> None:
     assert 0 == served.end(signal.SIGTERM)
 
 
+def test_a_killed_service_with_a_spool(tmp_path: Path) -> None:
+    """Producers were answered once it was on disk, and are gone; the service that comes after has all of it."""
+    served = Served()
+    options = ("--spool", str(tmp_path / "spool"))
+    served.start(*options)
+    produce(served.plane, range(9), producer="p")  # its close does not wait for any consumer
+    reader: Any = open_stream(served.plane, acknowledge="manual", consumer="c")
+    records = iter(reader)
+    came = [next(records) for _ in range(5)][:4]
+    reader.acknowledge()
+    assert -signal.SIGKILL == served.end(signal.SIGKILL)
+
+    served.start(*options)
+    with open_stream(served.plane, consumer="c") as again:
+        came += again
+    assert facts([sample(index) for index in range(9)]) == facts(came)
+    assert again.report().complete
+    assert 0 == served.end(signal.SIGTERM)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Wires
 # ----------------------------------------------------------------------------------------------------------------------

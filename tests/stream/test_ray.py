@@ -19,6 +19,10 @@ from routeplane.testing.contracts import DeliveryContract
 from tests.ray_cluster import local_cluster
 
 
+# one worker for all files that start a cluster: at most one at a time
+pytestmark = pytest.mark.xdist_group("ray")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """Ray, for all of this file."""

@@ -6,6 +6,7 @@ Producers and consumers are actors of their own, so that killing one ends a proc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from routeplane.stream import new_stream, open_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane
 from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 from tests.ray_cluster import local_cluster
+
+
+# one worker for all files that start a cluster: at most one at a time
+pytestmark = pytest.mark.xdist_group("ray")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,6 +133,46 @@ def test_a_killed_plane_without_a_spool(plane: RayPlane) -> None:
             came += again
     assert [] == raised
     assert facts(sent(10)) == facts(came)
+
+
+def test_a_killed_plane_with_a_spool(tmp_path: Path) -> None:
+    """Ray restarts it with what it held: producers were answered once it was on disk, and need not come back."""
+    plane = RayPlane.create(PlaneOptions(spool=str(tmp_path / "spool")))
+    produce = peer()
+    ray.get(produce.produce.remote(plane, range(9), close=True))  # its close does not wait for any consumer
+    ray.kill(produce)
+    reader: Any = open_stream(plane, acknowledge="manual", consumer="c")
+    records = iter(reader)
+    came = [next(records) for _ in range(5)][:4]
+    reader.acknowledge()
+    ray.kill(plane._actor, no_restart=False)
+
+    with open_stream(plane, consumer="c") as again:
+        came += again
+    plane.stop()
+    assert facts(sent(9)) == facts(came)
+    assert again.report().complete
+
+
+def test_a_checkpoint_has_the_routes(plane: RayPlane, tmp_path: Path) -> None:
+    """What no group acknowledged goes on from a folder, under the same numbers, after the plane was ended for good."""
+    with new_stream(plane, SPEC, producer="p", max_bytes=2 * sample(0).nbytes) as sink:
+        for item in sent(7):
+            sink.write(item)
+    reader: Any = open_stream(plane, acknowledge="manual", consumer="c")
+    records = iter(reader)
+    came = [next(records) for _ in range(3)][:2]
+    reader.acknowledge()
+    reader.close()
+
+    assert 3 == plane.checkpoint(tmp_path / "saved")
+    plane.stop()
+    again = RayPlane.create(PlaneOptions(spool=str(tmp_path / "saved")))
+    with open_stream(again) as rest:
+        came += rest
+    again.stop()
+    assert facts(sent(7)) == facts(came)
+    assert rest.report().complete
 
 
 def test_what_is_gone_is_said_to_be_gone(plane: RayPlane) -> None:

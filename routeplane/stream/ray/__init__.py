@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
         "routeplane.stream.ray needs Ray: pip install 'routeplane[ray]'", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
-from routeplane.stream.ray.actor import PlaneOptions
+from routeplane.stream.gate import PlaneOptions
 from routeplane.stream.ray.plane import RayPlane, RayReader, RayWriter, connect, transport
 
 __all__ = ["PlaneOptions", "RayPlane", "RayReader", "RayWriter", "connect", "transport"]

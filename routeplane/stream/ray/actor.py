@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,29 +17,25 @@ import ray
 
 from routeplane.errors import DataError, ErrorKind, SpecError, TransportError, refused
 from routeplane.record import RecordKey, RouteRecord
+from routeplane.schema import Encoding
 from routeplane.spec import RouteSpec
-from routeplane.stream.delivery import DEFAULT_GROUP, Block, DeliveryReport, Membership, Session, Taken, Totals
-from routeplane.stream.gate import Gate
-from routeplane.stream.ledger import Ledger
+from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
+from routeplane.stream.gate import Gate, PlaneOptions
 from routeplane.stream.protocol import ReadPolicy
 from routeplane.stream.ray.objects import opened, stream_of
 from routeplane.stream.selection import Selection
 
-__all__ = ["PlaneActor", "PlaneOptions"]
+__all__ = ["PlaneActor"]
 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlaneOptions:
-    """What a plane holds and for whom; as in ``Ledger``. ``max_bytes`` is of the object store of the plane's node."""
+@dataclass(slots=True)
+class _Held:
+    """The actor's own object, and the array until it is on disk, where there is a disk to be on."""
 
-    max_bytes: int = 2 * 2**30
-    max_message_bytes: int = 256 * 2**20
-    groups: tuple[str, ...] = (DEFAULT_GROUP,)
-    producers: int | None = 1
-    lease_s: float = 60.0
-    keep: bool = False
+    reference: Any
+    array: Any = None
 
 
 class PlaneActor:
@@ -49,19 +46,9 @@ class PlaneActor:
 
     def __init__(self, options: PlaneOptions) -> None:
         self._leap_s = 0.0
-        ledger = Ledger(
-            max_bytes=options.max_bytes,
-            groups=options.groups,
-            producers=options.producers,
-            lease_s=options.lease_s,
-            keep=options.keep,
-            first_epoch=time.time_ns(),  # sessions of a plane that died are none of this one
-            clock=lambda: time.monotonic() + self._leap_s,
-        )
-        self._gate = Gate(ledger, max_bytes=options.max_bytes, max_message_bytes=options.max_message_bytes)
-        self._ledger = ledger
+        self._gate = Gate(options, to_bytes=_array_of, load=_loaded, clock=lambda: time.monotonic() + self._leap_s)
         self._changed = asyncio.Event()
-        self._spec: tuple[RouteSpec, str] | None = None
+        self._spec = self._gate.known()
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -78,7 +65,7 @@ class PlaneActor:
             left = end - time.monotonic()
             if answer is not None or left <= 0:
                 return answer
-            lease = self._ledger.until_deadline()
+            lease = self._gate.until_deadline()
             try:
                 await asyncio.wait_for(self._changed.wait(), left if lease is None else min(left, lease))
             except TimeoutError:
@@ -86,12 +73,12 @@ class PlaneActor:
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
-    async def describe(self, wait_s: float) -> tuple[RouteSpec, str] | None:
+    async def describe(self, wait_s: float) -> tuple[RouteSpec, Encoding] | None:
         """Spec and encoding, once a producer brought them."""
         return await self._until(lambda: self._spec, wait_s)
 
     async def attach(
-        self, owner: str, producer: str, *, spec: RouteSpec, encoding: str, first: int, before: Totals | None
+        self, owner: str, producer: str, *, spec: RouteSpec, encoding: Encoding, first: int, before: Totals | None
     ) -> Session:
         """A session."""
         if self._spec is not None and self._spec != (spec, encoding):
@@ -101,6 +88,7 @@ class PlaneActor:
                 kind=ErrorKind.SPEC_MISMATCH,
             )
         session = self._gate.attach_as(owner, producer, first=first, before=before)
+        self._gate.note(spec, encoding)
         self._spec = spec, encoding
         self._tell()
         return session
@@ -113,7 +101,9 @@ class PlaneActor:
         """A block, room for which was reserved. Its array is put again here, so that this actor owns it."""
         if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.nbytes > block.nbytes:
             raise refused(f"a uint8 array of at most {block.nbytes} bytes", f"a {type(payload).__name__}")
-        session = self._gate.put(session, replace(block, payload=ray.put(payload)), timeout_s=0.0)
+        held = _Held(ray.put(payload), payload)
+        session = self._gate.put(session, replace(block, payload=held), timeout_s=0.0)
+        held.array = None  # a view of the producer's object, which may go now
         self._freed()
         return session
 
@@ -171,18 +161,19 @@ class PlaneActor:
 
         taken = await self._until(attempt, wait_s)
         if taken is None:
-            return self._gate.take(member, max_blocks=max_blocks, timeout_s=0.0)
-        if selection.whole:
-            return taken
-        cut = [await self._cut(block, selection) for block in taken.blocks]
-        return replace(taken, blocks=tuple(cut))
+            return self._gate.take(member, max_blocks=0, timeout_s=0.0)
+        given = [await self._given(block, selection) for block in taken.blocks]
+        return replace(taken, blocks=tuple(given))
 
-    async def _cut(self, block: Block, selection: Selection) -> Block:
-        array = await block.payload
+    async def _given(self, block: Block, selection: Selection) -> Block:
+        whole = replace(block, payload=block.payload.reference)
+        if selection.whole:
+            return whole
+        array = await block.payload.reference
         try:
             return replace(block, payload=await asyncio.to_thread(_cut, array, selection))
         except DataError:
-            return block  # whole, for the consumer to deal with by its own policy
+            return whole  # for the consumer to deal with by its own policy
 
     async def acknowledge(self, member: Membership, *, producer: str, through: int) -> None:
         """Done with a producer's blocks below a number."""
@@ -210,7 +201,7 @@ class PlaneActor:
             wanted.setdefault(place, set()).add(key)
         arrays = []
         for place, chosen in wanted.items():
-            array = await blocks[place].payload
+            array = await blocks[place].payload.reference
             arrays.append(await asyncio.to_thread(_cut, array, selection, keys=frozenset(chosen)))
         return arrays
 
@@ -221,6 +212,10 @@ class PlaneActor:
         retired = self._gate.retire(below=below)
         self._freed()
         return retired
+
+    async def checkpoint(self, folder: str) -> int:
+        """Save what is not acknowledged as a spool folder. Everybody waits meanwhile."""
+        return await asyncio.to_thread(self._gate.checkpoint, Path(folder), self._spec)
 
     async def stats(self) -> DeliveryReport:
         """What was delivered and is held."""
@@ -240,6 +235,14 @@ class PlaneActor:
         """Drop the references of what left, which frees the objects once no reader uses them; and tell everybody."""
         self._gate.released()
         self._tell()
+
+
+def _array_of(held: _Held) -> Any:
+    return memoryview(ray.get(held.reference) if held.array is None else held.array)
+
+
+def _loaded(path: Path) -> _Held:
+    return _Held(ray.put(np.fromfile(path, np.uint8)))
 
 
 def _cut(array: Any, selection: Selection, *, keys: frozenset[RecordKey] | None = None) -> Any:

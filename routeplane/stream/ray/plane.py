@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from routeplane.spec import RouteSpec
 from routeplane.stream.addresses import yes_or_no
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter
 from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
+from routeplane.stream.gate import PlaneOptions
 from routeplane.stream.protocol import ReadPolicy
-from routeplane.stream.ray.actor import PlaneActor, PlaneOptions
+from routeplane.stream.ray.actor import PlaneActor
 from routeplane.stream.ray.objects import ObjectCodec, opened
 from routeplane.stream.selection import Selection
 
@@ -145,6 +147,13 @@ class RayPlane:
         """The rows that a ticket names, as a record of these tokens. Raises as ``fetch``."""
         [record] = self.fetch([ticket.key], tokens=(ticket.start, ticket.stop))
         return record
+
+    def checkpoint(self, folder: str | os.PathLike[str]) -> int:
+        """Save what is not acknowledged, rows and all, as a spool folder on the plane's node; how many blocks.
+
+        ``create(PlaneOptions(spool=folder))`` goes on from there. Raises UsageError for a folder that is there already.
+        """
+        return int(_got(self._actor.checkpoint.remote(os.path.abspath(folder))))
 
     def retire(self, *, below: int) -> int:
         """Let go of every block whose newest weights are below a version, acknowledged or not; how many."""
