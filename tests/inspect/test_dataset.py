@@ -25,6 +25,10 @@ from tests.ray_cluster import local_cluster
 from tests.stream.streams import SPEC, contents, record, stream_of
 
 
+# one worker for all files that start a cluster: at most one at a time
+pytestmark = pytest.mark.xdist_group("ray")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """Ray, for all of this file."""
