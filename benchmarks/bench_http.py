@@ -1,9 +1,9 @@
 """Routes in HTTP bodies: decoding each form, and what a hop costs that parses a body and writes it again.
 
 Payload: one call of 30,000 tokens, 48 layers, K=8, 256 experts. The yardstick is NeMo RL's envelope in int16, which its
-own rule picks for that many experts (and its default), decoded as its codec does: base64 of the standard library, a copy
-that may be written to, the configured type. All ways give the same ids; the inline form checks its checksum besides. Up
-to 128 experts the envelope is int8, half as long: a peer.
+own rule picks for that many experts (and its default), decoded as its codec does: base64 of the standard library, a
+copy that may be written to, the configured type. All ways give the same ids; the inline form checks its checksum
+besides. Up to 128 experts the envelope is int8, half as long: a peer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command line: thin calls over the library. Data on stdout, complaints on stderr, ``--json`` everywhere.
 
-Exit status: 0 good, 1 data invalid, 2 could not run.
+Exit status: 0 good, 1 data invalid or different, 2 could not run.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from routeplane.cli_inspect import add_commands
 from routeplane.demo import DemoOptions, format_table, run_demo
 from routeplane.errors import FormatError, Problem, RouteplaneError
 from routeplane.inspect.check import StreamCheck, StreamSummary, check_stream, summarise_stream
@@ -22,8 +24,13 @@ __all__ = ["main"]
 _EPILOG = """examples:
   routeplane info run.arrows              what a stream holds: spec, counts, coverage
   routeplane validate run.arrows --json   every problem with sample, token and layer
+  routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
+  routeplane stats 'run-*.arrows'         load, entropy, overlap, drift and coverage, layer by layer
+  routeplane diff run.arrows other.arrows where the two choose other experts
+  routeplane explain run.arrows s-17 96   every hop of one token's rows
+  routeplane report run.arrows            one HTML file: what is wrong first, pictures, the worst samples
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
-exit status: 0 good, 1 data invalid, 2 could not run"""
+exit status: 0 good, 1 data invalid or different, 2 could not run"""
 
 
 def main(*, arguments: Sequence[str] | None = None) -> int:
@@ -57,14 +64,23 @@ def _parser() -> argparse.ArgumentParser:
         "--alarms", choices=("report", "fail"), default="report", help="whether alarms fail the check"
     )
     validate.set_defaults(run=_validate)
+    convert = commands.add_parser("convert", help="copy between streams, archives and Parquet")
+    convert.add_argument("source", type=Path)
+    convert.add_argument("target", type=Path)
+    convert.add_argument(
+        "--encoding", choices=("auto", "plain", "narrow"), default="auto", help="of a stream or Parquet file"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    convert.set_defaults(run=_convert)
     demo = commands.add_parser("demo", help="the main job on a small real model")
     demo.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    demo.add_argument("--trainer", choices=("transformers",), default="transformers")
+    demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
+    demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
     demo.add_argument("--transport", choices=("file",), default="file")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
     demo.set_defaults(run=_demo)
-    for command in (info, validate, demo):
+    for command in (info, validate, convert, demo, *add_commands(commands)):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -98,6 +114,35 @@ def _problem_text(problem: Problem) -> str:
     return f"{problem.severity}: {problem.kind}: {problem}"
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from routeplane.convert import convert
+
+    with _progress(f"{options.source.name} -> {options.target.name}") as tell:
+        done = convert(
+            options.source, options.target, encoding=options.encoding, overwrite=options.overwrite, progress=tell
+        )
+    figures = {"records": done.records, "resumed": done.resumed, "bytes": done.bytes}
+    _print(options, figures, f"{done.records} records ({done.resumed} of an earlier call), {done.bytes} bytes")
+    return 0
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int | None], object] | None]:
+    """A bar on a terminal, where rich is installed; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield None
+        return
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _demo(options: argparse.Namespace) -> int:
     def run(folder: str) -> dict[str, Any]:
         return run_demo(
@@ -105,6 +150,7 @@ def _demo(options: argparse.Namespace) -> int:
                 out=folder,
                 engine=options.engine,
                 trainer=options.trainer,
+                trainer_python=options.trainer_python or "",
                 transport=options.transport,
                 seed=options.seed,
                 progress=sys.stderr.isatty(),

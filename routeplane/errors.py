@@ -7,8 +7,11 @@
     |  `- TruncatedError (EOFError)      ... it ended early: the producer died or is still writing
     |- SpecError         (ValueError)    geometries disagree or are unknown: fix the configuration
     |- UsageError        (ValueError)    a call was made with arguments that cannot be served: fix the code
+    |- StoreError        (OSError)       storage refused: make room, or have one writer, and try again
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
+    |- FleetError        (RuntimeError)  a part of the fleet did not come up, or went: see its machine, start it again
+    |- TransportError    (OSError)       the other side or the room is gone: send again what was not acknowledged
     `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
 
 Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
@@ -27,12 +30,15 @@ __all__ = [
     "ChecksumError",
     "DataError",
     "ErrorKind",
+    "FleetError",
     "FormatError",
     "MissingExtraError",
     "Problem",
     "ReplayError",
     "RouteplaneError",
     "SpecError",
+    "StoreError",
+    "TransportError",
     "TruncatedError",
     "UsageError",
     "refused",
@@ -99,6 +105,31 @@ class ErrorKind(StrEnum):
     GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
     UNBOUND_RECOMPUTE = "unbound_recompute"
     DETACHED = "detached"
+    # fleet
+    NO_PORT = "no_port"
+    NOT_READY = "not_ready"  # it did not answer in its time
+    START_FAILED = "start_failed"  # some task of a plan failed; the problems name each
+    PLAN = "plan"  # tasks that wait for each other, or for one that is not there
+    # delivery
+    PRODUCER_TAKEN = "producer_taken"  # a producer of that name is alive
+    FENCED = "fenced"  # declared lost, and replaced since
+    SEQUENCE = "sequence"  # a block out of order, or other content under a number that was used
+    PRODUCER_LOST = "producer_lost"  # it vanished without an end
+    ABORTED = "aborted"  # the producer said that there is no whole stream
+    CONNECTION = "connection"  # cut, refused, or the other side left
+    NO_ROOM = "no_room"  # a disk or a segment is full
+    TOO_LARGE = "too_large"  # one message above a limit
+    TIMED_OUT = "timed_out"
+    RETIRED = "retired"  # of weights below the version that is still wanted
+    UNAUTHENTICATED = "unauthenticated"
+    # rows again
+    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
+    # archives
+    MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
+    LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size
+    CORRUPT_CHUNK = "corrupt_chunk"
+    NO_SPACE = "no_space"
+    WRITER = "writer"  # another writer holds the name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,12 +209,24 @@ class UsageError(RouteplaneError, ValueError):
     """Arguments that cannot be served."""
 
 
+class StoreError(RouteplaneError, OSError):
+    """A storage that cannot take what is written: full, over its quota, or held by another writer."""
+
+
 class CaptureError(RouteplaneError, RuntimeError):
     """An engine that does not deliver the routes it should."""
 
 
 class ReplayError(RouteplaneError, RuntimeError):
     """Gates that did not receive, or did not consume, the rows meant for them."""
+
+
+class FleetError(RouteplaneError, RuntimeError):
+    """A port, process or actor that did not come up or did not stay: infrastructure, not data."""
+
+
+class TransportError(RouteplaneError, OSError):
+    """A transport whose other side, or whose room, is gone. Nothing acknowledged is lost by it."""
 
 
 class MissingExtraError(RouteplaneError, ImportError):

@@ -29,12 +29,15 @@ BASE = (
     "families",
     "kernels",
     "validate",
+    "rows",
     "alarms",
     "scalars",
+    "keys",
     "arrays",
     "spans",
     "coverage",
     "checksum",
+    "canonical",
     "record",
     "prefixes",
     "admission",
@@ -73,8 +76,9 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_trainer"), "demo"),
+    **dict.fromkeys(("demo", "demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron"), "demo"),
     "cli": "cli",
+    "cli_inspect": "cli",
     "testing": "testing",
 }
 
@@ -85,7 +89,7 @@ KNOWS = {
     "base": set(),
     "capture": {"base"},
     "stream": {"base"},
-    "archive": {"base"},
+    "archive": {"base", "stream"},  # one reader and one writer at the edge, for records that move and that rest
     "layout": {"base", "batch"},
     "batch": {"base", "layout"},
     "replay": {"base", "layout", "batch"},
@@ -100,28 +104,34 @@ KNOWS = {
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
-_DEMO = ("demo_engine", "demo_trainer")
+_DEMO = ("demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron")
+# the contract of replay adapters runs models
+_REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 
 #: Third party -> the files (or folders) that may import it. Anything that is neither here nor in the standard library
 #: is refused.
 THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
-    "xxhash": ("spec", "checksum", "stream"),
-    "numba": ("kernels",),
+    "xxhash": ("spec", "checksum", "stream", "archive"),
+    "numba": ("kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
-    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
-    "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
+    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
+    "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "fleet"),
+    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
-    "matplotlib": ("inspect",),
-    "rich": ("cli", "inspect"),
-    "nemo_automodel": ("replay.automodel",),
-    "megatron": ("replay.megatron",),
-    "jinja2": ("inspect",),
+    "fsspec": ("archive",),
+    "google_crc32c": ("archive",),  # comes with zarr
+    "matplotlib": ("inspect.plots", "inspect.report"),
+    "rich": ("cli", "inspect.tables"),
+    # their adapters read class names and attributes, and import neither
+    "nemo_automodel": ("demo_automodel",),
+    "megatron": ("demo_megatron",),
+    "safetensors": ("demo_automodel", "demo_megatron"),
+    "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
     "hypothesis": ("testing",),
     "pytest": ("testing",),
@@ -134,8 +144,11 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 DEFERRED = {
     "capture.text64": "the fast codec is used where it is installed",
     "cli": "a command loads only what it runs",
+    "convert": "an archive needs an extra that a stream does not",
+    "cli_inspect": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
+    "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "validate": "the kernels are used where numba is installed",
 }
 

@@ -1,0 +1,160 @@
+"""Records as Parquet, one row each, under the schema of a stream: for tables, SQL and whoever reads no Arrow stream.
+
+Owns the file: row groups of bounded size, page checksums, and the trailer in the footer's metadata. What a row means, and
+whether it is legal, is ``columns`` and ``record``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from routeplane.columns import column_types, read_records, write_batch
+from routeplane.errors import DataError, ErrorKind, FormatError
+from routeplane.record import RouteRecord
+from routeplane.schema import Encoding, StreamHeader, arrow_schema, parse_schema
+from routeplane.stream.endpoints import RecordReader, RecordWriter
+from routeplane.stream.files import Target
+from routeplane.stream.ipc import DEFAULT_MAX_BYTES
+from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
+
+if TYPE_CHECKING:
+    import os
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["ParquetReader", "ParquetWriter"]
+
+
+class ParquetWriter(RecordWriter):
+    """The RouteSink of one Parquet file; the target is its until ``close`` or ``abort``."""
+
+    def __init__(
+        self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> None:
+        super().__init__(spec, max_bytes=max_bytes)
+        self._target, self._encoding = target, encoding
+        self._counter = TrailerCounter(spec, encoding)
+        self._columns: tuple[tuple[str, pa.DataType], ...] | None = None
+        self._held: list[RouteRecord] = []
+        self._held_bytes = 0
+        self._file: Any = None
+
+    def _check(self, record: RouteRecord) -> None:
+        columns = column_types(record)
+        if self._columns is not None and columns != self._columns:
+            raise DataError(
+                f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+
+    def _put(self, record: RouteRecord) -> None:
+        self._columns = column_types(record)
+        self._held.append(record)
+        self._held_bytes += record.nbytes
+        if self._held_bytes >= self._max_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._held:
+            batch = write_batch(self._held, self._spec, encoding=self._encoding)
+            self._writer().write_batch(batch, row_group_size=len(self._held))
+            self._counter.add_batch()
+        for record in self._held:
+            self._counter.add_record(record.checksum, record.num_tokens)
+        self._held, self._held_bytes = [], 0
+
+    def _writer(self) -> Any:
+        if self._file is None:
+            schema = arrow_schema(self._spec, self._encoding, columns=self._columns or ())
+            self._file = pq.ParquetWriter(
+                self._target.file,
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=False,
+                write_page_checksum=True,
+            )
+        return self._file
+
+    def _finish(self) -> None:
+        self._flush()
+        writer = self._writer()
+        writer.add_key_value_metadata({TRAILER_KEY.decode(): self._counter.trailer().to_json()})
+        writer.close()
+        self._target.publish()
+
+    def _discard(self) -> None:
+        self._held = []
+        self._target.discard()
+
+
+class ParquetReader(RecordReader):
+    """The RouteSource of one Parquet file that ``ParquetWriter`` wrote. Holds one row group."""
+
+    def __init__(self, path: str | os.PathLike[str], *, policy: ReadPolicy) -> None:
+        self._where = str(path)
+        self._file: Any = self._decode(
+            lambda: pq.ParquetFile(path, page_checksum_verification=True, arrow_extensions_enabled=True)
+        )
+        schema = self._decode(lambda: self._file.schema_arrow)
+        self._header: StreamHeader = parse_schema(schema)
+        self._declared = self._trailer()
+        super().__init__(self._header.spec, policy)
+
+    @property
+    def digest(self) -> str:
+        """The trailer's digest as 16 hex digits."""
+        return f"{self._declared.digest:016x}"
+
+    @property
+    def total_records(self) -> int:
+        """Records of the file."""
+        return self._declared.records
+
+    def close(self) -> None:
+        """Close the file."""
+        super().close()
+        self._file.close()
+
+    def _trailer(self) -> Trailer:
+        found = self._decode(lambda: self._file.metadata.metadata or {})
+        if TRAILER_KEY not in found:
+            raise FormatError(
+                f"expected the metadata {TRAILER_KEY.decode()}, got none @ {self._where}",
+                kind=ErrorKind.NOT_ROUTEPLANE,
+            )
+        return Trailer.from_json(found[TRAILER_KEY].decode("utf-8", "replace"))
+
+    def _arrive(self) -> Iterator[RouteRecord]:
+        counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
+        for index in range(self._file.num_row_groups):
+            counter.add_batch()
+            for batch in self._decode(lambda index=index: self._batches(index)):  # type: ignore[misc]
+                for read in read_records(batch, self._header):
+                    if isinstance(read, DataError):
+                        raise read
+                    counter.add_record(read.checksum, read.num_tokens)
+                    yield read.verify() if self._policy.verify else read
+        counter.check(self._declared)
+
+    def _batches(self, index: int) -> list[pa.RecordBatch]:
+        batches: list[pa.RecordBatch] = self._file.read_row_group(index).combine_chunks().to_batches()
+        for batch in batches:
+            batch.validate(full=True)
+        return batches
+
+    def _decode(self, work: Callable[[], Any]) -> Any:
+        """Run a pyarrow decoder over bytes from outside; whatever it objects to is a damaged file."""
+        try:
+            return work()
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise FormatError(
+                f"expected a whole Parquet file, got a damaged one: {error} @ {self._where}",
+                kind=ErrorKind.CORRUPT_BATCH,
+            ) from error
