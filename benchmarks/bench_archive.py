@@ -1,8 +1,8 @@
 """The archive: how small, how fast to read at random, and how little of it a pipeline stage reads.
 
 Routes are drawn from a model whose entropy is known: each sample and layer has a Zipf law over its own order of the
-experts, and a row is a Plackett-Luce draw without replacement from it (Gumbel top-k), in the order drawn. Its entropy is
-the mean of -log2 of its probability. Three skews; 48 layers, 8 of 128 experts.
+experts, and a row is a Plackett-Luce draw without replacement from it (Gumbel top-k), in the order drawn. Its entropy
+is the mean of -log2 of its probability. Three skews; 48 layers, 8 of 128 experts.
 
 Without ``full`` an archive of some 100 MB, else of 10 GB. Reads are warm, one range of 512 tokens at a random place.
 """

@@ -10,6 +10,7 @@
     |- StoreError        (OSError)       storage refused: make room, or have one writer, and try again
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
+    |- FleetError        (RuntimeError)  a part of the fleet did not come up, or went: see its machine, start it again
     `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
 
 Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
@@ -28,6 +29,7 @@ __all__ = [
     "ChecksumError",
     "DataError",
     "ErrorKind",
+    "FleetError",
     "FormatError",
     "MissingExtraError",
     "Problem",
@@ -101,6 +103,11 @@ class ErrorKind(StrEnum):
     GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
     UNBOUND_RECOMPUTE = "unbound_recompute"
     DETACHED = "detached"
+    # fleet
+    NO_PORT = "no_port"
+    NOT_READY = "not_ready"  # it did not answer in its time
+    START_FAILED = "start_failed"  # some task of a plan failed; the problems name each
+    PLAN = "plan"  # tasks that wait for each other, or for one that is not there
     # archives
     MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
     LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size
@@ -196,6 +203,10 @@ class CaptureError(RouteplaneError, RuntimeError):
 
 class ReplayError(RouteplaneError, RuntimeError):
     """Gates that did not receive, or did not consume, the rows meant for them."""
+
+
+class FleetError(RouteplaneError, RuntimeError):
+    """A port, process or actor that did not come up or did not stay: infrastructure, not data."""
 
 
 class MissingExtraError(RouteplaneError, ImportError):

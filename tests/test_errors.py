@@ -20,6 +20,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "UsageError": (RouteplaneError, ValueError),
     "CaptureError": (RouteplaneError, RuntimeError),
     "ReplayError": (RouteplaneError, RuntimeError),
+    "FleetError": (RouteplaneError, RuntimeError),
     "MissingExtraError": (RouteplaneError, ImportError),
 }
 
@@ -73,6 +74,10 @@ RELEASED_KINDS = [
     "gate_fired",
     "unbound_recompute",
     "detached",
+    "no_port",
+    "not_ready",
+    "start_failed",
+    "plan",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]

@@ -207,9 +207,7 @@ def _write(
             sink.write(record)
 
 
-def _join(
-    parts: list[Path], target: Path, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]
-) -> None:
+def _join(parts: list[Path], target: Path, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]) -> None:
     """One part becomes the target; several are copied into it, which happens once, at the end."""
     if len(parts) == 1:
         os.replace(parts[0], target)

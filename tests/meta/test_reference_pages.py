@@ -22,6 +22,7 @@ from routeplane.assembly import AssemblyReport
 from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
+from routeplane.fleet.timeline import Timeline
 from routeplane.ports import Report
 from routeplane.prefetch import PrefetchReport
 from routeplane.replay.handle import ReplayReport
@@ -122,6 +123,7 @@ def find_error_problems(text: str) -> list[str]:
 
 REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
+    "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
     "StreamReport": StreamReport(),
     "PrefetchReport": PrefetchReport(),

@@ -1,0 +1,301 @@
+"""Endpoints that exist before their servers: a listening socket, held from the first second and never rebound.
+
+Owns the socket, the answer that callers get until the server takes over, and the states of a fleet's endpoints. Knows
+no server: whoever serves is handed the socket itself (uvicorn: ``Server.serve(sockets=[...])``), so that no other
+process can take the port in between. No third party.
+
+Between ``reserve`` and ``hand_over`` a thread answers every request with 503 and Retry-After: a bare listening socket
+would let clients hang in its backlog until they time out.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Self
+
+from routeplane.errors import ErrorKind, FleetError, refused
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"]
+
+#: What the kernel keeps of connections that nobody accepted yet; the size that uvicorn asks for.
+_BACKLOG = 2048
+#: Seconds that a caller is told to wait, and that one is given to send its request.
+_RETRY_AFTER = 1
+_REQUEST_TIMEOUT = 5.0
+#: How much of a refused request's body is read, and in what steps; a longer one is cut off.
+_DRAIN_BYTES, _DRAIN_STEP = 64 << 20, 1 << 16
+#: How often the answering thread looks whether it should end; bounds how long ``hand_over`` takes.
+_POLL_SECONDS = 0.02
+
+
+class ServerState(StrEnum):
+    """What stands behind an endpoint."""
+
+    RESERVED = "reserved"  # the port is ours; requests get 503
+    SERVING = "serving"
+    DEGRADED = "degraded"  # it served and does not now; its place and URL stay
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointState:
+    """One shard's URL and state, as plain values that cross processes."""
+
+    shard: int
+    url: str
+    state: ServerState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoints:
+    """The endpoints of a fleet in shard order. None is the empty one: ``bool(endpoints)`` says whether there are any.
+
+    A shard that fails changes its state; it never leaves, so that position i is shard i for as long as the fleet lives.
+    Raises UsageError (ARGUMENT) where shards are not 0, 1, ... in order, or two share a URL.
+    """
+
+    states: tuple[EndpointState, ...] = ()
+
+    def __post_init__(self) -> None:
+        shards = [state.shard for state in self.states]
+        if shards != list(range(len(shards))):
+            raise refused("shards 0, 1, ... in order", f"{shards}")
+        urls = self.urls
+        if len(set(urls)) != len(urls):
+            raise refused("a URL of its own for every shard", f"{list(urls)}")
+
+    @classmethod
+    def of(cls, urls: Iterable[str], *, state: ServerState = ServerState.RESERVED) -> Endpoints:
+        """Endpoints that are all in one state, shard numbers in the order of ``urls``."""
+        return cls(states=tuple(EndpointState(shard=shard, url=url, state=state) for shard, url in enumerate(urls)))
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Every shard's URL, whatever its state."""
+        return tuple(state.url for state in self.states)
+
+    @property
+    def degraded(self) -> tuple[int, ...]:
+        """Shards that do not serve at present."""
+        return tuple(state.shard for state in self.states if state.state is not ServerState.SERVING)
+
+    def with_state(self, shard: int, state: ServerState) -> Endpoints:
+        """The same endpoints, one shard in another state. Raises UsageError for a shard that is not there."""
+        if not 0 <= shard < len(self.states):
+            raise refused(f"a shard below {len(self.states)}", f"{shard}")
+        changed = EndpointState(shard=shard, url=self.states[shard].url, state=state)
+        return Endpoints(states=(*self.states[:shard], changed, *self.states[shard + 1 :]))
+
+
+def reserve(
+    host: str, port_range: tuple[int, int], *, advertise: str | None = None, path: str = "/v1", port: int | None = None
+) -> Endpoint:
+    """Bind and listen on the first free port of ``[port_range[0], port_range[1])``, and answer 503 there at once.
+
+    ``host``: the address to bind (``""`` for all). ``advertise``: the host that stands in the URL (default: ``host``).
+    ``path``: appended to the URL. ``port``: this one or none, for a server that comes back at its old place. The caller
+    owns the endpoint and closes it. Raises FleetError (NO_PORT) naming the range and what the last bind said, and
+    UsageError (ARGUMENT) for a range that is empty or no port range.
+    """
+    first, stop = port_range
+    if not 0 < first < stop <= 65_536:
+        raise refused("a port range 0 < first < stop <= 65536", f"{port_range}")
+    if port is not None and not first <= port < stop:
+        raise refused(f"a port in [{first}, {stop})", f"{port}")
+    if not (advertise or host):
+        raise refused("a host to advertise, as the address binds all interfaces", "none")
+    last: OSError | None = None
+    for candidate in (port,) if port is not None else range(first, stop):
+        try:
+            listening = _listen(host, candidate)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise FleetError(
+                    f"expected an address of this machine to bind, got {host!r}: {error}", kind=ErrorKind.NO_PORT
+                ) from error
+            last = error
+            continue
+        return Endpoint(listening, advertise or host, path=path)
+    wanted = f"port {port}" if port is not None else f"a free port in [{first}, {stop})"
+    raise FleetError(f"expected {wanted} on {host!r}, got none: {last}", kind=ErrorKind.NO_PORT) from last
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A server that comes back finds its own closed connections in TIME_WAIT. With this a bind still fails where
+        # another socket listens (Linux; unlike SO_REUSEPORT, which would share the port silently).
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+class Endpoint:
+    """A port that is ours, with an answer until a server takes over. Owns its socket until ``hand_over``.
+
+    Lives in the process that serves. ``url`` is known at once and never changes. Leaving ``with`` closes.
+    """
+
+    def __init__(self, listening: socket.socket, host: str, *, path: str) -> None:
+        self._socket = listening
+        bracketed = f"[{host}]" if ":" in host else host
+        self.port: int = listening.getsockname()[1]
+        self.url = f"http://{bracketed}:{self.port}{path}"
+        self._lock = threading.Lock()
+        self._ready = threading.Event()
+        self._state = ServerState.RESERVED
+        self._responder: _Responder | None = _Responder(listening)
+
+    @property
+    def state(self) -> ServerState:
+        """What stands behind the endpoint now."""
+        return self._state
+
+    def hand_over(self) -> socket.socket:
+        """The listening socket, for the server to accept on; nothing is closed or bound again.
+
+        The answering thread ends first; a connection that arrives meanwhile waits in the backlog for the server. The
+        socket stays open until ``close``, also after the server ended (uvicorn does not close what it was handed).
+        Raises FleetError (CLOSED) after ``close`` or a second time.
+        """
+        with self._lock:
+            if self._responder is None or self._state is not ServerState.RESERVED:
+                raise FleetError(
+                    f"expected an endpoint that is reserved and not handed over, got {self.url} ({self._state})",
+                    kind=ErrorKind.CLOSED,
+                )
+            responder, self._responder = self._responder, None
+        responder.end()
+        self._socket.setblocking(False)
+        return self._socket
+
+    def mark_serving(self) -> None:
+        """Say that the server accepts; wakes whoever waits. Raises FleetError (CLOSED) before ``hand_over``."""
+        with self._lock:
+            if self._responder is not None or self._state is ServerState.CLOSED:
+                raise FleetError(
+                    f"expected a server that was handed the socket of {self.url}, got none", kind=ErrorKind.CLOSED
+                )
+            self._state = ServerState.SERVING
+        self._ready.set()
+
+    def wait_ready(self, *, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for ``mark_serving``. Raises FleetError: NOT_READY, or CLOSED if closed."""
+        came = self._ready.wait(timeout)
+        if self._state is ServerState.CLOSED:
+            raise FleetError(f"expected {self.url} to serve, got a closed endpoint", kind=ErrorKind.CLOSED)
+        if not came:
+            raise FleetError(
+                f"expected {self.url} to serve within {timeout} s, got no server", kind=ErrorKind.NOT_READY
+            )
+
+    def close(self) -> None:
+        """End the answering thread, close the socket, wake who waits. Idempotent; frees the port."""
+        with self._lock:
+            responder, self._responder = self._responder, None
+            self._state = ServerState.CLOSED
+        if responder is not None:
+            responder.end()
+        self._socket.close()
+        self._ready.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _NotYet(BaseHTTPRequestHandler):
+    """503 for everything, whatever the method."""
+
+    timeout = _REQUEST_TIMEOUT  # of the socket: a caller that sends nothing holds its thread no longer
+    protocol_version = "HTTP/1.1"
+    server_version = "routeplane"
+    sys_version = ""
+
+    def parse_request(self) -> bool:
+        """Answer as soon as the request's head is read: methods and bodies make no difference here."""
+        if super().parse_request():
+            body = b'{"error": "reserved: the engine behind this endpoint is still loading"}\n'
+            self.send_response(503)
+            self.send_header("Retry-After", str(_RETRY_AFTER))
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+        self.close_connection = True
+        return False
+
+    def finish(self) -> None:
+        """End our side, then read what the caller still sends: closing over unread bytes would reset the connection,
+        and the caller of a POST would see that instead of the 503.
+        """
+        try:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            for _ in range(_DRAIN_BYTES // _DRAIN_STEP):
+                if not self.connection.recv(_DRAIN_STEP):
+                    break
+        except OSError:  # the caller went, or sends too slowly
+            pass
+        finally:
+            super().finish()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a caller that polls would fill the log."""
+
+
+class _Answering(ThreadingHTTPServer):
+    """The standard library's server on a socket that it does not own."""
+
+    daemon_threads = True
+
+    def __init__(self, listening: socket.socket) -> None:
+        super().__init__(listening.getsockname()[:2], _NotYet, bind_and_activate=False)
+        self.socket.close()  # the one that the base class made, never bound
+        self.socket = listening
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A caller that hangs up early is none of our concern."""
+
+
+class _Responder:
+    """The thread that answers on a listening socket until ``end``; the socket stays open."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        # accept() would block for good where a caller left the backlog between select and accept
+        listening.setblocking(False)
+        self._server = _Answering(listening)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": _POLL_SECONDS},
+            name=f"routeplane-503-{listening.getsockname()[1]}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self._server.shutdown()
+        self._thread.join()

@@ -1,0 +1,274 @@
+"""Plans: tasks with needs and resources, run as early as both allow, and taken down as one.
+
+Owns order, cancellation and the timeline. Knows neither Ray nor engines: a task is a coroutine function that brings
+something up and says how it is taken down. No third party; asyncio does the concurrency.
+
+What makes it safe: a task registers how to undo a thing at the moment the thing exists (``context.defer``), not when
+the task ends, so that failure, cancellation and interrupt at any phase find everything that is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+from routeplane.errors import ErrorKind, FleetError, Problem, UsageError
+from routeplane.fleet.timeline import Outcome, TaskTimes, Timeline
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Fleet", "Plan", "Task", "TaskContext", "start", "start_async"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One thing that comes up.
+
+    ``run(context)``: a coroutine function; its result is what other tasks and the fleet get under ``name``. ``needs``:
+    names of tasks whose results it uses. ``resources``: names of what it has to itself while it runs (a GPU, a disk);
+    tasks that share one run one after another, in the plan's order. ``timeout``: seconds, from when it starts.
+    """
+
+    name: str
+    run: Callable[[TaskContext], Awaitable[Any]]
+    needs: tuple[str, ...] = ()
+    resources: tuple[str, ...] = ()
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Tasks in the order in which those that share a resource run. Pure value; nothing runs yet.
+
+    Raises UsageError (PLAN) for no task, a name that comes twice, a need that is no task, and needs that form a circle.
+    """
+
+    tasks: tuple[Task, ...]
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        if not names:
+            raise UsageError("expected at least one task, got none", kind=ErrorKind.PLAN)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UsageError(f"expected task names that differ, got {', '.join(twice)} twice", kind=ErrorKind.PLAN)
+        for task in self.tasks:
+            unknown = [need for need in task.needs if need not in names]
+            if unknown:
+                raise UsageError(
+                    f"expected needs among {', '.join(names)}, got {', '.join(unknown)} @ task {task.name}",
+                    kind=ErrorKind.PLAN,
+                )
+        self.ordered()
+
+    def ordered(self) -> tuple[Task, ...]:
+        """The tasks, each after all that it needs, otherwise in the plan's order. Raises UsageError (PLAN)."""
+        done: dict[str, Task] = {}
+        while len(done) < len(self.tasks):
+            ready = next(
+                (task for task in self.tasks if task.name not in done and all(need in done for need in task.needs)),
+                None,
+            )
+            if ready is None:
+                circle = ", ".join(task.name for task in self.tasks if task.name not in done)
+                raise UsageError(
+                    f"expected needs without a circle, got one among (or before) {circle}", kind=ErrorKind.PLAN
+                )
+            done[ready.name] = ready
+        return tuple(done.values())
+
+    def waits(self) -> Mapping[str, tuple[str, ...]]:
+        """For each task all tasks that end before it starts: its needs, and those before it on a shared resource."""
+        ordered = self.ordered()
+        return {
+            task.name: tuple(
+                before.name
+                for before in ordered[:position]
+                if before.name in task.needs or set(before.resources) & set(task.resources)
+            )
+            for position, task in enumerate(ordered)
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskContext:
+    """What a running task is given. ``results``: of the tasks that it needs, by name; read-only."""
+
+    name: str
+    results: Mapping[str, Any]
+    _closers: list[tuple[str, Callable[[], object]]] = field(repr=False)
+
+    def defer(self, close: Callable[[], object], *, what: str | None = None) -> None:
+        """Call ``close`` when the fleet comes down, whyever; the last deferred goes first.
+
+        To be called as soon as the thing exists, before anything else is awaited. ``close`` blocks for seconds at most
+        and may raise; it runs in a thread of its own. What it raises is told beside, never instead of, what brought the
+        fleet down.
+        """
+        self._closers.append((what or self.name, close))
+
+
+class Fleet:
+    """What a plan brought up: ``results`` by task name, and the ``timeline``. Leaving ``with`` takes all of it down."""
+
+    def __init__(self, results: Mapping[str, Any], timeline: Timeline, *, closers: _Closers) -> None:
+        self.results: Mapping[str, Any] = MappingProxyType(dict(results))
+        self.timeline = timeline
+        self._closers = closers
+
+    def __getitem__(self, name: str) -> Any:
+        return self.results[name]
+
+    def close(self) -> None:
+        """Take everything down, last first. Idempotent. Every closer runs; raises FleetError (CLOSED) naming those that
+        failed.
+        """
+        failed = _take_down(self._closers)
+        if failed:
+            raise FleetError.from_problems(failed, what="expected a clean shutdown, got")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        for problem in _take_down(self._closers):
+            error.add_note(f"while taking the fleet down: {problem}")
+
+
+_Closers = list[tuple[str, Callable[[], object]]]
+
+
+def start(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) -> Fleet:
+    """Run a plan from a program without an event loop. See ``start_async``; SIGINT takes down what is up."""
+    return asyncio.run(start_async(plan, on_change=on_change))
+
+
+async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) -> Fleet:
+    """Run every task as soon as what it waits for has ended; the fleet, once all are up.
+
+    ``on_change``: called with the timeline so far when a task starts or ends, for a progress display. Where a task
+    fails, the others are cancelled, everything deferred so far is closed, last first, and FleetError (START_FAILED) is
+    raised with one problem for each task that failed of itself, from an ExceptionGroup of what they raised. Cancelled
+    from outside, it closes in the same way.
+    """
+    run = _Run(plan, on_change)
+    tasks = [asyncio.create_task(run.carry_out(task), name=task.name) for task in run.ordered]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await _end(tasks)
+        failed = {task.get_name(): error for task in tasks if not task.cancelled() and (error := task.exception())}
+        if failed:
+            raise run.failure(failed) from BaseExceptionGroup("what the tasks raised", tuple(failed.values()))
+    except BaseException as error:
+        await _end(tasks)
+        for problem in _take_down(run.closers):
+            error.add_note(f"while taking the fleet down: {problem}")
+        raise
+    return Fleet(run.results, run.timeline(), closers=run.closers)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel what still runs and wait for its end; what the tasks raised stays with them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+class _Run:
+    """One run of a plan: results, closers and times as they come."""
+
+    def __init__(self, plan: Plan, on_change: Callable[[Timeline], object] | None) -> None:
+        self.ordered = plan.ordered()
+        self.results: dict[str, Any] = {}
+        self.closers: _Closers = []
+        self._waits = plan.waits()
+        self._ended = {task.name: asyncio.Event() for task in self.ordered}
+        self._times = {task.name: TaskTimes(name=task.name, waits=self._waits[task.name]) for task in self.ordered}
+        self._on_change = on_change
+        self._began = time.monotonic()
+
+    def timeline(self) -> Timeline:
+        """The times so far."""
+        return Timeline(tasks=tuple(self._times.values()))
+
+    async def carry_out(self, task: Task) -> None:
+        """Wait for what it waits for, run it, keep its result."""
+        outcome: Outcome = "failed"
+        try:
+            for name in self._waits[task.name]:
+                await self._ended[name].wait()
+            self._note(task, started=self._now(), waited_for=self._last(task), outcome="running")
+            context = TaskContext(
+                name=task.name,
+                results=MappingProxyType({need: self.results[need] for need in task.needs}),
+                _closers=self.closers,
+            )
+            self.results[task.name] = await self._within(task, context)
+            outcome = "done"
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            self._note(task, ended=self._now() if self._times[task.name].started is not None else None, outcome=outcome)
+        self._ended[task.name].set()
+
+    async def _within(self, task: Task, context: TaskContext) -> Any:
+        timeout = asyncio.timeout(task.timeout)
+        try:
+            async with timeout:
+                return await task.run(context)
+        except TimeoutError as error:
+            if not timeout.expired():  # the task's own
+                raise
+            raise FleetError(
+                f"expected task {task.name} to end within {task.timeout} s, got no end", kind=ErrorKind.NOT_READY
+            ) from error
+
+    def failure(self, failed: Mapping[str, BaseException]) -> FleetError:
+        """What is raised for the tasks that failed of themselves, by name."""
+        problems = [
+            Problem(kind=ErrorKind.START_FAILED, message=f"task {name}: {type(error).__name__}: {error}")
+            for name, error in failed.items()
+        ]
+        stopped = [name for name, times in self._times.items() if times.outcome == "cancelled"]
+        listed = "; ".join(problem.message for problem in problems)
+        return FleetError(
+            f"expected {len(self.ordered)} tasks to come up, got {len(problems)} failed: {listed} "
+            f"(cancelled: {', '.join(stopped) or 'none'})",
+            kind=ErrorKind.START_FAILED,
+            problems=problems,
+        )
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _last(self, task: Task) -> str | None:
+        return max(self._waits[task.name], key=lambda name: self._times[name].ended or 0.0, default=None)
+
+    def _note(self, task: Task, **changes: Any) -> None:
+        self._times[task.name] = replace(self._times[task.name], **changes)
+        if self._on_change is not None:
+            self._on_change(self.timeline())
+
+
+def _take_down(closers: _Closers) -> list[Problem]:
+    """Run every closer, last first, and empty the list; what failed. Whatever one of them raises, the others run."""
+    failed = []
+    with ThreadPoolExecutor(1, thread_name_prefix="routeplane-close") as thread:
+        while closers:
+            what, close = closers.pop()
+            error = thread.submit(close).exception()
+            if error is not None:
+                failed.append(Problem(kind=ErrorKind.CLOSED, message=f"{what}: {type(error).__name__}: {error}"))
+    return failed

@@ -1,0 +1,265 @@
+"""Endpoints: the port is ours from the first second, callers are answered, and the server gets the very socket."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+
+from routeplane.errors import ErrorKind, FleetError, UsageError
+from routeplane.fleet.endpoints import Endpoint, Endpoints, ServerState, reserve
+
+HOST = "127.0.0.1"
+RANGE = (18_600, 18_700)
+# a caller that is not answered fails the test instead of hanging it
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    """A reserved endpoint, closed afterwards."""
+    with reserve(HOST, RANGE) as reserved:
+        yield reserved
+
+
+def ask(port: int, *, method: str = "GET", body: bytes | None = None) -> tuple[int, str | None]:
+    """One request; status and Retry-After."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
+    try:
+        connection.request(method, "/v1/chat/completions", body=body)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.getheader("Retry-After")
+    finally:
+        connection.close()
+
+
+def can_connect(port: int) -> bool:
+    """Whether anything listens there."""
+    try:
+        socket.create_connection((HOST, port), timeout=PATIENCE).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reserving
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_url_is_known_at_once_and_lies_in_the_range(endpoint: Endpoint) -> None:
+    """The URL names a port of the configured range."""
+    assert RANGE[0] <= endpoint.port < RANGE[1]
+    assert f"http://{HOST}:{endpoint.port}/v1" == endpoint.url
+    assert ServerState.RESERVED == endpoint.state
+
+
+def test_two_reservations_never_share_a_port(endpoint: Endpoint) -> None:
+    """A second reservation of the same range takes the next free port."""
+    with reserve(HOST, RANGE) as other:
+        assert endpoint.port != other.port
+
+
+def test_a_full_range_is_refused_with_the_range_and_the_cause(endpoint: Endpoint) -> None:
+    """No free port: the error names the range, and keeps what the last bind said."""
+    with pytest.raises(FleetError, match=rf"free port in \[{endpoint.port}, {endpoint.port + 1}\)") as caught:
+        reserve(HOST, (endpoint.port, endpoint.port + 1))
+    assert ErrorKind.NO_PORT == caught.value.kind
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_named_port_is_taken_back_after_its_owner_closed() -> None:
+    """A restarted server gets its old URL, also with connections of the old one in TIME_WAIT."""
+    with reserve(HOST, RANGE) as first:
+        assert (503, "1") == ask(first.port)
+        url = first.url
+    with reserve(HOST, RANGE, port=first.port) as second:
+        assert url == second.url
+
+
+def test_a_named_port_that_another_holds_is_refused(endpoint: Endpoint) -> None:
+    """A port taken between: no other one is given instead."""
+    with pytest.raises(FleetError, match=f"expected port {endpoint.port}") as caught:
+        reserve(HOST, RANGE, port=endpoint.port)
+    assert ErrorKind.NO_PORT == caught.value.kind
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    """Binding an address that is not ours says so at once, instead of trying the whole range."""
+    with pytest.raises(FleetError, match="address of this machine"):
+        reserve("192.0.2.1", RANGE)
+
+
+@pytest.mark.parametrize(
+    ("host", "ports", "port"),
+    [
+        pytest.param(HOST, (0, 10), None, id="zero"),
+        pytest.param(HOST, (10, 10), None, id="empty"),
+        pytest.param(HOST, (60_000, 70_000), None, id="beyond"),
+        pytest.param(HOST, RANGE, 80, id="port-outside"),
+        pytest.param("", RANGE, None, id="nothing-to-advertise"),
+    ],
+)
+def test_arguments_that_cannot_be_served_are_refused(host: str, ports: tuple[int, int], port: int | None) -> None:
+    """Ranges and hosts are checked before anything is bound."""
+    with pytest.raises(UsageError) as caught:
+        reserve(host, ports, port=port)
+    assert ErrorKind.ARGUMENT == caught.value.kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Before the server
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+def test_a_caller_before_readiness_is_told_to_come_back(endpoint: Endpoint, method: str) -> None:
+    """503 with Retry-After, whatever the method."""
+    assert (503, "1") == ask(endpoint.port, method=method)
+
+
+def test_a_large_post_is_answered_rather_than_reset(endpoint: Endpoint) -> None:
+    """A body far beyond the socket buffers is read to its end, so that the caller sees the 503."""
+    assert (503, "1") == ask(endpoint.port, method="POST", body=bytes(8 << 20))
+
+
+def test_a_caller_that_sends_nothing_does_not_keep_others_waiting(endpoint: Endpoint) -> None:
+    """Silent connections take no turn away from those that ask."""
+    silent = [socket.create_connection((HOST, endpoint.port), timeout=PATIENCE) for _ in range(8)]
+    try:
+        assert (503, "1") == ask(endpoint.port)
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_waiting_for_a_server_that_never_comes_ends_with_the_reason(endpoint: Endpoint) -> None:
+    """``wait_ready`` gives up in its time and names the URL."""
+    with pytest.raises(FleetError, match=endpoint.url) as caught:
+        endpoint.wait_ready(timeout=0.01)
+    assert ErrorKind.NOT_READY == caught.value.kind
+
+
+def test_closing_wakes_who_waits() -> None:
+    """A waiting thread learns of the close at once."""
+    endpoint = reserve(HOST, RANGE)
+    raised: list[ErrorKind] = []
+
+    def wait() -> None:
+        try:
+            endpoint.wait_ready(timeout=PATIENCE)
+        except FleetError as error:
+            raised.append(error.kind)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    endpoint.close()
+    waiting.join()
+    assert [ErrorKind.CLOSED] == raised
+
+
+def test_close_frees_the_port_and_ends_the_thread() -> None:
+    """After ``close`` nothing listens, and the answering thread is gone."""
+    endpoint = reserve(HOST, RANGE)
+    endpoint.close()
+    endpoint.close()
+    assert not can_connect(endpoint.port)
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name.endswith(str(endpoint.port))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Handing over
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+async def answer_ok(scope: dict[str, object], receive: object, send: object) -> None:
+    """An ASGI application that answers 200."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+    await send({"type": "http.response.body", "body": b"ok"})  # type: ignore[operator]
+
+
+def test_uvicorn_serves_on_the_very_socket_without_a_gap(endpoint: Endpoint) -> None:
+    """Callers during the change get 503 or 200, never a refusal; afterwards 200 on the same URL."""
+
+    async def change() -> tuple[set[int], int]:
+        seen: set[int] = set()
+        over = threading.Event()
+
+        def poll() -> None:
+            while not over.is_set():
+                seen.add(ask(endpoint.port)[0])
+
+        polling = asyncio.create_task(asyncio.to_thread(poll))
+        try:
+            server = uvicorn.Server(uvicorn.Config(answer_ok, log_config=None, lifespan="off"))
+            serving = asyncio.create_task(server.serve(sockets=[endpoint.hand_over()]))
+            while not server.started:
+                await asyncio.sleep(0)
+            endpoint.mark_serving()
+            await asyncio.to_thread(endpoint.wait_ready, timeout=PATIENCE)
+            after = (await asyncio.to_thread(ask, endpoint.port))[0]
+        finally:
+            over.set()
+            await polling
+        server.should_exit = True
+        await serving
+        return seen, after
+
+    seen, after = asyncio.run(change())
+    assert 200 == after
+    assert seen <= {503, 200}
+    assert ServerState.SERVING == endpoint.state
+
+
+def test_an_endpoint_is_handed_over_once(endpoint: Endpoint) -> None:
+    """Two servers never accept on one socket."""
+    endpoint.hand_over()
+    with pytest.raises(FleetError) as caught:
+        endpoint.hand_over()
+    assert ErrorKind.CLOSED == caught.value.kind
+
+
+def test_serving_cannot_be_claimed_before_the_socket_was_handed_over(endpoint: Endpoint) -> None:
+    """Readiness means that a server has the socket."""
+    with pytest.raises(FleetError, match="handed the socket"):
+        endpoint.mark_serving()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Endpoints of a fleet
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_endpoint_is_an_empty_list() -> None:
+    """A fleet without HTTP has no endpoints, and that is false: never a list with nothing in it."""
+    none = Endpoints.of([])
+    assert not none
+    assert () == none.urls
+
+
+def test_a_degraded_shard_is_a_state_and_keeps_its_place() -> None:
+    """Order and count of the URLs do not change when a shard fails."""
+    endpoints = Endpoints.of(["http://a/v1", "http://b/v1", "http://c/v1"], state=ServerState.SERVING)
+    changed = endpoints.with_state(1, ServerState.DEGRADED)
+    assert endpoints.urls == changed.urls
+    assert (1,) == changed.degraded
+    assert () == changed.with_state(1, ServerState.SERVING).degraded
+
+
+@pytest.mark.parametrize("shard", [-1, 2])
+def test_a_shard_that_is_not_there_is_refused(shard: int) -> None:
+    """A state belongs to a shard of the fleet."""
+    with pytest.raises(UsageError):
+        Endpoints.of(["http://a/v1", "http://b/v1"]).with_state(shard, ServerState.SERVING)
+
+
+def test_two_shards_never_share_a_url() -> None:
+    """One URL twice would send one shard's traffic to another."""
+    with pytest.raises(UsageError):
+        Endpoints.of(["http://a/v1", "http://a/v1"])
