@@ -117,7 +117,8 @@ THIRD_PARTY = {
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
-    "google_crc32c": ("archive",),  # comes with zarr
+    "google_crc32c": ("archive",),  # this and the next come with zarr
+    "numcodecs": ("archive",),
     "matplotlib": ("inspect",),
     "rich": ("cli", "inspect"),
     "nemo_automodel": ("replay.automodel",),
