@@ -286,3 +286,24 @@ def test_a_router_called_by_itself_is_refused_like_any_other() -> None:
         with pytest.raises(ReplayError, match=r"layers\.1\.mlp\.router") as caught:
             replaying.__exit__(None, None, None)
     assert ErrorKind.GATE_FIRED == caught.value.kind
+
+
+# Megatron's own call, under torch 2.13
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_a_region_whose_input_was_exchanged_is_told_inside_its_replaying_alone() -> None:
+    """``distribute_saved_activations`` puts other storage in its place: elsewhere the recomputation is refused."""
+    model, reference = build({**PLAIN.options, **FULL}), build(PLAIN.options)
+    with gates.attach(reference, PLAIN.spec) as handle, handle.replaying(batch_of(1)):
+        torch.autograd.backward(loss_of(reference, 1))
+    model.config.distribute_saved_activations = True
+    with gates.attach(model, PLAIN.spec) as handle:
+        with handle.replaying(batch_of(1)):
+            torch.autograd.backward(loss_of(model, 1))
+        expected = gradients_of(reference)
+        for name, gradient in gradients_of(model).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+        with handle.replaying(batch_of(1)):
+            loss = loss_of(model, 1)
+        with pytest.raises(ReplayError, match=r"whose forward is unknown.*mlp\.router") as caught:
+            torch.autograd.backward(loss)
+    assert ErrorKind.UNBOUND_RECOMPUTE == caught.value.kind
