@@ -22,6 +22,7 @@ from routeplane.replay.handle import ReplayHandle
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_harness import unlike_rows
 from tests.replay.megatron.tiny_megatron import FAMILIES, HIDDEN, TokenBatch, build, config_of, inputs_of, recorded
+from tests.replay.reads import reads_of
 
 pytestmark = pytest.mark.megatron
 
@@ -307,3 +308,27 @@ def test_a_region_whose_input_was_exchanged_is_told_inside_its_replaying_alone()
         with pytest.raises(ReplayError, match=r"whose forward is unknown.*mlp\.router") as caught:
             torch.autograd.backward(loss)
     assert ErrorKind.UNBOUND_RECOMPUTE == caught.value.kind
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aux", ["live", "forced"])
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "recomputed"])
+def test_a_replayed_step_reads_no_more_than_a_live_one(options: Mapping[str, Any], aux: Any) -> None:
+    """Entering, forward, recomputation, backward, leaving: no value is brought to the host that a live step leaves."""
+    model = build({**PLAIN.options, **options})
+    batch = batch_of(1)
+
+    def step() -> None:
+        torch.autograd.backward(loss_of(model, 1))
+
+    live = reads_of(step)
+    with gates.attach(model, PLAIN.spec, aux=aux) as handle:
+
+        def replayed() -> None:
+            with handle.replaying(batch):
+                step()
+
+        found = reads_of(replayed)
+    assert live == found
