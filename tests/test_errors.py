@@ -22,6 +22,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "ReplayError": (RouteplaneError, RuntimeError),
     "FleetError": (RouteplaneError, RuntimeError),
     "TransportError": (RouteplaneError, OSError),
+    "StoreError": (RouteplaneError, OSError),
     "MissingExtraError": (RouteplaneError, ImportError),
 }
 
@@ -79,6 +80,9 @@ RELEASED_KINDS = [
     "not_ready",
     "start_failed",
     "plan",
+    "actor_lost",
+    "actor_failed",
+    "environment",
     "producer_taken",
     "fenced",
     "sequence",

@@ -76,8 +76,20 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron"), "demo"),
+    **dict.fromkeys(
+        (
+            "demo",
+            "demo_engine",
+            "demo_plane",
+            "demo_scoring",
+            "demo_trainer",
+            "demo_automodel",
+            "demo_megatron",
+        ),
+        "demo",
+    ),
     "cli": "cli",
+    "cli_inspect": "cli",
     "testing": "testing",
 }
 
@@ -113,25 +125,27 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("kernels",),
+    "numba": ("kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "fleet"),
+    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
-    "google_crc32c": ("archive",),  # comes with zarr
-    "matplotlib": ("inspect",),
-    "rich": ("cli", "inspect"),
+    "google_crc32c": ("archive",),  # this and the next come with zarr
+    "numcodecs": ("archive",),
+    "matplotlib": ("inspect.plots", "inspect.report"),
+    "rich": ("cli", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
     "safetensors": ("demo_automodel", "demo_megatron"),
-    "jinja2": ("inspect",),
+    "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
+    "uvicorn": ("fleet",),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }
@@ -144,8 +158,11 @@ DEFERRED = {
     "capture.text64": "the fast codec is used where it is installed",
     "cli": "a command loads only what it runs",
     "convert": "an archive needs an extra that a stream does not",
+    "cli_inspect": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
+    "demo_plane": "what carries the stream is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
+    "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "validate": "the kernels are used where numba is installed",
 }
 

@@ -44,6 +44,9 @@ FEATURES = {
     "experts kernels": "eager, grouped_mm and batched_mm experts",
     "compile": "whole graphs under torch.compile, one for all batches of a size",
     "FSDP2": "gradients on two ranks are those of one process",
+    "pipeline": "an interleaved schedule with virtual stages, on two ranks: the gradients of one process, bit for bit",
+    "sequence parallel": "on two ranks, each router uses the ids of its own rows",
+    "context parallel": "a rank's rows are those that the framework's own slices take",
 }
 
 
