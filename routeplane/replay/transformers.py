@@ -101,7 +101,7 @@ def attach(
     return handle
 
 
-def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+def record(model: nn.Module, *, aux: AuxChoice = "live", compiled: bool = False) -> ReplayHandle:
     """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
 
     The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
@@ -116,7 +116,7 @@ def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
         )
     num_experts = widths[0] if len(set(widths)) == 1 else widths
     spec = RouteSpec(num_experts=num_experts, top_k=top_ks[0], layer_ids=layer_ids, model=type(model).__name__)
-    return attach(model, spec, aux=aux)
+    return attach(model, spec, aux=aux, compiled=compiled)
 
 
 def _aux_modules(model: nn.Module) -> list[nn.Module]:
