@@ -102,14 +102,14 @@ def attach(
     return handle
 
 
-def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+def record(model: nn.Module, *, aux: AuxChoice = "live", compiled: bool = False) -> ReplayHandle:
     """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
 
     The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
     different K.
     """
     spec = spec_of_gates([gate for gate, _ in find_gates(model)], model=type(model).__name__)
-    return attach(model, spec, aux=aux)
+    return attach(model, spec, aux=aux, compiled=compiled)
 
 
 def _aux_modules(model: nn.Module) -> list[nn.Module]:

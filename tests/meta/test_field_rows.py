@@ -40,7 +40,7 @@ def functions_of(path: Path) -> set[str]:
 
 
 def test_every_report_is_mapped_once() -> None:
-    """The map has exactly these reports."""
+    """The map has exactly the reports of these parts."""
     expected = [(part, number) for part, numbers in REPORTS.items() for number in numbers]
     assert expected == [(row["part"], row["row"]) for row in ROWS]
 
