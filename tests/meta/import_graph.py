@@ -135,7 +135,8 @@ THIRD_PARTY = {
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
-    "google_crc32c": ("archive",),  # comes with zarr
+    "google_crc32c": ("archive",),  # this and the next come with zarr
+    "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report"),
     "rich": ("cli", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
@@ -144,6 +145,7 @@ THIRD_PARTY = {
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
+    "uvicorn": ("fleet",),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }
