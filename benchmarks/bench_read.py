@@ -1,10 +1,12 @@
 """Reading: from a stream in memory to rows that a trainer's gates can take, against copying the routes once.
 
-Payload: 64 ragged samples of some 4,096 tokens, 48 layers, K=8, int16 (201 MB); without ``full`` of 1,024 (50 MB).
-The last row of each is MISSING, as engines leave it. One thread.
+Payload: 64 ragged samples of some 4,096 tokens, 48 layers, K=8, int16 (201 MB), which leaves most caches. The last row
+of each is MISSING, as engines leave it. One thread. A microbatch is padded and has at most 16,384 rows, in a buffer
+that all of them take turns in.
 
 Peers are other ways to send the same rows. They do the same work: decode, one xxh3-64 over each sample's rows against
-the one sent along, the row rule, and the padded microbatch in the same reused buffer.
+the one sent along, the row rule, and the same padded microbatches in one reused buffer. ``read`` only reads the bytes:
+no check of them can be faster.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import io
 import pickle
 import re
 import tracemalloc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,8 +31,12 @@ import xxhash
 
 from benchmarks.bench_rules import EXPERTS, LAYERS, legal_routes
 from benchmarks.measure import Result, relative_rates
-from routeplane.align import TokenPlan
+from routeplane.align import PlanOptions, TokenPlan
+from routeplane.batch import RouteBatch, microbatches
+from routeplane.budget import budget_groups
+from routeplane.buffers import BatchBuffers
 from routeplane.record import RouteRecord
+from routeplane.shards import Shard
 from routeplane.spans import Capture, Span
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.stream import new_stream, open_stream
@@ -38,7 +45,9 @@ from routeplane.validate import all_legal
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SAMPLES, TOP_K = 64, 8
+SAMPLES, TOKENS, TOP_K = 64, 4_096, 8
+#: Rows of a microbatch, padding included, and the layers of a pipeline stage.
+ROWS, STAGE = 16_384, tuple(range(12, 24))
 SPEC = RouteSpec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=tuple(range(LAYERS)))
 
 Rows = Sequence["NDArray[np.int16]"]
@@ -76,10 +85,10 @@ def record(index: int, tokens: int) -> RouteRecord:
     )
 
 
-def stream_of(records: Iterable[RouteRecord]) -> bytes:
+def stream_of(records: Iterable[RouteRecord], *, encoding: Literal["plain", "narrow"]) -> bytes:
     """The records as an Arrow stream in one batch, so that streams of any payload have as many messages."""
     sink = io.BytesIO()
-    with new_stream(sink, SPEC, max_bytes=2**40) as out:
+    with new_stream(sink, SPEC, encoding=encoding, max_bytes=2**40) as out:
         for each in records:
             out.write(each)
     return sink.getvalue()
@@ -141,13 +150,38 @@ def _msgspec(rows: Rows) -> Callable[[], Iterable[NDArray[np.int16]]]:
     return lambda: (np.frombuffer(body, dtype=np.int16).reshape(shape) for shape, body in decoder.decode(data))
 
 
-def microbatch(decoded: Iterable[NDArray[np.int16]], hashes: Sequence[int], plan: TokenPlan, out: Any) -> None:
-    """The work of every peer once its rows are decoded."""
-    rows = list(decoded)
-    for each, expected in zip(rows, hashes, strict=True):
-        if xxhash.xxh3_64_intdigest(each.data) != expected or not all_legal(each, SPEC):
-            raise RuntimeError("expected the rows that were sent, got others")
-    plan.gather(rows, fill=MISSING, out=out)
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """What every way has to make: padded groups of neighbours, each by its plan."""
+
+    groups: list[tuple[int, ...]]
+    plans: list[TokenPlan]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Rounds:
+        """As ``microbatches`` groups them."""
+        options = PlanOptions(layout="padded")
+        groups = budget_groups(sizes, tokens=ROWS, options=options)
+        return cls(groups=groups, plans=[options.plan([sizes[index] for index in group]) for group in groups])
+
+    def buffer(self) -> NDArray[np.int16]:
+        """Memory, touched, for the largest of them."""
+        rows = max(plan.num_rows for plan in self.plans)
+        return np.full((rows, LAYERS, TOP_K), MISSING, dtype=np.int16)
+
+
+def peer_microbatches(
+    decoded: Iterable[NDArray[np.int16]], hashes: Sequence[int], rounds: Rounds, out: NDArray[np.int16]
+) -> Iterator[NDArray[np.int16]]:
+    """The work of every peer besides decoding, group by group."""
+    arriving = iter(decoded)
+    for group, plan in zip(rounds.groups, rounds.plans, strict=True):
+        rows = [next(arriving) for _ in group]
+        for each, expected in zip(rows, (hashes[index] for index in group), strict=True):
+            if xxhash.xxh3_64_intdigest(each.data) != expected or not all_legal(each, SPEC):
+                raise RuntimeError("expected the rows that were sent, got others")
+        here = out[: plan.num_rows].reshape(*plan.shape, LAYERS, TOP_K)
+        yield plan.gather(rows, fill=MISSING, out=here)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -161,9 +195,19 @@ def read(stream: bytes, *, verify: bool = True, on_alarm: Literal["count", "rais
         return [each.routes for each in source]
 
 
-def microbatch_of(stream: bytes, plan: TokenPlan, out: Any) -> None:
-    """From the stream to the padded buffer."""
-    plan.gather(read(stream), fill=MISSING, out=out)
+def batches_of(
+    stream: bytes, pool: BatchBuffers, *, layers: tuple[int, ...] | None = None, verify: bool = True
+) -> Iterator[RouteBatch]:
+    """From the stream to microbatches; of a pipeline stage, or of all layers.
+
+    A stage is cut where its rank would cut it: verified records are whole, and the batch takes its layers from them;
+    where nobody verifies, the reader takes them before it looks at a row.
+    """
+    source = open_stream(stream, verify=verify)
+    if layers is not None and not verify:
+        source = source.select(layer_ids=layers)
+    shard = None if layers is None else Shard(layers=layers)
+    return pool.releasing(microbatches(source, tokens=ROWS, layout="padded", buffers=pool, shard=shard))
 
 
 def opening(small: bytes, large: bytes) -> list[Result]:
@@ -206,33 +250,33 @@ def _peak(work: Callable[[], object]) -> int:
     return int(peak) + int(pa.total_allocated_bytes()) - int(arrow)
 
 
-def reading(stream: bytes, rows: Rows) -> list[Result]:
-    """Rates of a verified open, and of the whole way to a padded microbatch."""
-    plan = TokenPlan.padded([len(each) for each in rows])
-    out = np.full((*plan.shape, LAYERS, TOP_K), MISSING, dtype=np.int16)
-    source, target = np.concatenate(rows), np.empty((sum(map(len, rows)), LAYERS, TOP_K), dtype=np.int16)
+def reading(streams: Mapping[str, bytes], rows: Rows, *, rounds: int) -> list[Result]:
+    """Rates of a verified open, and of the whole way to padded microbatches."""
+    stream, pool = streams["plain"], BatchBuffers()
+    source, target = np.concatenate(rows), np.zeros((sum(map(len, rows)), LAYERS, TOP_K), dtype=np.int16)
     hashes = [xxhash.xxh3_64_intdigest(each.data) for each in rows]
-    wanted = plan.gather(rows, fill=MISSING)
-    decoders = peers(rows)
-    ours: dict[str, Callable[[], object]] = {
+    work = Rounds.of([len(each) for each in rows])
+    out = work.buffer()
+    ours: dict[str, Callable[[], Iterable[Any]]] = {
+        "microbatch": lambda: batches_of(stream, pool),
+        "microbatch narrow": lambda: batches_of(streams["narrow"], pool),
+    }
+    theirs: dict[str, Callable[[], Iterable[Any]]] = {
+        name: partial(lambda decode: peer_microbatches(decode(), hashes, work, out), decode)
+        for name, decode in peers(rows).items()
+    }
+    for name, batches in {**ours, **theirs}.items():
+        _require_equal(batches(), rows, work, name)
+    ways: dict[str, Callable[[], object]] = {
+        "np.copyto": lambda: np.copyto(target, source),
+        "read": lambda: source.view(np.uint16).max(),
         "checked": lambda: read(stream, verify=False, on_alarm="ignore"),
         "quiet": lambda: read(stream, on_alarm="ignore"),
         "verified": lambda: read(stream),
-        "microbatch": lambda: microbatch_of(stream, plan, out),
+        **{name: partial(_exhaust, batches) for name, batches in {**ours, **theirs}.items()},
     }
-    theirs: dict[str, Callable[[], object]] = {
-        name: partial(lambda decode: microbatch(decode(), hashes, plan, out), decode)
-        for name, decode in decoders.items()
-    }
-    for name in ("microbatch", *theirs):
-        out.fill(0)
-        {**ours, **theirs}[name]()
-        if not np.array_equal(out, wanted):
-            raise RuntimeError(f"expected every way to give the same microbatch, got another from {name}")
-    rates = relative_rates(
-        {"np.copyto": lambda: np.copyto(target, source), **ours, **theirs}, yardstick="np.copyto", rounds=7
-    )
-    others = {name: rates[name] for name in ("np.copyto", *theirs)}
+    rates = relative_rates(ways, yardstick="np.copyto", rounds=rounds)
+    others = {name: rates[name] for name in ("np.copyto", "read", *theirs)}
     return [
         Result(
             name="read/verified_open",
@@ -242,16 +286,77 @@ def reading(stream: bytes, rows: Rows) -> list[Result]:
             peers={
                 "without alarms": rates["quiet"],
                 "without alarms and checksums (rows are checked)": rates["checked"],
+                "read": rates["read"],
             },
         ),
         Result(name="read/padded_microbatch", value=rates["microbatch"], unit=RATE, bar=0.45, peers=others),
+        Result(name="read/padded_microbatch_narrow", value=rates["microbatch narrow"], unit=RATE, peers=others),
     ]
 
 
+def _exhaust(batches: Callable[[], Iterable[object]]) -> None:
+    for _ in batches():
+        pass
+
+
+def _require_equal(batches: Iterable[Any], rows: Rows, work: Rounds, name: str) -> None:
+    """Every way gives the same microbatches."""
+    for batch, group, plan in zip(batches, work.groups, work.plans, strict=True):
+        found = batch.routes.numpy() if isinstance(batch, RouteBatch) else batch
+        if not np.array_equal(found, plan.gather([rows[index] for index in group], fill=MISSING)):
+            raise RuntimeError(f"expected every way to give the same microbatches, got others from {name}")
+
+
+def stages(stream: bytes, *, rounds: int) -> list[Result]:
+    """What a quarter of the layers costs, against all of them."""
+    results = []
+    for verify, bar in ((True, 0.60), (False, 0.40)):
+        pools = BatchBuffers(), BatchBuffers()
+        ways: dict[str, Callable[[], object]] = {
+            "all layers": lambda verify=verify, pool=pools[0]: _exhaust(  # type: ignore[misc]
+                lambda: batches_of(stream, pool, verify=verify)
+            ),
+            "stage": lambda verify=verify, pool=pools[1]: _exhaust(  # type: ignore[misc]
+                lambda: batches_of(stream, pool, layers=STAGE, verify=verify)
+            ),
+        }
+        share = 1 / relative_rates(ways, yardstick="all layers", rounds=rounds)["stage"]
+        unit = f"time, {len(STAGE)} of {LAYERS} layers over all, {'verified' if verify else 'not verified'}"
+        name = f"read/pipeline_stage{'' if verify else '_unverified'}"
+        results.append(Result(name=name, value=round(share, 3), unit=unit, bar=bar, higher_is_better=False))
+    return results
+
+
+def memory(streams: Mapping[str, bytes]) -> list[Result]:
+    """The most that reading holds besides the microbatches themselves, which have their memory already."""
+    results = []
+    for encoding, stream in streams.items():
+        pool = BatchBuffers()
+        _exhaust(lambda pool=pool, stream=stream: batches_of(stream, pool))  # type: ignore[misc]
+        peak = _peak(lambda pool=pool, stream=stream: _exhaust(lambda: batches_of(stream, pool)))  # type: ignore[misc]
+        largest = max(plan.num_rows for plan in Rounds.of(lengths(TOKENS)).plans) * LAYERS * TOP_K * 2
+        results.append(
+            Result(
+                name=f"read/peak_memory_{encoding}",
+                value=round(peak / largest, 4),
+                unit="bytes held at most besides the output, per byte of the largest microbatch",
+                bar=1.1,
+                higher_is_better=False,
+            )
+        )
+    return results
+
+
 def main(*, full: bool = False) -> list[Result]:
-    """Measure on 201 MB, or on 50 MB."""
-    tokens = 4_096 if full else 1_024
-    records = [record(index, length) for index, length in enumerate(lengths(tokens))]
-    tenth = [record(index, max(2, length // 10)) for index, length in enumerate(lengths(tokens))]
-    stream = stream_of(records)
-    return opening(stream_of(tenth), stream) + reading(stream, [each.routes for each in records])
+    """Measure, with more rounds where ``full``."""
+    rounds = 15 if full else 5
+    records = [record(index, length) for index, length in enumerate(lengths(TOKENS))]
+    tenth = [record(index, max(2, length // 10)) for index, length in enumerate(lengths(TOKENS))]
+    streams = {encoding: stream_of(records, encoding=encoding) for encoding in ("plain", "narrow")}
+    rows = [each.routes for each in records]
+    return [
+        *opening(stream_of(tenth, encoding="plain"), streams["plain"]),
+        *reading(streams, rows, rounds=rounds),
+        *stages(streams["plain"], rounds=rounds),
+        *memory(streams),
+    ]

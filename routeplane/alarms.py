@@ -9,15 +9,16 @@ Axes: S tokens, N rows looked at, L captured layers, K top-k slots, E experts.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routeplane.errors import ErrorKind, Problem, UsageError
-from routeplane.spec import MISSING
-from routeplane.validate import missing_rows
+from routeplane.rows import absent_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from routeplane.spec import RouteSpec
@@ -30,23 +31,26 @@ _FIRST_LOOK = 16
 
 
 def find_alarms(
-    routes: NDArray[np.int16],
+    routes: NDArray[Any],
     spec: RouteSpec,
     *,
+    absent: NDArray[np.int64] | None = None,
     token_ids: NDArray[np.int32] | None = None,
     first_token: int = 0,
     sample: str | None = None,
     longest_run: int = 32,
     least_rows: int = 64,
 ) -> list[Problem]:
-    """Statistics of legal ``routes`` ``[S, L, K]`` that point at a broken capture, as ``alarm`` problems.
+    """Statistics of legal ``routes`` ``[S, L, K]``, int16 or narrow, that point at a broken capture, as ``alarm``
+    problems.
 
     * identical rows: more than ``longest_run`` consecutive tokens with the same rows in *all* layers (a stale buffer);
     * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel);
     * entropy collapse: fewer than K + 1 effective experts in a layer over at least ``least_rows`` tokens. A layer that
       shows more in 16 evenly spaced rows is not looked at further.
 
-    Tokens that lack a row in any layer are left out. A layer with E == K has one set of ids to give, and is left out.
+    Tokens that lack a row in any layer are left out (``absent``: which these are, for a caller that knows:
+    ``RouteRecord.absent_tokens``). A layer with E == K has one set of ids to give, and is left out.
     Runs of one repeated token are honest (measured: 64 equal tokens give 64 equal rows; greedy decoding repeats at most
     2 rows in all layers), so with ``token_ids`` ``[S]`` positions that repeat their predecessor are left out. Raises
     UsageError for token ids of another length.
@@ -58,34 +62,27 @@ def find_alarms(
     choosing = [slot for slot, width in enumerate(spec.experts_per_layer) if width > spec.top_k]
     if not choosing:
         return []
-    keep_S = _present(routes)
+    keep_S = np.ones(len(routes), dtype=np.bool_)
+    keep_S[absent_tokens(routes) if absent is None else absent] = False
     if token_ids is not None and len(token_ids) > 1:
         keep_S[1:] &= token_ids[1:] != token_ids[:-1]
     kept = np.flatnonzero(keep_S)
     found = _run_alarm(routes, kept, choosing, longest_run)
     if len(kept) >= least_rows:
-        spaced = np.linspace(0, len(kept) - 1, min(_FIRST_LOOK, len(kept)), dtype=np.int64)
+        looks = min(_FIRST_LOOK, len(kept))
+        spaced = np.arange(looks) * (len(kept) - 1) // max(1, looks - 1)
         suspects = _suspects(routes[kept[spaced]], spec)
         for slot in (slot for slot in choosing if suspects[slot]):
             found += _layer_alarms(routes[kept, slot], spec, spec.layer_ids[slot])
     return [_placed(problem, first_token=first_token, sample=sample) for problem in found]
 
 
-def _present(routes_SLK: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Tokens with a row in every layer. Nearly always all but the last; the smallest id tells that fastest."""
-    keep_S = np.ones(len(routes_SLK), dtype=np.bool_)
-    if len(routes_SLK) > 1 and routes_SLK[:-1].min() == MISSING:
-        return np.asarray(~missing_rows(routes_SLK).any(axis=1))
-    keep_S[-1:] = ~missing_rows(routes_SLK[-1:]).any(axis=1)
-    return keep_S
-
-
 def _run_alarm(
-    routes_SLK: NDArray[np.int16], kept: NDArray[np.int64], choosing: list[int], longest_run: int
+    routes_SLK: NDArray[Any], kept: NDArray[np.int64], choosing: list[int], longest_run: int
 ) -> list[Problem]:
-    """The longest run of equal rows in all layers: a part of some run in any one layer, so one layer is asked first."""
+    """The longest run of equal rows in all layers."""
     best, start = longest_run, -1
-    for first, last in _runs(routes_SLK[kept, choosing[0]][:, None], longest_run):
+    for first, last in _stretches(routes_SLK[:, choosing[0]], kept, longest_run):
         stretch_NLK = routes_SLK[kept[first:last]][:, choosing]
         for a, b in _runs(stretch_NLK, best):
             if b - a > best:
@@ -96,7 +93,28 @@ def _run_alarm(
     return [Problem(kind=ErrorKind.IDENTICAL_ROWS, message=message, token=int(kept[start]), severity="alarm")]
 
 
-def _runs(rows_NLK: NDArray[np.int16], longer_than: int) -> list[tuple[int, int]]:
+def _stretches(rows_SK: NDArray[Any], kept: NDArray[np.int64], longer_than: int) -> Iterator[tuple[int, int]]:
+    """Runs of one layer that are longer than that, ``[first, last)`` in ``kept``: each run in all layers is inside one.
+
+    A longer run holds two neighbours of every ``step``-th row, so these are compared first: one row in 16 is read.
+    """
+    step = max(1, (longer_than + 1) // 2)
+    ends = np.flatnonzero(_repeats(rows_SK[kept[::step]])) * step
+    # a run reaches less than two steps before the first of its repeats, and less than one beyond the last
+    breaks = np.flatnonzero(np.diff(ends) > 3 * step) + 1
+    for group in np.split(ends, breaks) if len(ends) else ():
+        first, last = max(int(group[0]) - 2 * step, 0), min(int(group[-1]) + step, len(kept))
+        yield from ((first + a, first + b) for a, b in _runs(rows_SK[kept[first:last]][:, None], longer_than))
+
+
+def _repeats(rows_NK: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows are equal to the one before."""
+    repeats_N = np.zeros(len(rows_NK), dtype=np.bool_)
+    repeats_N[1:] = (rows_NK[1:] == rows_NK[:-1]).all(axis=1)
+    return repeats_N
+
+
+def _runs(rows_NLK: NDArray[Any], longer_than: int) -> list[tuple[int, int]]:
     """``[first, last)`` of the runs of equal rows that are longer than that, in order."""
     if len(rows_NLK) <= longer_than:
         return []
@@ -106,12 +124,16 @@ def _runs(rows_NLK: NDArray[np.int16], longer_than: int) -> list[tuple[int, int]
     return [(int(bounds[index]), int(bounds[index + 1])) for index in long]
 
 
-def _suspects(rows_NLK: NDArray[np.int16], spec: RouteSpec) -> NDArray[np.bool_]:
+def _suspects(rows_NLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
     """Layers, bool ``[L]``, that use few experts in the rows of a first look. A constant one uses K."""
     layers, width = spec.num_layers, max(spec.experts_per_layer)
-    ids = rows_NLK.astype(np.int64) + (np.arange(layers) * width)[None, :, None]
+    ids = np.add(rows_NLK, (np.arange(layers) * width)[:, None], dtype=np.intp)
     load_LE = np.bincount(ids.ravel(), minlength=layers * width).reshape(layers, width)
-    return np.asarray(_effective(load_LE) < spec.top_k + 1)
+    # Never more than the effective number, and found without a logarithm: one over the chance that two choices agree.
+    draws = rows_NLK[:, 0].size
+    suspects_L = draws**2 < (spec.top_k + 1) * np.einsum("le,le->l", load_LE, load_LE)
+    suspects_L[suspects_L] = _effective(load_LE[suspects_L]) < spec.top_k + 1
+    return np.asarray(suspects_L)
 
 
 def _effective(load_LE: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -121,7 +143,7 @@ def _effective(load_LE: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.asarray(np.exp(-bits_LE.sum(axis=1)))
 
 
-def _layer_alarms(rows_NK: NDArray[np.int16], spec: RouteSpec, layer: int) -> list[Problem]:
+def _layer_alarms(rows_NK: NDArray[Any], spec: RouteSpec, layer: int) -> list[Problem]:
     if (rows_NK == rows_NK[0]).all():
         message = f"expected rows that vary over {len(rows_NK)} tokens, got {rows_NK[0].tolist()} throughout"
         return [Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, layer=layer, severity="alarm")]

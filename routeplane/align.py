@@ -20,9 +20,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from routeplane.arrays import frozen_view
 from routeplane.errors import ErrorKind, UsageError, refused
-from routeplane.gather import Run, gather_runs
+from routeplane.gather import Run, gather_routes, gather_runs
 from routeplane.shards import Shard
 from routeplane.slots import PADDING, Layout, Slots, check_lengths, require_positive, running_sum, seam_slots
+from routeplane.spec import RouteSpec
 
 __all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan", "Truncate"]
 
@@ -242,6 +243,22 @@ class TokenPlan:
         self._check_columns(columns)
         return gather_runs(self._runs, columns, shape=self.shape, fill=fill, dtype=dtype, slots=slots, out=out)
 
+    def gather_routes(
+        self,
+        columns: Sequence[NDArray[Any]],
+        *,
+        spec: RouteSpec,
+        slots: Sequence[int] | None = None,
+        out: NDArray[np.int16] | None = None,
+    ) -> NDArray[np.int16]:
+        """Legal rows as records hold them (``RouteRecord.stored_routes``) laid out as int16, MISSING at padding.
+
+        ``spec``: of the columns, which are all int16 or all narrow; narrow rows are widened on their way. Otherwise as
+        ``gather``.
+        """
+        self._check_columns(columns)
+        return gather_routes(self._runs, columns, spec=spec, shape=self.shape, slots=slots, out=out)
+
     def _continues(self) -> NDArray[np.bool_]:
         """Whether a row goes on where the row before it stopped: same record and next token, or both padding."""
         going_N = np.zeros(self.num_rows, dtype=np.bool_)
@@ -349,6 +366,15 @@ class PlanOptions:
             lead=widths - kept if self.padding_side == "left" else none,
             widths=widths,
         )
+        return TokenPlan._of(slots, shard=shard)
+
+    def padding_plan(self, *, shard: Shard | None = None) -> TokenPlan:
+        """A plan of padding alone: one sequence that has no token, in as few rows as the options allow."""
+        none = np.zeros(1, dtype=np.int64)
+        rows = self.pad_to_multiple_of if self.seq_len is None else self.seq_len
+        widths = np.full(1, rows, dtype=np.int64)
+        lead = widths if self.padding_side == "left" else none
+        slots = Slots.of(none, layout=self.layout, first=none, lengths=none, lead=lead, widths=widths)
         return TokenPlan._of(slots, shard=shard)
 
 

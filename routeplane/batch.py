@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from routeplane import collation
 from routeplane.align import Layout, PaddingSide, PlanOptions, TokenPlan, Truncate
-from routeplane.budget import budget_groups
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.budget import RankCounts, budget_groups
+from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.layout import Fill, balanced_rows, check_fill
 from routeplane.shards import RankOf, Shard, records_of_rank
 from routeplane.slots import require_positive
-from routeplane.spec import MISSING, RouteSpec
-from routeplane.tensors import RouteBatch, count_first_tokens, owned_tensor, token_logprobs
+from routeplane.spec import RouteSpec
+from routeplane.tensors import RouteBatch, count_first_tokens, filler, owned_tensor, token_logprobs
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +137,7 @@ def microbatches(
     truncate: Truncate = "raise",
     pad_token_id: int = 0,
     sort_within: int = 1,
+    batches: int | Literal["even"] | None = None,
     shard: Shard | None = None,
     fill: Fill = "missing",
     expert_parallel: int = 1,
@@ -150,13 +151,16 @@ def microbatches(
     1 for the source's order. ``shard``: ``tokens`` counts rows before the rank's cut, so ranks that cut the same
     records form the same groups; each data-parallel rank groups its own records.
 
+    ``batches``: how many to come to, by batches of padding alone at the end (``keys`` empty, one sequence of length 0);
+    ``"even"``: as many as the data-parallel rank that has most, which each rank counts as all records go by it, and
+    then their number need not divide. Default: what the records fill.
+
     Arguments are checked at the call, records as they come: besides the errors of ``collate``, a record that no batch
     can hold is a UsageError (TOO_LONG) that names its sample, a batch that the source does not admit
-    (``open_stream(max_missing=)``) is a DataError, and records that data parallelism does not divide are a UsageError
-    on every rank once the source ends.
+    (``open_stream(max_missing=)``) is a DataError, records that data parallelism does not divide are a UsageError on
+    every rank once the source ends, and so are ones that fill more than ``batches``.
     """
-    budget = require_positive(tokens, "tokens")
-    held = require_positive(sort_within, "sort_within")
+    budget, held = require_positive(tokens, "tokens"), require_positive(sort_within, "sort_within")
     given = getattr(source, "spec", None) if spec is None else spec
     if not isinstance(given, RouteSpec):
         raise UsageError("expected a source with a spec, or spec=, got neither", kind=ErrorKind.ARGUMENT)
@@ -174,22 +178,86 @@ def microbatches(
         expert_parallel=expert_parallel,
         buffers=buffers,
     )
-    own = _own_records(source, wanted.shard.data_parallel)
-    groups = _greedy(own, budget, wanted.options) if held == 1 else _sorted(own, budget, wanted.options, held)
-    admit = getattr(source, "admit", None)
-    return (_collate(_admitted(group, admit), wanted, None) for group in groups)
+    dealt = _Dealt(source, wanted, budget=budget, held=held, batches=batches)
+    groups = _greedy(dealt, budget, wanted.options) if held == 1 else _sorted(dealt, budget, wanted.options, held)
+    return dealt.rounds(groups, getattr(source, "admit", None))
 
 
 def _own_layers(spec: RouteSpec, shard: Shard) -> RouteSpec:
     return spec if shard.layers is None else spec.select(shard.layers)
 
 
-def _own_records(source: Iterable[RouteRecord], rank: RankOf) -> Iterator[RouteRecord]:
-    count = 0
-    for count, record in enumerate(source, start=1):
-        if (count - 1) % rank[1] == rank[0]:
-            yield record
-    records_of_rank(count, rank=rank)  # raises on every rank where some got one record more
+class _Dealt:
+    """The rank's own records of a source, and the number of batches that they are to make. Iterate once."""
+
+    def __init__(self, source: Any, wanted: _Wanted, *, budget: int, held: int, batches: object) -> None:
+        self._source, self._wanted, self._budget = source, wanted, budget
+        self._wanted_batches = batches if batches in (None, "even") else require_positive(batches, "batches")
+        self._counts: RankCounts | None = None
+        self._rank = wanted.shard.data_parallel
+        self._by_source = False  # whether the source deals its records to ranks, and shows those of all
+        if batches == "even":
+            self._rank, self._by_source = _dealing_of(source, wanted.shard.data_parallel)
+            self._counts = RankCounts(self._rank[1], tokens=budget, options=wanted.options, held=held)
+
+    def __iter__(self) -> Iterator[RouteRecord]:
+        count = 0
+        for owner, record in self._by_rank():
+            count += 1
+            if self._counts is not None:
+                _check_budget(record, self._budget, self._wanted.options)  # on all ranks where on one
+                self._counts.add(owner, record.num_tokens)
+            if owner == self._rank[0]:
+                yield record
+        if self._counts is None:
+            records_of_rank(count, rank=self._rank)  # raises on every rank where some got one record more
+
+    def _by_rank(self) -> Iterator[tuple[int, RouteRecord]]:
+        if self._by_source:
+            yield from self._source.by_rank()
+            return
+        for count, record in enumerate(self._source):
+            yield count % self._rank[1], record
+
+    def rounds(
+        self, groups: Iterator[tuple[RouteRecord, ...]], admit: Callable[..., Admission] | None
+    ) -> Iterator[RouteBatch]:
+        """A batch of each group, and then batches of padding."""
+        made, like = 0, None
+        for group in groups:
+            if isinstance(self._wanted_batches, int) and made == self._wanted_batches:
+                raise refused(f"records that fill at most batches={made}", "more")
+            batch = _collate(_admitted(group, admit), self._wanted, None)
+            made, like = made + 1, _Kept.of(batch)
+            yield batch
+        total = self._counts.most() if self._counts is not None else self._wanted_batches
+        for _ in range(made, total if isinstance(total, int) else made):
+            yield _padding_batch(self._wanted, like)
+
+
+def _dealing_of(source: object, data_parallel: RankOf) -> tuple[RankOf, bool]:
+    """Who deals the records to ranks, and this rank among them: the source, where it does, else the shard."""
+    dealt: RankOf = getattr(source, "dealt", (0, 1))
+    if dealt[1] == 1:
+        return data_parallel, False
+    if data_parallel[1] > 1:
+        raise refused("records dealt to ranks once", f"data_parallel={data_parallel} of a source that deals them")
+    if not hasattr(source, "by_rank"):
+        raise refused("a source that shows the records of all ranks, for batches='even' (or their number)", "another")
+    return dealt, True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """What a batch of padding has in common with one before it: the same tensors are there, in the same types."""
+
+    columns: dict[str, torch.dtype]
+    logprobs: bool
+
+    @classmethod
+    def of(cls, batch: RouteBatch) -> _Kept:
+        types = {name: values.dtype for name, values in batch.columns.items()}
+        return cls(columns=types, logprobs=batch.logprobs is not None)
 
 
 def _admitted(group: tuple[RouteRecord, ...], admit: Callable[..., Admission] | None) -> tuple[RouteRecord, ...]:
@@ -260,7 +328,8 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
     def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
         return owned_tensor(gather(columns, fill=fill, **more))
 
-    routes = gather([record.routes for record in records], fill=MISSING, slots=slots)
+    laid = plan.gather_routes if lease is None else partial(lease.gather_routes, plan)
+    routes = laid(collation.stored_rows(records), spec=records[0].spec, slots=slots)
     states = plan.gather([collation.states_of(record) for record in records], fill=collation.NO_STATE)
     routes_NLK = routes.reshape(plan.num_rows, *wanted.spec.row_shape)
     settled_N = collation.settle_states(states.reshape(-1), lambda rows: routes_NLK[rows])
@@ -288,3 +357,32 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
         fill=wanted.fill,
     )
     return batch if wanted.buffers is None or lease is None else wanted.buffers.lend(lease, batch)
+
+
+def _padding_batch(wanted: _Wanted, like: _Kept | None) -> RouteBatch:
+    """A batch without any token, of the fewest rows; for a rank that has no records left for a round."""
+    plan = wanted.options.padding_plan(shard=wanted.shard if wanted.shard.cuts_rows else None)
+    kept = _Kept(columns={}, logprobs=False) if like is None else like
+    routes = wanted.spec.missing_rows(plan.num_rows)
+    if wanted.fill == "balanced":
+        routes = balanced_rows(plan.num_rows, wanted.spec, expert_parallel=wanted.expert_parallel)
+    states = np.full(plan.shape, collation.NO_STATE, dtype=np.int8)
+    batch = RouteBatch(
+        spec=wanted.spec,
+        plan=plan,
+        routes=owned_tensor(routes.reshape(*plan.shape, *wanted.spec.row_shape)),
+        token_ids=owned_tensor(np.full(plan.shape, wanted.pad_token_id, dtype=np.int64)),
+        position_ids=owned_tensor(plan.positions()),
+        pad_mask=owned_tensor(plan.padding()),
+        generation_mask=owned_tensor(np.zeros(plan.shape, dtype=np.bool_)),
+        logprobs=owned_tensor(np.full(plan.shape, np.nan, dtype=np.float32)) if kept.logprobs else None,
+        lengths=owned_tensor(plan.lengths.copy()),
+        cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
+        cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
+        columns=MappingProxyType({name: filler(plan.shape, kind) for name, kind in kept.columns.items()}),
+        states=owned_tensor(states),
+        keys=(),
+        counts=collation.count_states(states.reshape(-1), records=0),
+        fill=wanted.fill,
+    )
+    return batch if wanted.buffers is None else wanted.buffers.lend(wanted.buffers.lease(), batch)

@@ -7,6 +7,7 @@ Knows plans' options; knows no record and no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from routeplane.align import PlanOptions
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.slots import check_lengths, require_positive
 
-__all__ = ["budget_groups"]
+__all__ = ["RankCounts", "budget_groups"]
 
 
 def budget_groups(
@@ -56,3 +57,49 @@ def budget_groups(
             groups.append([index])
             rows.append(alone)
     return [tuple(sorted(group)) for group in groups]
+
+
+class RankCounts:
+    """How many groups each of several ranks comes to, from the lengths that it is dealt; for equal rounds on all.
+
+    Each rank groups its own sequences, in order: neighbours, or, with ``held`` above 1, windows of so many at a time as
+    ``budget_groups(sort=True)``. Raises UsageError as ``budget_groups``.
+    """
+
+    def __init__(self, ranks: int, *, tokens: int, options: PlanOptions, held: int = 1) -> None:
+        self._tokens, self._options, self._held = tokens, options, held
+        self._ranks = [_Rank(window=[]) for _ in range(ranks)]
+
+    def add(self, rank: int, length: int) -> None:
+        """Deal a sequence of ``length`` tokens to a rank."""
+        state = self._ranks[rank]
+        if self._held > 1:
+            state.window.append(length)
+            if len(state.window) == self._held:
+                state.groups += self._windowed(state)
+                state.window = []
+            return
+        joined = self._options.rows_after(length, rows=state.rows, count=state.count)
+        if state.count == 0 or joined > self._tokens:
+            joined = self._options.rows_after(length, rows=0, count=0)
+            state.groups, state.count = state.groups + 1, 0
+        state.rows, state.count = joined, state.count + 1
+
+    def most(self) -> int:
+        """Groups of the rank that has most, were there no more sequences."""
+        return max(state.groups + self._windowed(state) for state in self._ranks)
+
+    def _windowed(self, state: _Rank) -> int:
+        if not state.window:
+            return 0
+        return len(budget_groups(state.window, tokens=self._tokens, options=self._options, sort=True))
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    """What one rank came to: whole groups, and the group (or the window) that still takes sequences."""
+
+    window: list[int]
+    groups: int = 0
+    rows: int = 0
+    count: int = 0

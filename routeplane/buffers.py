@@ -8,13 +8,14 @@ back from a batch that was not released.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from routeplane.errors import ErrorKind, UsageError
+from routeplane.tensors import pinned_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from routeplane.align import TokenPlan
     from routeplane.batch import RouteBatch
+    from routeplane.spec import RouteSpec
 
 __all__ = ["BatchBuffers", "Lease"]
 
@@ -39,9 +41,15 @@ class BatchBuffers:
     instead takes its memory along.
 
     The pool holds as much as was live at once, and grows to the largest batch.
+
+    ``pin``: the pooled tensors are in page-locked memory, which ``to(device, non_blocking=True)`` copies from while the
+    step runs; the fresh ones are not. Raises UsageError (ARGUMENT) where torch sees no accelerator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pin: bool = False) -> None:
+        if pin:
+            pinned_bytes(1)  # refused now, not at the first batch
+        self._allocate = pinned_bytes if pin else _plain_bytes
         self._lock = threading.Lock()
         self._free: list[Lease] = []
         # weak: a batch that nobody releases must not live for ever
@@ -56,7 +64,7 @@ class BatchBuffers:
     def lease(self) -> Lease:
         """Blocks for one batch, which nobody else has: those of the batch released last, else none yet."""
         with self._lock:
-            return self._free.pop() if self._free else Lease()
+            return self._free.pop() if self._free else Lease(self._allocate)
 
     def lend(self, lease: Lease, batch: RouteBatch) -> RouteBatch:
         """The batch, from here on the holder of what it was written into."""
@@ -94,9 +102,10 @@ class BatchBuffers:
 
 
 class Lease:
-    """The blocks of one batch, handed out in the order of asking."""
+    """The blocks of one batch, handed out in the order of asking; made by ``allocate``, which is given a size."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
+        self._allocate = allocate
         self._blocks: list[NDArray[np.uint8]] = []
         self._used = 0
 
@@ -125,15 +134,27 @@ class Lease:
         out = self._array((*plan.shape, *trailing), target)
         return plan.gather(columns, fill=fill, dtype=dtype, slots=slots, out=out)
 
+    def gather_routes(
+        self, plan: TokenPlan, columns: Sequence[NDArray[Any]], *, spec: RouteSpec, slots: Sequence[int] | None
+    ) -> NDArray[np.int16]:
+        """``plan.gather_routes`` into the next block. Raises as it does."""
+        layers = spec.num_layers if slots is None else len(slots)
+        out = self._array((*plan.shape, layers, spec.top_k), np.dtype(np.int16))
+        return plan.gather_routes(columns, spec=spec, slots=slots, out=out)
+
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._used == len(self._blocks):
-            self._blocks.append(np.empty(size, dtype=np.uint8))
+            self._blocks.append(self._allocate(size))
         elif self._blocks[self._used].nbytes < size:
-            self._blocks[self._used] = np.empty(size, dtype=np.uint8)
+            self._blocks[self._used] = self._allocate(size)
         block = self._blocks[self._used]
         self._used += 1
         return block[:size].view(dtype).reshape(shape)
+
+
+def _plain_bytes(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, dtype=np.uint8)
 
 
 def _empty(tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = ["CanonicalHash", "require_equal"]
 _U64 = struct.Struct("<Q")
 _I32 = struct.Struct("<i")
 _I64 = struct.Struct("<q")
+_LENGTH_4, _LENGTH_8 = _U64.pack(4), _U64.pack(8)
 
 # the one NaN per float width (format v1)
 _CANONICAL_NAN = {
@@ -35,51 +37,64 @@ class CanonicalHash:
 
     def __init__(self, spec_digest: int) -> None:
         self._hash = xxhash.xxh3_64()
-        self._hash.update(_U64.pack(spec_digest))
+        # small values are collected: a record has some 60, and a call of the hash for each takes longer than hashing
+        self._small: list[bytes] = [_U64.pack(spec_digest)]
 
     def value(self) -> int:
         """The checksum so far, as an unsigned 64-bit integer."""
+        self._flush()
         return self._hash.intdigest()
+
+    def _flush(self) -> None:
+        self._hash.update(b"".join(self._small))
+        self._small = []
 
     def null(self, name: str) -> None:
         """A null column: name and flag, nothing more."""
-        self._hash.update(_name(name) + b"\x01")
+        self._small.append(_head(name, b"\x01"))
 
     def text(self, name: str, value: str | None) -> None:
         """A utf8 column; length in bytes."""
         if value is None:
             return self.null(name)
         data = value.encode()
-        self._hash.update(_name(name) + b"\x00" + _U64.pack(len(data)) + data)
+        self._small += (_head(name, b"\x00"), _U64.pack(len(data)), data)
         return None
 
     def int32(self, name: str, value: int) -> None:
         """An int32 column."""
-        self._hash.update(_name(name) + b"\x00" + _U64.pack(4) + _I32.pack(value))
+        self._small += (_head(name, b"\x00"), _LENGTH_4, _I32.pack(value))
 
     def int64(self, name: str, value: int | None) -> None:
         """An int64 column."""
         if value is None:
             return self.null(name)
-        self._hash.update(_name(name) + b"\x00" + _U64.pack(8) + _I64.pack(value))
+        self._small += (_head(name, b"\x00"), _LENGTH_8, _I64.pack(value))
         return None
 
     def uint64(self, name: str, value: int) -> None:
         """A uint64 column."""
-        self._hash.update(_name(name) + b"\x00" + _U64.pack(8) + _U64.pack(value))
+        self._small += (_head(name, b"\x00"), _LENGTH_8, _U64.pack(value))
 
     def begin_list(self, name: str, count: int) -> None:
         """A list or struct column: the number of entries; the caller then gives each entry's fields."""
-        self._hash.update(_name(name) + b"\x00" + _U64.pack(count))
+        self._small += (_head(name, b"\x00"), _U64.pack(count))
+
+    def begin_array(self, name: str, nbytes: int) -> None:
+        """A fixed-width column whose values come by ``part``, ``nbytes`` of them in all."""
+        self._small += (_head(name, b"\x00"), _U64.pack(nbytes))
+
+    def part(self, values: NDArray[Any]) -> None:
+        """Some values of a fixed-width column: little endian, NaN in its canonical spelling, bool as one byte."""
+        self._flush()
+        self._hash.update(_canonical_array(values).reshape(-1).view(np.uint8).data)
 
     def array(self, name: str, values: NDArray[Any] | None) -> None:
-        """A fixed-width column; length in bytes, values little endian, NaN in its canonical spelling, bool as one
-        byte."""
+        """A fixed-width column; length in bytes, values as by ``part``."""
         if values is None:
             return self.null(name)
-        canonical = _canonical_array(values)
-        self._hash.update(_name(name) + b"\x00" + _U64.pack(canonical.nbytes))
-        self._hash.update(canonical.reshape(-1).view(np.uint8).data)
+        self.begin_array(name, values.nbytes)
+        self.part(values)
         return None
 
     def token_column(self, name: str, values: NDArray[Any]) -> None:
@@ -92,7 +107,7 @@ class CanonicalHash:
         self.begin_list(name, len(entries))
         encoded: Iterable[tuple[bytes, bytes]] = ((key.encode(), value.encode()) for key, value in entries.items())
         for key, value in sorted(encoded):
-            self._hash.update(_U64.pack(len(key)) + key + _U64.pack(len(value)) + value)
+            self._small += (_U64.pack(len(key)), key, _U64.pack(len(value)), value)
 
 
 def require_equal(declared: int, computed: int, *, where: str, sample: str) -> None:
@@ -106,9 +121,10 @@ def require_equal(declared: int, computed: int, *, where: str, sample: str) -> N
         raise ChecksumError(f"{message} @ {where}", kind=ErrorKind.CHECKSUM, problems=[problem])
 
 
-def _name(name: str) -> bytes:
+@lru_cache(maxsize=256)
+def _head(name: str, flag: bytes) -> bytes:
     data = name.encode()
-    return _U64.pack(len(data)) + data
+    return _U64.pack(len(data)) + data + flag
 
 
 def _canonical_array(values: NDArray[Any]) -> NDArray[Any]:

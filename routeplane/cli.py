@@ -1,6 +1,6 @@
 """The command line: thin calls over the library. Data on stdout, complaints on stderr, ``--json`` everywhere.
 
-Exit status: 0 good, 1 data invalid, 2 could not run.
+Exit status: 0 good, 1 data invalid or different, 2 could not run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from routeplane.cli_inspect import add_commands
 from routeplane.demo import DemoOptions, format_table, run_demo
 from routeplane.errors import FormatError, Problem, RouteplaneError
 from routeplane.inspect.check import StreamCheck, StreamSummary, check_stream, summarise_stream
@@ -24,8 +25,12 @@ _EPILOG = """examples:
   routeplane info run.arrows              what a stream holds: spec, counts, coverage
   routeplane validate run.arrows --json   every problem with sample, token and layer
   routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
+  routeplane stats 'run-*.arrows'         load, entropy, overlap, drift and coverage, layer by layer
+  routeplane diff run.arrows other.arrows where the two choose other experts
+  routeplane explain run.arrows s-17 96   every hop of one token's rows
+  routeplane report run.arrows            one HTML file: what is wrong first, pictures, the worst samples
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
-exit status: 0 good, 1 data invalid, 2 could not run"""
+exit status: 0 good, 1 data invalid or different, 2 could not run"""
 
 
 def main(*, arguments: Sequence[str] | None = None) -> int:
@@ -69,12 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
     demo = commands.add_parser("demo", help="the main job on a small real model")
     demo.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    demo.add_argument("--trainer", choices=("transformers",), default="transformers")
+    demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
+    demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
     demo.add_argument("--transport", choices=("file",), default="file")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
     demo.set_defaults(run=_demo)
-    for command in (info, validate, convert, demo):
+    for command in (info, validate, convert, demo, *add_commands(commands)):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -144,6 +150,7 @@ def _demo(options: argparse.Namespace) -> int:
                 out=folder,
                 engine=options.engine,
                 trainer=options.trainer,
+                trainer_python=options.trainer_python or "",
                 transport=options.transport,
                 seed=options.seed,
                 progress=sys.stderr.isatty(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "scores",
     "settle_states",
     "states_of",
+    "stored_rows",
 ]
 
 #: The capture state of a row that is no token.
@@ -103,6 +104,12 @@ def generated_tokens(record: RouteRecord) -> NDArray[np.bool_]:
     for span in record.spans:
         mask_S[span.start : span.stop] = span.kind == "generation"
     return mask_S
+
+
+def stored_rows(records: Sequence[RouteRecord]) -> list[NDArray[Any]]:
+    """The rows of every record as they are held; all as int16 where some are."""
+    stored = [record.stored_routes for record in records]
+    return stored if len({rows.dtype for rows in stored}) == 1 else [record.routes for record in records]
 
 
 def prompt_tokens(record: RouteRecord) -> int:

@@ -9,7 +9,7 @@ Axes: B records, T tokens of the whole batch, S tokens of one record, L captured
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from routeplane.coverage import lose_rows
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError
-from routeplane.record import Prefix, RouteRecord
+from routeplane.record import Prefix, RouteRecord, read_record
+from routeplane.rows import widen
 from routeplane.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPE, Encoding, StreamHeader, arrow_schema, row_type
 from routeplane.spans import Capture, Interval, Span
-from routeplane.spec import MISSING, NARROW_MISSING, RouteSpec
+from routeplane.spec import RouteSpec
 
 __all__ = ["column_types", "read_records", "salvage", "stored_rows", "widen", "write_batch"]
 
@@ -112,11 +113,14 @@ def _prefix_entry(prefix: Prefix | None) -> dict[str, object] | None:
 # -- batch -> records ------------------------------------------------------------------------------------------------
 
 
-def read_records(batch: pa.RecordBatch, header: StreamHeader) -> Iterator[RouteRecord | DataError]:
+def read_records(
+    batch: pa.RecordBatch, header: StreamHeader, *, verify: bool = False, select: RouteSpec | None = None
+) -> Iterator[RouteRecord | DataError]:
     """The records of a validated batch, one by one; an illegal one comes as its DataError, so that a caller may go on.
 
-    ``plain`` routes are read-only views of the batch's buffers, which they keep alive; ``narrow`` ones are widened into
-    memory of their own, one record at a time. Checksums are carried, not compared.
+    Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
+    once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
+    layers to keep, copied before their rows are checked, as only these are.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count and name not in ("group", "prefix", "logprobs"):
@@ -129,9 +133,10 @@ def read_records(batch: pa.RecordBatch, header: StreamHeader) -> Iterator[RouteR
     for index in range(batch.num_rows):
         row = {name: values[index] for name, values in small.items()}
         columns = {name: column[index] for name, column in extra.items()}
-        yield _build(
-            row, header, token_ids=tokens[index], routes=routes[index], logprobs=logprobs[index], columns=columns
+        arrays = _Arrays(
+            token_ids=tokens[index], routes=routes.stored(index), logprobs=logprobs[index], columns=columns
         )
+        yield _build(row, header, arrays, verify=verify, select=select)
 
 
 _SMALL = (
@@ -175,10 +180,13 @@ def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> Route
     row["attributes"] = [*kept, ("quarantined", "true")]
     row["checksum"] = None
     extra = {name: _Ragged(one.column(name))[0] for name, _ in header.columns}
-    routes = header.spec.missing_rows(rows)
-    read = _build(
-        row, header, token_ids=tokens, routes=routes, logprobs=_Ragged(one.column("logprobs"))[0], columns=extra
+    arrays = _Arrays(
+        token_ids=tokens,
+        routes=header.spec.missing_rows(rows),
+        logprobs=_Ragged(one.column("logprobs"))[0],
+        columns=extra,
     )
+    read = _build(row, header, arrays, verify=False)
     return read if isinstance(read, RouteRecord) else None
 
 
@@ -199,33 +207,38 @@ def _entries(entries: Sequence[dict[str, Any] | None], kind: type[Interval]) -> 
     return tuple(built)
 
 
+class _Arrays(NamedTuple):
+    """The arrays of one record, as they are stored."""
+
+    token_ids: NDArray[Any]
+    routes: NDArray[Any]
+    logprobs: NDArray[Any] | None
+    columns: dict[str, NDArray[Any]]
+
+
 def _build(
-    row: dict[str, Any],
-    header: StreamHeader,
-    *,
-    token_ids: NDArray[Any],
-    routes: NDArray[np.int16],
-    logprobs: NDArray[Any] | None,
-    columns: dict[str, NDArray[Any]],
+    row: dict[str, Any], header: StreamHeader, arrays: _Arrays, *, verify: bool, select: RouteSpec | None = None
 ) -> RouteRecord | DataError:
     try:
         if len(dict(row["attributes"])) != len(row["attributes"]):
             raise DataError(f"expected each attribute once @ sample {row['sample_id']}", kind=ErrorKind.SCHEMA)
-        return RouteRecord(
+        return read_record(
+            arrays.routes,
+            verify=verify,
+            select=select,
             sample_id=row["sample_id"],
             attempt=row["attempt"],
             segment=row["segment"],
             group=row["group"],
-            token_ids=token_ids,
-            routes=routes,
+            token_ids=arrays.token_ids,
             routes_start=row["routes_start"],
             prefix=None if row["prefix"] is None else Prefix(**row["prefix"]),
             spans=_entries(row["spans"], Span),
             captures=_entries(row["captures"], Capture),
             spec=header.spec,
-            logprobs=logprobs,
+            logprobs=arrays.logprobs,
             attributes=dict(row["attributes"]),
-            columns=columns,
+            columns=arrays.columns,
             checksum=row["checksum"],
         )
     except DataError as error:
@@ -267,25 +280,13 @@ class _RaggedRoutes:
         self._header = header
         self._values = self._ragged.flat.to_numpy(zero_copy_only=True)
 
-    def __getitem__(self, index: int) -> NDArray[np.int16]:
+    def stored(self, index: int) -> NDArray[Any]:
+        """Item i as it is stored, a view."""
         layers, top_k = self._header.spec.row_shape
         start, stop = self._ragged.offsets_B1[index : index + 2] * (layers * top_k)
-        stored_SLK = self._values[start:stop].reshape(-1, layers, top_k)
+        stored_SLK: NDArray[Any] = self._values[start:stop].reshape(-1, layers, top_k)
+        return stored_SLK
+
+    def __getitem__(self, index: int) -> NDArray[np.int16]:
+        stored_SLK = self.stored(index)
         return stored_SLK if self._header.encoding == "plain" else widen(stored_SLK, self._header.spec)
-
-
-def widen(stored_SLK: NDArray[np.uint8], spec: RouteSpec) -> NDArray[np.int16]:
-    """Narrow rows ``[S, L, K]`` as int16, in memory of their own; a row of 0xFF alone is MISSING.
-
-    Where E <= 255 the byte 0xFF is no id, so it becomes -1 wherever it stands and a partly missing row shows as the
-    corruption it is. With E = 256 the byte is also expert 255, and only a whole row of it is MISSING.
-    """
-    if max(spec.experts_per_layer) <= NARROW_MISSING:
-        # 0xFF + 1 wraps to 0, which one less makes -1; no other byte wraps. Some three times as fast as a mask.
-        return np.asarray(np.subtract(stored_SLK + np.uint8(1), 1, dtype=np.int16))
-    routes_SLK = stored_SLK.astype(np.int16)
-    # only rows that begin with the byte are looked at in full
-    token_N, slot_N = np.nonzero(stored_SLK[:, :, 0] == NARROW_MISSING)
-    filler_N = (stored_SLK[token_N, slot_N] == NARROW_MISSING).all(axis=1)
-    routes_SLK[token_N[filler_N], slot_N[filler_N]] = MISSING
-    return routes_SLK

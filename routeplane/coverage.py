@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.spans import PRESENT_STATES, STATES, Capture, CaptureState
-from routeplane.spec import MISSING
 from routeplane.validate import missing_rows
 
 __all__ = ["Coverage", "coverage_problems", "lose_rows", "partial_states", "settle_partial"]
@@ -92,10 +92,20 @@ def _rebuild_coverage(records: int, rows: dict[str, int]) -> Coverage:
 
 
 def coverage_problems(
-    captures: Iterable[Capture], routes_SLK: NDArray[np.int16], *, routes_start: int, sample: str
+    captures: Iterable[Capture],
+    routes_SLK: NDArray[Any],
+    *,
+    routes_start: int,
+    sample: str,
+    absent: NDArray[np.int64] | None = None,
 ) -> Iterator[Problem]:
-    """Where legal rows ``[S - routes_start, L, K]`` contradict what their captures declare, one finding per capture."""
+    """Where legal rows ``[S - routes_start, L, K]`` contradict what their captures declare, one finding per capture.
+
+    ``routes_SLK``: int16 or narrow. ``absent``: the rows, ascending, that ``rows.absent_tokens`` finds in them, where
+    the caller knows them.
+    """
     last = routes_start + len(routes_SLK) - 1
+    absent_N = np.flatnonzero(missing_rows(routes_SLK).any(axis=1)) if absent is None else absent
     for capture in captures:
         if capture.state == "not_fed" and capture.start != last:
             # an engine feeds every token but the last it sampled; anything else that is absent was lost, and counts
@@ -104,10 +114,10 @@ def coverage_problems(
         start, stop = max(capture.start, routes_start), capture.stop
         if start >= stop:
             continue
-        rows_SLK = routes_SLK[start - routes_start : stop - routes_start]
-        if capture.state in PRESENT_STATES and rows_SLK.min() != MISSING:
-            continue  # nearly always; the smallest id of all is found several times faster than the row that has it
-        rows_SL = missing_rows(rows_SLK)
+        first, beyond = np.searchsorted(absent_N, (start - routes_start, stop - routes_start))
+        if capture.state in PRESENT_STATES and first == beyond:
+            continue  # nearly always
+        rows_SL = missing_rows(routes_SLK[start - routes_start : stop - routes_start])
         if capture.state in PRESENT_STATES:
             wrong_S, expected = rows_SL.any(axis=1), "ids in every layer"
         elif capture.state == "partial":
@@ -122,9 +132,7 @@ def coverage_problems(
             yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=token)
 
 
-def settle_partial(
-    captures: Iterable[Capture], routes_SLK: NDArray[np.int16], *, routes_start: int
-) -> tuple[Capture, ...]:
+def settle_partial(captures: Iterable[Capture], routes_SLK: NDArray[Any], *, routes_start: int) -> tuple[Capture, ...]:
     """Captures after layers were dropped: a partial row may have become whole, or may have lost all it had.
 
     Rows before ``routes_start`` stand in another record and stay as declared.
@@ -146,7 +154,7 @@ def settle_partial(
     return tuple(settled)
 
 
-def partial_states(routes_SLK: NDArray[np.int16]) -> NDArray[np.int8]:
+def partial_states(routes_SLK: NDArray[Any]) -> NDArray[np.int8]:
     """What tokens captured in part are over the layers that are left: places in ``STATES``, int8 ``[S]``.
 
     Whole (captured), still partial, or without any row (not captured).

@@ -2,7 +2,8 @@
 
 Three stages, each a process of its own that knows the others by files alone: ``engine`` writes the route stream,
 ``trainer`` reads it and writes figures, and the parent prints them. Arguments travel as JSON on the command line of the
-child. Numbers are computed in ``routeplane.demo_trainer`` and ``routeplane.demo_engine``.
+child. Numbers are computed in ``routeplane.demo_engine``, and in ``routeplane.demo_scoring`` for every trainer, in an
+environment of its own where the trainer needs one.
 """
 
 from __future__ import annotations
@@ -32,13 +33,27 @@ _VLLM_SETTINGS = (
 )
 
 
+#: Trainer -> the module that loads it.
+_TRAINERS = {
+    "transformers": "routeplane.demo_trainer",
+    "automodel": "routeplane.demo_automodel",
+    "megatron": "routeplane.demo_megatron",
+}
+# No network, and no compiler: Megatron's and Automodel's fused functions would be compiled for one forward each.
+_TRAINER_SETTINGS = ("HF_HUB_OFFLINE=1", "TORCHDYNAMO_DISABLE=1")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
-    """What the demo runs. Defaults are the sizes at which the effect was first measured."""
+    """What the demo runs. Defaults are the sizes at which the effect was first measured.
+
+    ``trainer_python``: the interpreter of the trainer's environment; empty for this one.
+    """
 
     out: str
     engine: Literal["transformers", "vllm"] = "transformers"
-    trainer: Literal["transformers"] = "transformers"
+    trainer: Literal["transformers", "automodel", "megatron"] = "transformers"
+    trainer_python: str = ""
     transport: Literal["file"] = "file"
     seed: int = 0
     sequences: int = 8
@@ -50,7 +65,7 @@ class DemoOptions:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("engine", ("transformers", "vllm")),
-            ("trainer", ("transformers",)),
+            ("trainer", tuple(_TRAINERS)),
             ("transport", ("file",)),
         ):
             if getattr(self, name) not in allowed:
@@ -75,7 +90,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     engine = _stage("routeplane.demo_engine", options, settings=_VLLM_SETTINGS if options.engine == "vllm" else ())
-    trainer = _stage("routeplane.demo_trainer", options, settings=("HF_HUB_OFFLINE=1",))
+    trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {
         "engine": options.engine,
@@ -89,9 +104,9 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     }
 
 
-def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...]) -> dict[str, Any]:
+def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...], python: str = "") -> dict[str, Any]:
     """Run one stage as a child; its progress goes to our stderr, its figures come back as the last line of stdout."""
-    command = ["env", *settings, sys.executable, "-m", module, json.dumps(asdict(options))]
+    command = ["env", *settings, python or sys.executable, "-m", module, json.dumps(asdict(options))]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:

@@ -11,6 +11,7 @@
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
     |- FleetError        (RuntimeError)  a part of the fleet did not come up, or went: see its machine, start it again
+    |- TransportError    (OSError)       the other side or the room is gone: send again what was not acknowledged
     `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
 
 Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
@@ -37,6 +38,7 @@ __all__ = [
     "RouteplaneError",
     "SpecError",
     "StoreError",
+    "TransportError",
     "TruncatedError",
     "UsageError",
     "refused",
@@ -108,6 +110,20 @@ class ErrorKind(StrEnum):
     NOT_READY = "not_ready"  # it did not answer in its time
     START_FAILED = "start_failed"  # some task of a plan failed; the problems name each
     PLAN = "plan"  # tasks that wait for each other, or for one that is not there
+    # delivery
+    PRODUCER_TAKEN = "producer_taken"  # a producer of that name is alive
+    FENCED = "fenced"  # declared lost, and replaced since
+    SEQUENCE = "sequence"  # a block out of order, or other content under a number that was used
+    PRODUCER_LOST = "producer_lost"  # it vanished without an end
+    ABORTED = "aborted"  # the producer said that there is no whole stream
+    CONNECTION = "connection"  # cut, refused, or the other side left
+    NO_ROOM = "no_room"  # a disk or a segment is full
+    TOO_LARGE = "too_large"  # one message above a limit
+    TIMED_OUT = "timed_out"
+    RETIRED = "retired"  # of weights below the version that is still wanted
+    UNAUTHENTICATED = "unauthenticated"
+    # rows again
+    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
     # archives
     MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
     LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size
@@ -207,6 +223,10 @@ class ReplayError(RouteplaneError, RuntimeError):
 
 class FleetError(RouteplaneError, RuntimeError):
     """A port, process or actor that did not come up or did not stay: infrastructure, not data."""
+
+
+class TransportError(RouteplaneError, OSError):
+    """A transport whose other side, or whose room, is gone. Nothing acknowledged is lost by it."""
 
 
 class MissingExtraError(RouteplaneError, ImportError):

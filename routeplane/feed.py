@@ -158,7 +158,30 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         self._pending, self._marks, self._handed = None, [start], 0
         return start
 
+    @property
+    def dealt(self) -> tuple[int, int]:
+        """``(rank, world_size)``: which of all records are yielded."""
+        return self._rank, self._world_size
+
+    def by_rank(self) -> Iterator[tuple[int, RouteRecord]]:
+        """The records of all ranks, each with the rank whose it is; counted as an iteration, of this rank's alone.
+
+        ``microbatches(batches="even")`` asks for it. Raises UsageError (ARGUMENT) after ``load_state_dict``: where the
+        other ranks stand is not in a state; and in a loader's worker.
+        """
+        if self._pending is not None or get_worker_info() is not None:
+            raise refused(
+                "a dataset at its beginning, in the trainer's process", "a loaded state, or a loader's worker"
+            )
+        return self._dealt(self._begin(), (0, 1))
+
     def _records(self, start: _Place, worker: tuple[int, int]) -> Generator[RouteRecord]:
+        for owner, record in self._dealt(start, worker):
+            if owner == self._rank:
+                yield record
+
+    def _dealt(self, start: _Place, worker: tuple[int, int]) -> Generator[tuple[int, RouteRecord]]:
+        """The records of other ranks, and of this one those that are this worker's and not before the position."""
         count = start.first
         for stream in range(start.stream, len(self._paths)):
             # this many of the records before are the rank's
@@ -169,9 +192,11 @@ class RecordDataset(IterableDataset["RouteRecord"]):
                     taken, owner = divmod(count, self._world_size)
                     count += 1
                     turn = (taken - start.base) % worker[1]
-                    if owner == self._rank and taken >= start.taken and turn == worker[0]:
+                    if owner != self._rank:
+                        yield owner, record
+                    elif taken >= start.taken and turn == worker[0]:
                         self._handed = taken + 1 - start.taken
-                        yield record
+                        yield owner, record
 
     @contextmanager
     def _read(self, path: str) -> Generator[RouteSource]:
@@ -288,6 +313,11 @@ class LoadedRecords:
     def spec(self) -> RouteSpec:
         """The geometry of the records."""
         return self._dataset.spec
+
+    @property
+    def dealt(self) -> tuple[int, int]:
+        """``(rank, world_size)`` of the dataset; records of other ranks are dropped in the workers."""
+        return self._dataset.dealt
 
     def admit(self, records: Sequence[RouteRecord]) -> Admission:
         """Judge records as one batch, under the policy of the opener's sources."""

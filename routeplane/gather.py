@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from routeplane.errors import refused
+from routeplane.rows import copy_slots, lay_out
 from routeplane.slots import PADDING
+from routeplane.spec import MISSING, RouteSpec
 
-__all__ = ["Run", "gather_runs"]
+__all__ = ["Run", "gather_routes", "gather_runs"]
 
 #: ``(record, first token, first row, rows)``; record PADDING where the rows are padding.
 Run = tuple[int, int, int, int]
@@ -58,6 +60,34 @@ def gather_runs(
     return out
 
 
+def gather_routes(
+    runs: Iterable[Run],
+    columns: Sequence[NDArray[Any]],
+    *,
+    spec: RouteSpec,
+    shape: tuple[int, ...],
+    slots: Sequence[int] | None,
+    out: NDArray[np.int16] | None = None,
+) -> NDArray[np.int16]:
+    """``gather_runs`` of legal rows as records hold them, int16 or narrow, MISSING at padding: int16.
+
+    Narrow rows are widened on their way, once, and only those that are laid out. ``spec``: of the columns.
+    """
+    picked = tuple(range(spec.num_layers)) if slots is None else tuple(_check_slots(slots, columns[0].shape).tolist())
+    full = (*shape, len(picked), spec.top_k)
+    if out is None:
+        out = np.empty(full, dtype=np.int16)
+    elif out.shape != full or out.dtype != np.int16 or not out.flags.c_contiguous:
+        raise refused(f"out as C-contiguous int16 {list(full)}", f"{out.dtype} {list(out.shape)}")
+    out_NLK = out.reshape(int(np.prod(shape)), *full[len(shape) :])
+    for record, token, row, count in runs:
+        if record == PADDING:
+            out_NLK[row : row + count] = MISSING
+        else:
+            lay_out(columns[record], spec, tokens=(token, token + count), slots=picked, out=out_NLK[row : row + count])
+    return out
+
+
 def _check_slots(slots: Sequence[int], shape: tuple[int, ...]) -> NDArray[np.int64]:
     if len(shape) < 2 or len(slots) == 0 or min(slots) < 0 or max(slots) >= shape[1]:
         raise refused(f"slots of axis 1 of an array of shape {list(shape)}", f"{list(slots)}")
@@ -69,11 +99,7 @@ def _copy_slots(part: NDArray[Any], slots: NDArray[np.int64], out: NDArray[Any])
     if part.dtype != out.dtype or not part.flags.c_contiguous:
         out[...] = part[:, slots]
         return
-    # One opaque element per slot: copying K small integers at a time is 2 to 8 times slower, and an index array over
-    # three axes copies everything once more.
-    slot = np.dtype((np.void, part[0, 0].nbytes))
-    flat, target = (array.reshape(len(array), -1).view(slot) for array in (part, out))
-    np.take(flat, slots, axis=1, out=target, mode="clip")  # "raise" would buffer the output; slots were checked
+    copy_slots(part, slots, out=out)
 
 
 def _fill_value(fill: bool | int | float, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -1,18 +1,19 @@
-"""The row rule in vector registers: one verdict for an array of rows, at about the rate at which memory is read.
+"""Rows in vector registers: the row rule, at about the rate at which memory is read, and laying rows out.
 
 Owns the one use of numba (extra ``numba``). Compilers do not vectorise the rule, so an ``@intrinsic`` says it as LLVM
-vectors and LLVM picks the instructions (AVX-512, AVX2, NEON). Locates nothing, and knows no spec: ``validate`` asks
-here where numba is installed, and finds the rows in numpy where the verdict is no.
+vectors and LLVM picks the instructions (AVX-512, AVX2, NEON). Locates nothing, and knows no spec: ``validate`` loads
+this file where numba is installed, and finds the rows in numpy where the verdict is no.
 
 How a vector decides: it holds as many whole rows as fit. Rotating all of its rows by 1..K/2 slots puts every pair of
 slots onto one lane once, so a lane whose smallest XOR is 0 holds a duplicate. One unsigned comparison with E-1 is the
 range check, since every negative id is large as unsigned. A lane that fails is excused where it and its neighbour are
-MISSING: if that holds all around a row, the whole row is MISSING.
+MISSING: if that holds all around a row, the whole row is MISSING. Nearly all rows are not, so that readers ask first
+how far rows go that need no excuse: the cheaper question, and it tells where rows are MISSING.
 
 Intrinsics and their jitted callers stand in this one file, and callers at module level: numba's cache looks at the file
 of the caller alone, and never finds a function that another function made.
 
-Axes: S tokens, L layers, K top-k slots, P rows of the table of limits.
+Axes: S tokens, L layers, K top-k slots, P rows of the table of limits, R runs of layers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["MAX_TOP_K", "rows_are_legal"]
+__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal"]
 
 #: Largest top-k that a vector of int16 holds.
 MAX_TOP_K = 32
@@ -65,13 +66,71 @@ def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
     if not _steps_are_legal(rows.ctypes.data, steps, limits_PK.ctypes.data, period, 0, row):
         return False
     done = steps * step
-    tail = np.full((-(-(count - done) // step) * step + spare, top_k), -1).astype(rows.dtype)
+    tail = np.empty((-(-(count - done) // step) * step + spare, top_k), dtype=rows.dtype)
+    tail.view(f"i{rows.itemsize}").fill(-1)
     tail[: count - done] = rows.reshape(-1, top_k)[done:]
     return bool(
         _steps_are_legal(
             tail.ctypes.data, (len(tail) - spare) // step, limits_PK.ctypes.data, period, done % period, row
         )
     )
+
+
+def count_present(rows: NDArray[Any], widths: tuple[int, ...], *, first: int, most: int) -> tuple[int, bool]:
+    """How many rows from row ``first`` on are legal and not MISSING; and whether a row that is not ended the count.
+
+    Rows are counted over tokens and layers, from 0, and looked at in steps of some 100 rows: at most ``most`` rows are,
+    and where nothing ended the count, less than two steps of these are left out. ``rows``, ``widths``: as in
+    ``rows_are_legal``.
+    """
+    count, top_k = rows.size // rows.shape[2], rows.shape[2]
+    lanes = _VECTOR_BYTES // rows.itemsize
+    step = lanes // top_k * _VECTORS
+    # the last vector of a step reads past its rows, up to its own width
+    steps = min(most, count - first - -(-lanes // top_k)) // step
+    if steps <= 0:
+        return 0, False
+    limits_PK, period = _limits(widths, top_k, rows.dtype.char, step)
+    row = (rows.dtype.type(0),) * top_k
+    address = rows.ctypes.data + first * top_k * rows.itemsize
+    done = int(_present_steps(address, steps, limits_PK.ctypes.data, period, first % period, row))
+    return done * step, done < steps
+
+
+def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int16]) -> None:
+    """``out[t, i] = rows[t, slots[i]]`` for legal rows, widened to int16.
+
+    ``rows``: ``[S, L, K]`` as in ``rows_are_legal``; legal, which tells a MISSING narrow row by two of its bytes (by
+    one where K = 1, which has no expert 255). ``out``: int16 ``[S, len(slots), K]``, C-contiguous, of other memory.
+    The caller has checked all that, and that the slots exist.
+    """
+    tokens, layers, top_k = rows.shape
+    row_bytes = top_k * rows.itemsize
+    whole = slots == tuple(range(layers))
+    # one run over all tokens where nothing is left out
+    runs_R2 = _runs_of((0,), tokens * layers) if whole else _runs_of(slots, 1)
+    stride = layers * row_bytes
+    row = (rows.dtype.type(0),) * top_k
+    _lay(
+        rows.ctypes.data,
+        out.ctypes.data,
+        1 if whole else tokens,
+        stride,
+        runs_R2.ctypes.data,
+        len(runs_R2),
+        row,
+    )
+
+
+@lru_cache(maxsize=64)
+def _runs_of(slots: tuple[int, ...], count: int) -> NDArray[np.int64]:
+    """Neighbouring slots as ``[first, rows]``, in order; ``count``: rows of the one run where there is one slot."""
+    starts = [at for at, slot in enumerate(slots) if at == 0 or slot != slots[at - 1] + 1]
+    stops = [*starts[1:], len(slots)]
+    runs = [[slots[a], (b - a) * count] for a, b in zip(starts, stops, strict=True)]
+    runs_R2 = np.asarray(runs, dtype=np.int64)
+    runs_R2.flags.writeable = False
+    return runs_R2
 
 
 @lru_cache(maxsize=64)
@@ -110,6 +169,43 @@ def _steps_are_legal(
     return True
 
 
+@_compiled
+def _present_steps(address: int, steps: int, limits_address: int, period: int, phase: int, row: tuple[Any, ...]) -> int:
+    """How many of ``steps`` steps, from the first on, hold legal rows alone, none of them MISSING."""
+    step, row_bytes = _step_rows(row), _row_bytes(row)
+    for done in range(steps):
+        if _any_absent(address, limits_address + phase * row_bytes, row):
+            return done
+        address += step * row_bytes
+        phase += step
+        if phase >= period:
+            phase -= period
+    return steps
+
+
+@_compiled
+def _lay(
+    source: int, target: int, tokens: int, stride: int, runs_address: int, runs: int, row: tuple[Any, ...]
+) -> None:
+    """Copy the same ``runs`` of layers from each of ``tokens`` tokens, ``stride`` bytes apart; widen to int16."""
+    row_bytes, out_bytes, rows = _row_bytes(row), _out_bytes(row), _vector_rows(row)
+    for _ in range(tokens):
+        for run in range(runs):
+            at = source + _int64_at(runs_address + run * 16) * row_bytes
+            left = _int64_at(runs_address + run * 16 + 8)
+            while left >= rows:
+                _lay_vector(at, target, row)
+                at += rows * row_bytes
+                target += rows * out_bytes
+                left -= rows
+            while left > 0:
+                _lay_one(at, target, row)
+                at += row_bytes
+                target += out_bytes
+                left -= 1
+        source += stride
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What only the type of a row decides
 # ----------------------------------------------------------------------------------------------------------------------
@@ -132,6 +228,18 @@ def _row_bytes(context: Any, row: Any) -> Any:
     """Bytes of a row."""
     top_k, bits, _ = _shape_of(row)
     return _constant(top_k * bits // 8, row)
+
+
+@intrinsic
+def _out_bytes(context: Any, row: Any) -> Any:
+    """Bytes of a row of int16."""
+    return _constant(_shape_of(row)[0] * 2, row)
+
+
+@intrinsic
+def _vector_rows(context: Any, row: Any) -> Any:
+    """Whole rows of a vector."""
+    return _constant(_shape_of(row)[2], row)
 
 
 def _constant(value: int, row: Any) -> Any:
@@ -158,6 +266,33 @@ def _any_illegal(context: Any, address: Any, limits_address: Any, row: Any) -> A
             found = _illegal_lanes(builder, ids, limits, top_k)
             bad = found if bad is None else builder.or_(bad, found)
         # lanes beyond the last whole row hold a part of one, which the next vector looks at
+        used = ir.Constant(ir.IntType(lanes), (1 << (rows * top_k)) - 1)
+        mask = builder.and_(builder.bitcast(bad, ir.IntType(lanes)), used)
+        return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(lanes), 0))
+
+    return types.boolean(address, limits_address, row), generate
+
+
+@intrinsic
+def _any_absent(context: Any, address: Any, limits_address: Any, row: Any) -> Any:
+    """Whether a step that begins at ``address`` holds a row that is illegal or MISSING."""
+    top_k, bits, rows = _shape_of(row)
+    vector_bytes = rows * top_k * bits // 8
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        lanes = _VECTOR_BYTES * 8 // bits
+        zeros = ir.Constant(ir.VectorType(ir.IntType(bits), lanes), [0] * lanes)
+        smallest, beyond = [], []
+        for index in range(_VECTORS):
+            _prefetch(builder, arguments[0], index * vector_bytes + _AHEAD_BYTES)
+            ids, limits = (_load(builder, start, index * vector_bytes, bits) for start in arguments[:2])
+            # LLVM makes one saturated subtraction of it; unlike comparisons, these join over a whole step
+            over = builder.icmp_unsigned(">", ids, limits)
+            beyond.append(builder.select(over, builder.sub(ids, limits), zeros))
+            smallest += [builder.xor(ids, _rotated(builder, ids, top_k, by)) for by in range(1, top_k // 2 + 1)]
+        bad = builder.icmp_unsigned("!=", _reduced(builder, beyond, _either), zeros)
+        if smallest:
+            bad = builder.or_(bad, builder.icmp_unsigned("==", _reduced(builder, smallest, _smaller), zeros))
         used = ir.Constant(ir.IntType(lanes), (1 << (rows * top_k)) - 1)
         mask = builder.and_(builder.bitcast(bad, ir.IntType(lanes)), used)
         return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(lanes), 0))
@@ -226,3 +361,49 @@ def _smaller(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
 
 def _either(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
     return builder.or_(left, right)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows laid out
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _lay_vector(context: Any, source: Any, target: Any, row: Any) -> Any:
+    """Write the rows of one vector as int16."""
+    return _lay_some(source, target, row, _shape_of(row)[2])
+
+
+@intrinsic
+def _lay_one(context: Any, source: Any, target: Any, row: Any) -> Any:
+    """Write one row as int16."""
+    return _lay_some(source, target, row, 1)
+
+
+def _lay_some(source: Any, target: Any, row: Any, rows: int) -> Any:
+    top_k, bits, _ = _shape_of(row)
+    count = rows * top_k
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        narrow, wide = (ir.VectorType(ir.IntType(width), count) for width in (bits, 16))
+        ids = builder.load(builder.inttoptr(arguments[0], narrow.as_pointer()), align=1)
+        if bits == 8:
+            filler = ir.Constant(narrow, [-1] * count)
+            # where two bytes of a legal row are 0xFF, all are
+            both = builder.and_(ids, _rotated(builder, ids, top_k, 1))
+            missing = builder.sext(builder.icmp_unsigned("==", both, filler), wide)
+            ids = builder.or_(builder.zext(ids, wide), missing)
+        builder.store(ids, builder.inttoptr(arguments[1], wide.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.none(source, target, row), generate
+
+
+@intrinsic
+def _int64_at(context: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=8)
+
+    return types.int64(address), generate

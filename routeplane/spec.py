@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,7 +141,7 @@ class RouteSpec:
     @property
     def digest(self) -> int:
         """xxh3-64 of the canonical JSON; the first eight bytes under every record checksum."""
-        return xxhash.xxh3_64_intdigest(self.to_json().encode())
+        return _digest_of(self)
 
     def slot(self, layer_id: int) -> int:
         """Position on axis L of a decoder layer. Raises SpecError for a layer that is not captured."""
@@ -219,6 +220,12 @@ def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise _invalid(f"{name} as whole numbers", repr(value))
     return int(value)
+
+
+@lru_cache(maxsize=64)
+def _digest_of(spec: RouteSpec) -> int:
+    # asked for by every record
+    return xxhash.xxh3_64_intdigest(spec.to_json().encode())
 
 
 def _invalid(expected: str, got: str) -> SpecError:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.align import Layout, TokenPlan
-from routeplane.collation import count_states, settle_states
+from routeplane.collation import NO_STATE, count_states, settle_states
 from routeplane.coverage import Coverage
-from routeplane.errors import ErrorKind, MissingExtraError, UsageError
+from routeplane.errors import ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.layout import Fill, balanced_rows, check_fill
 from routeplane.shards import ContextLayout, RankOf, Shard
-from routeplane.spec import RouteSpec
+from routeplane.spans import STATES
+from routeplane.spec import MISSING, RouteSpec
 
 try:
     import torch
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from routeplane.record import RecordKey
 
-__all__ = ["RouteBatch", "count_first_tokens", "owned_tensor", "token_logprobs"]
+__all__ = ["RouteBatch", "count_first_tokens", "filler", "owned_tensor", "pinned_bytes", "token_logprobs"]
 
 # Rows whose logits are widened to float32 at a time: bounds what `token_logprobs` allocates without gradients.
 _LOGIT_ROWS = 2_048
@@ -202,6 +203,21 @@ class RouteBatch:
         routes[pads] = torch.from_numpy(filler).to(routes.device)
         return replace(self, routes=routes, fill="balanced")
 
+    def with_routes(self, routes_NLK: torch.Tensor, /) -> RouteBatch:
+        """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.
+
+        Every token counts as captured, and padding stays MISSING. The rows are copied to the batch's device. Raises
+        UsageError (ARGUMENT) for another shape or type.
+        """
+        expected = (self.num_rows, *self.spec.row_shape)
+        if tuple(routes_NLK.shape) != expected or routes_NLK.dtype != torch.int16:
+            raise refused(f"int16 routes {list(expected)}", f"{routes_NLK.dtype} {list(routes_NLK.shape)}")
+        routes = routes_NLK.to(self.routes.device, copy=True).view(self.routes.shape)
+        routes[self.pad_mask] = MISSING
+        states = torch.where(self.pad_mask, NO_STATE, STATES.index("captured")).to(self.states)
+        counts = count_states(states.reshape(-1).cpu().numpy(), records=self.counts.records)
+        return replace(self, routes=routes, states=states, counts=counts, fill="missing")
+
     def model_inputs(self) -> dict[str, torch.Tensor | bool]:
         """Keyword arguments for a Transformers causal model; tensors are shared with the batch, or views of it.
 
@@ -236,6 +252,24 @@ def owned_tensor(values: NDArray[Any]) -> torch.Tensor:
     Never a record's own array: it is read-only and may be mapped, where a write through torch kills the process.
     """
     return torch.from_numpy(values)
+
+
+def filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a token column holds at padding, as a fresh tensor: NaN, False or 0."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def pinned_bytes(size: int) -> NDArray[np.uint8]:
+    """Page-locked memory as a fresh uint8 array, which keeps it.
+
+    Raises UsageError (ARGUMENT) where torch sees no accelerator to lock it for.
+    """
+    if not torch.accelerator.is_available():
+        raise UsageError(
+            "expected an accelerator that pinned memory is for, got none in this process", kind=ErrorKind.ARGUMENT
+        )
+    pinned: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
 
 
 def count_first_tokens(plan: TokenPlan) -> int:

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError
-from routeplane.spec import MISSING
+from routeplane.spec import MISSING, NARROW_MISSING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from types import ModuleType
 
     from numpy.typing import NDArray
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["all_legal", "check_routes", "find_problems", "missing_rows"]
+__all__ = ["all_legal", "check_routes", "find_problems", "kernels_for", "missing_rows"]
 
 # Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
 _BLOCK_ROWS = 32_768
@@ -34,6 +35,7 @@ _BLOCK_ROWS = 32_768
 _KERNEL_BYTES = 2**18
 # of ``kernels``, repeated since asking there would load it
 _KERNEL_TOP_K = 32
+_KERNEL_TYPES = (np.dtype(np.int16), np.dtype(np.uint8))
 
 
 def find_problems(
@@ -85,29 +87,40 @@ def all_legal(routes: NDArray[Any], spec: RouteSpec) -> bool:
 def missing_rows(routes: NDArray[Any]) -> NDArray[np.bool_]:
     """Which rows of legal ``routes`` ``[S, L, K]`` are MISSING, as a fresh bool array ``[S, L]``.
 
-    One slot decides: in a legal row either all ids are -1 or none is.
+    One slot decides: in a legal row either all ids are -1 or none is. Of bytes as the ``narrow`` encoding stores them
+    two do: in a legal row one 0xFF may be expert 255, and two are MISSING (K = 1 has no such expert).
     """
+    if routes.dtype == np.uint8:
+        return np.asarray((routes[:, :, :2] == NARROW_MISSING).all(axis=2))
     return np.asarray(routes[:, :, 0] == MISSING)
+
+
+def kernels_for(rows: NDArray[Any], spec: RouteSpec) -> ModuleType | None:
+    """The module ``kernels``, for rows ``[S, L, K]`` that it takes and that are enough to load it for; else None.
+
+    Rows it takes are C-contiguous int16, or narrow bytes, with a top-k that a vector holds.
+    """
+    if rows.nbytes < _KERNEL_BYTES or rows.dtype not in _KERNEL_TYPES or spec.top_k > _KERNEL_TOP_K:
+        return None
+    return _kernels() if rows.flags.c_contiguous else None
 
 
 def _kernel_says_legal(routes_SLK: NDArray[Any], spec: RouteSpec) -> bool:
     """Whether the kernel was asked and found every row legal. False says nothing: numpy has the last word."""
-    if routes_SLK.nbytes < _KERNEL_BYTES or routes_SLK.dtype != np.int16 or spec.top_k > _KERNEL_TOP_K:
+    if routes_SLK.dtype != np.int16:
         return False
-    if not routes_SLK.flags.c_contiguous:
-        return False
-    kernel = _kernel()
-    return kernel is not None and kernel(routes_SLK, spec.experts_per_layer)
+    kernels = kernels_for(routes_SLK, spec)
+    return kernels is not None and kernels.rows_are_legal(routes_SLK, spec.experts_per_layer)
 
 
 @cache
-def _kernel() -> Callable[[NDArray[Any], tuple[int, ...]], bool] | None:
-    """The kernel, loaded when first asked for; None where numba is not installed, or does not work here."""
+def _kernels() -> ModuleType | None:
+    """The kernels, loaded when first asked for; None where numba is not installed, or does not work here."""
     try:
-        from routeplane.kernels import rows_are_legal
+        from routeplane import kernels
     except ImportError:
         return None
-    return rows_are_legal
+    return kernels
 
 
 def _shape_problem(routes: NDArray[Any], spec: RouteSpec, sample: str | None) -> Problem | None:

@@ -26,17 +26,34 @@ settings.register_profile("trust", _UNTIMED, max_examples=3_000, print_blob=True
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-_ENGINE_FILE = re.compile(r"^pytestmark = .*\bmark\.vllm\b", re.MULTILINE)
+#: Marks of whole files that have a run of their own: an engine's process, a trainer's environment.
+_OWN_RUN = re.compile(r"^pytestmark = .*\bmark\.(vllm|automodel|megatron)\b", re.MULTILINE)
+#: ... of which these import what no other environment has.
+_TRAINERS = ("automodel", "megatron")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files marked ``vllm`` as a whole unread where ``-m`` deselects them.
+    """Leave files with a run of their own unread where ``-m`` deselects them, a trainer's also where it names them not.
 
-    Importing the engine takes seconds and a gigabyte in each worker, and fails where it is not installed.
+    Importing the engine takes seconds and a gigabyte in each worker, and a trainer exists in its own environment alone.
     """
-    if "not vllm" not in config.option.markexpr or collection_path.suffix != ".py":
+    if collection_path.suffix != ".py":
         return None
-    return True if _ENGINE_FILE.search(collection_path.read_text(encoding="utf-8")) else None
+    mark = _mark_of(collection_path)
+    unread = mark is not None and not _selects(config.option.markexpr, mark)
+    return True if unread else None
+
+
+def _mark_of(path: Path) -> str | None:
+    """The mark of a file that has a run of its own."""
+    found = _OWN_RUN.search(path.read_text(encoding="utf-8")) if path.exists() else None
+    return None if found is None else found[1]
+
+
+def _selects(expression: str, mark: str) -> bool:
+    if f"not {mark}" in expression:
+        return False
+    return mark in expression or mark not in _TRAINERS
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,7 +66,7 @@ FIELD_ROWS = Path(__file__).with_name("field_rows.json")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--field-rows``: fail the run unless the tests that ``field_rows.json`` names ran in it and passed.
 
-    Tests in engine files belong to the run that reads them, all others to the one that does not.
+    Tests in files with a run of their own belong to that one, all others to the run without such files.
     """
     parser.addoption("--field-rows", action="store_true", help="each test named in field_rows.json must have passed")
 
@@ -57,13 +74,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Watch the run, in the process that sees all workers' reports."""
     if config.getoption("--field-rows") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_FieldRows(engine="not vllm" not in config.option.markexpr))
+        config.pluginmanager.register(_FieldRows(config.option.markexpr))
 
 
 class _FieldRows:
-    def __init__(self, *, engine: bool) -> None:
+    def __init__(self, expression: str) -> None:
         named = {test for row in json.loads(FIELD_ROWS.read_text())["rows"] for test in row.get("tests", ())}
-        self._wanted = {test for test in named if _is_engine_test(test) == engine}
+        own = [mark for mark in ("vllm", *_TRAINERS) if mark in expression and f"not {mark}" not in expression]
+        marks = {test: _mark_of(_path_of(test)) for test in named}
+        self._wanted = {test for test, mark in marks.items() if (mark in own if own else mark is None)}
         self._failed: set[str] = set()
         self._passed: set[str] = set()
 
@@ -88,6 +107,5 @@ class _FieldRows:
         return self._wanted - (self._passed - self._failed)
 
 
-def _is_engine_test(test: str) -> bool:
-    path = Path(__file__).parents[1] / test.partition("::")[0]
-    return path.exists() and _ENGINE_FILE.search(path.read_text(encoding="utf-8")) is not None
+def _path_of(test: str) -> Path:
+    return Path(__file__).parents[1] / test.partition("::")[0]

@@ -146,6 +146,10 @@ OPTIONS = {
     "validate": {"--help", "--json", "--alarms"},
     "convert": {"--help", "--json", "--encoding", "--overwrite"},
     "demo": {"--help", "--json", "--engine", "--trainer", "--transport", "--seed", "--out"},
+    "stats": {"--help", "--json", "--layer", "--samples", "--ray"},
+    "diff": {"--help", "--json", "--layer", "--samples"},
+    "explain": {"--help", "--json", "--layer"},
+    "report": {"--help", "--json", "--layer", "--samples", "--ray", "--against", "--out", "--png"},
 }
 
 
@@ -162,7 +166,7 @@ def test_the_commands_are_these(routeplane: Program) -> None:
     shown = routeplane("--help")
     assert (0, "") == (shown.status, shown.err)
     assert list(OPTIONS) == re.findall(r"^    ([a-z]+)  ", shown.out, re.MULTILINE)
-    assert "exit status: 0 good, 1 data invalid, 2 could not run" in shown.out
+    assert "exit status: 0 good, 1 data invalid or different, 2 could not run" in shown.out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers import Qwen3MoeForCausalLM
 from routeplane import demo_engine, demo_trainer
 from routeplane.batch import collate
 from routeplane.demo import DemoOptions, format_table, run_demo
-from routeplane.demo_trainer import shifted_by_layer, shifted_by_token
+from routeplane.demo_scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 from routeplane.inspect.check import check_stream, summarise_stream
 from routeplane.record import RouteRecord
@@ -96,7 +96,7 @@ def test_shifts_go_all_the_way_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"engine": "sglang"}, {"trainer": "megatron"}, {"transport": "ray"}, {"engine": None}]
+    "options", [{"engine": "sglang"}, {"trainer": "nanotron"}, {"transport": "ray"}, {"engine": None}]
 )
 def test_options_that_are_not_there_are_refused(options: dict[str, Any]) -> None:
     """By name, with what there is."""

@@ -21,6 +21,8 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "CaptureError": (RouteplaneError, RuntimeError),
     "ReplayError": (RouteplaneError, RuntimeError),
     "FleetError": (RouteplaneError, RuntimeError),
+    "TransportError": (RouteplaneError, OSError),
+    "StoreError": (RouteplaneError, OSError),
     "MissingExtraError": (RouteplaneError, ImportError),
 }
 
@@ -78,6 +80,23 @@ RELEASED_KINDS = [
     "not_ready",
     "start_failed",
     "plan",
+    "producer_taken",
+    "fenced",
+    "sequence",
+    "producer_lost",
+    "aborted",
+    "connection",
+    "no_room",
+    "too_large",
+    "timed_out",
+    "retired",
+    "unauthenticated",
+    "row_conflict",
+    "manifest",
+    "lost_file",
+    "corrupt_chunk",
+    "no_space",
+    "writer",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]

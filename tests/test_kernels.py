@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from routeplane import validate
 from routeplane.columns import widen
 from routeplane.errors import DataError, ErrorKind
-from routeplane.kernels import MAX_TOP_K, rows_are_legal
+from routeplane.kernels import MAX_TOP_K, count_present, rows_are_legal
 from routeplane.spec import MISSING, NARROW_MISSING, RouteSpec
 from routeplane.testing.strategies import CORRUPTIONS, corruptions, routes, specs
 from routeplane.validate import all_legal, check_routes, find_problems
@@ -117,7 +117,7 @@ def test_every_length_and_address_is_looked_at_to_its_end(top_k: int, kind: str)
 _GUARDED = """
 import ctypes, mmap
 import numpy as np
-from routeplane.kernels import rows_are_legal
+from routeplane.kernels import count_present, lay_rows, rows_are_legal
 page, memory = mmap.PAGESIZE, mmap.mmap(-1, 2 * mmap.PAGESIZE)
 whole = np.frombuffer(memory, dtype=np.uint8)
 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + page), page, 0) == 0
@@ -128,6 +128,10 @@ for kind in ("int16", "uint8"):
             rows = whole[page - size : page].view(kind).reshape(-1, 1, top_k)
             rows[:] = np.arange(top_k)
             assert rows_are_legal(rows, (64,))
+            assert tokens - count_present(rows, (64,), first=0, most=tokens)[0] < 600
+            out = np.empty(rows.shape, dtype=np.int16)
+            lay_rows(rows, (0,), out=out)
+            assert (out == rows).all()
 print("read nothing beyond")
 """
 
@@ -137,6 +141,36 @@ def test_nothing_beyond_the_array_is_read() -> None:
     done = subprocess.run([sys.executable, "-c", _GUARDED], capture_output=True, text=True, check=False)
 
     assert (0, "read nothing beyond\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("kind", ["int16", "uint8"])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 8, 10, 22, 32])
+def test_rows_are_counted_up_to_the_first_of_another_kind(top_k: int, kind: str) -> None:
+    """Wherever a MISSING or an illegal row stands, the count ends before it, less than two steps short, and says that
+    it met one; without any it ends less than two steps short of what was asked for."""
+    widths = (255, 64, 128)
+    step = 64 // np.dtype(kind).itemsize // top_k * 4
+    tokens = 3 * step
+    rows_SLK = random_rows(4, top_k=top_k, tokens=tokens, widths=widths)
+    rows_SLK[(rows_SLK == MISSING).any(axis=2)] = np.arange(top_k)
+    rows_SLK = placed(rows_SLK.astype(kind), top_k, around=0xFF)
+    for first, most in ((0, 3 * tokens), (0, 2 * step + 1), (step, 4 * step), (7, step), (0, 0), (3 * tokens - 3, 3)):
+        counted, met = count_present(rows_SLK, widths, first=first, most=most)
+
+        assert not met
+        assert most - 2 * step < counted <= most
+    for at in range(0, 3 * tokens, 17):
+        for row_K in ([-1] * top_k, [*range(top_k - 1), 64 if at % 3 == 1 else 255]):
+            bad_SLK = rows_SLK.copy()
+            bad_SLK.reshape(-1, top_k)[at] = np.asarray(row_K).astype(kind)
+            for first in {0, max(0, at - step), at}:
+                counted, met = count_present(bad_SLK, widths, first=first, most=3 * tokens - first)
+
+                assert first + counted <= at
+                assert first + counted > min(at, 3 * tokens) - 2 * step
+                assert met == (
+                    at - first < (3 * tokens - first - -(-64 // np.dtype(kind).itemsize // top_k)) // step * step
+                )
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 4, 7])

@@ -1,37 +1,42 @@
-"""What engines send, turned into rows of a spec: foreign encodings, and the layout with one slot per decoder layer.
+"""What engines send, turned into rows of a spec: the layer axis, and the byte format of vLLM's HTTP responses.
 
-Owns the byte format of vLLM's HTTP responses and the reading of an engine's layer axis. Says whether capture worked at
-all (dense slots empty, MoE slots filled); whether a row is legal is ``validate``'s to say, when a record is made. Pure
-numpy, no IO; knows no engine package, and nothing of tokens beyond their position.
+Owns the reading of an engine's layer axis, which is declared and never guessed from its length. Says whether capture
+worked at all (dense slots empty, MoE slots filled); whether a row is legal is ``validate``'s to say, when a record is
+made. Other encodings are ``envelopes`` and ``inline``. Pure numpy, no IO; knows no engine package, and nothing of
+tokens beyond their position.
 
 Axes: R rows that came, D decoder layers of the engine, L captured layers, K top-k slots.
 """
 
 from __future__ import annotations
 
-import base64
+import io
 import re
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from routeplane.arrays import as_integers
-from routeplane.errors import CaptureError, DataError, ErrorKind, Problem, SpecError
-from routeplane.spec import MAX_LAYERS, MAX_TOP_K
+from routeplane.capture.text64 import check_axes, decode_base64, encode_base64, undecodable
+from routeplane.errors import CaptureError, DataError, ErrorKind, Problem, SpecError, refused
+from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["decode_npy", "rows_from_layers"]
+__all__ = ["LayerAxis", "decode_npy", "encode_npy", "rows_from_axis", "rows_from_layers", "rows_from_slots"]
+
+#: What axis 1 of an engine's array counts: every decoder layer, or the spec's layers alone.
+LayerAxis = Literal["decoder", "captured"]
 
 _MAGIC = b"\x93NUMPY"
 # np.save writes 118 bytes for rank 3; a structured type, which is refused anyhow, needs more.
 _MAX_HEADER = 4_096
 _HEADER = re.compile(rb"\{'descr': '([^']*)', 'fortran_order': (True|False), 'shape': \(([0-9, ]*)\),? *\} *\n")
-_MAX_ROWS = 2**31 - 1
 _INTEGER = re.compile(r"[<>|][iu][1248]")
 # With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``alarms.find_alarms`` asks for
 # before it judges a layer.
@@ -60,18 +65,96 @@ def rows_from_layers(
     return as_integers(narrow_RLK, np.int16, what=_named("routes", call), ndim=3)
 
 
+def rows_from_slots(
+    slots: NDArray[Any], spec: RouteSpec, *, first_row: int = 0, call: str | None = None
+) -> NDArray[np.int16]:
+    """The rows of an array ``[R, L, K]`` that has exactly the captured layers, in the spec's order.
+
+    ``slots``: any integer type; ids are looked at layer by layer before they are cast: -1 (MISSING) or below that
+    layer's width, else DataError (ID_OUT_OF_RANGE, or PARTIAL_ROW below -1). Returns read-only int16, a view where it
+    was that already. Raises SpecError (LAYERS, SHAPE) for another geometry, CaptureError (UNCAPTURED_SLOT) for rows
+    that nobody wrote, as ``rows_from_layers``.
+    """
+    slots_RLK = np.asarray(slots)
+    what = _named("routes", call)
+    _check_kind(slots_RLK, what)
+    if slots_RLK.shape[2] != spec.top_k:
+        raise SpecError(f"expected {what} with top_k={spec.top_k}, got {slots_RLK.shape[2]}", kind=ErrorKind.SHAPE)
+    if slots_RLK.shape[1] != spec.num_layers:
+        raise SpecError(
+            f"expected {what} with the {spec.num_layers} captured layers {list(spec.layer_ids)}, got "
+            f"{slots_RLK.shape[1]}: for one slot per decoder layer say axis='decoder'",
+            kind=ErrorKind.LAYERS,
+        )
+    _check_range(slots_RLK, spec, slots=range(spec.num_layers), first_row=first_row, call=call)
+    _check_written(slots_RLK, spec, first_row, call)
+    return as_integers(slots_RLK, np.int16, what=what, ndim=3)
+
+
+def rows_from_axis(
+    routes: NDArray[Any], spec: RouteSpec, *, axis: LayerAxis = "decoder", first_row: int = 0, call: str | None = None
+) -> NDArray[np.int16]:
+    """``rows_from_layers`` (``axis="decoder"``) or ``rows_from_slots`` (``"captured"``).
+
+    Rows that are -1 throughout, in dense slots too, are MISSING: no engine has such a row, and harnesses write it where
+    none came.
+    """
+    if axis not in ("decoder", "captured"):
+        raise refused("axis of ('decoder', 'captured')", repr(axis))
+    if axis == "captured":
+        return rows_from_slots(routes, spec, first_row=first_row, call=call)
+    layers_RDK = np.asarray(routes)
+    _check_layout(layers_RDK, spec, call)
+    _check_range(layers_RDK, spec, slots=spec.layer_ids, first_row=first_row, call=call)
+    dense = sorted(set(range(layers_RDK.shape[1])) - set(spec.layer_ids))
+    if layers_RDK.dtype.kind == "i" and dense and layers_RDK.size:
+        missing_R = layers_RDK.max(axis=(1, 2)) == MISSING
+        if missing_R.any():
+            layers_RDK = layers_RDK.copy()
+            # anything else than -1 there stays, and is refused as what a dense layer cannot hold
+            layers_RDK[np.ix_(missing_R, dense)] = layers_RDK[np.ix_(missing_R, dense)] != MISSING
+    return rows_from_layers(layers_RDK, spec, first_row=first_row, call=call)
+
+
+def _check_range(
+    routes_RXK: NDArray[Any], spec: RouteSpec, *, slots: Sequence[int], first_row: int, call: str | None
+) -> None:
+    """Raise DataError unless every id of the captured layers is -1 or in ``[0, E)``; before any cast, any copy."""
+    if routes_RXK.size == 0 or _within(routes_RXK, min(spec.experts_per_layer)):
+        return
+    for slot, layer, width in zip(slots, spec.layer_ids, spec.experts_per_layer, strict=True):
+        ids_RK = routes_RXK[:, slot]
+        if _within(ids_RK, width):
+            continue
+        low, high = int(ids_RK.min()), int(ids_RK.max())
+        problem = Problem(
+            kind=ErrorKind.ID_OUT_OF_RANGE if high >= width else ErrorKind.PARTIAL_ROW,
+            message=f"expected ids in [0, {width}) or {MISSING}, got [{low}, {high}]",
+            sample=call,
+            token=first_row + int((ids_RK.max(axis=1) if high >= width else -ids_RK.min(axis=1)).argmax()),
+            layer=layer,
+        )
+        raise DataError.from_problems([problem], what="ids that the router does not have")
+
+
+def _within(ids: NDArray[Any], width: int) -> bool:
+    return int(ids.max()) < width and int(ids.min()) >= MISSING
+
+
 def _named(what: str, call: str | None) -> str:
     return what if call is None else f"{what} of call {call}"
 
 
+def _check_kind(routes: NDArray[Any], what: str) -> None:
+    if routes.dtype.kind not in "iu":
+        raise DataError(f"expected {what} of an integer type, got {routes.dtype}", kind=ErrorKind.DTYPE)
+    if routes.ndim != 3:
+        raise DataError(f"expected {what} [rows, layers, top_k], got shape {list(routes.shape)}", kind=ErrorKind.SHAPE)
+
+
 def _check_layout(layers_RDK: NDArray[Any], spec: RouteSpec, call: str | None) -> None:
     what = _named("routes", call)
-    if layers_RDK.dtype.kind not in "iu":
-        raise DataError(f"expected {what} of an integer type, got {layers_RDK.dtype}", kind=ErrorKind.DTYPE)
-    if layers_RDK.ndim != 3:
-        raise DataError(
-            f"expected {what} [rows, decoder layers, top_k], got shape {list(layers_RDK.shape)}", kind=ErrorKind.SHAPE
-        )
+    _check_kind(layers_RDK, what)
     _, depth, top_k = layers_RDK.shape
     if top_k != spec.top_k:
         raise SpecError(f"expected {what} with top_k={spec.top_k}, got {top_k}", kind=ErrorKind.SHAPE)
@@ -143,16 +226,13 @@ def decode_npy(text: str | bytes) -> NDArray[Any]:
     """
     if not isinstance(text, str | bytes):
         raise DataError(f"expected base64 text of a .npy file, got {type(text).__name__}", kind=ErrorKind.DTYPE)
-    try:
-        content = base64.b64decode(text, validate=True)
-    except ValueError as error:  # binascii.Error is one; so is text outside ASCII
-        raise _undecodable("base64 text", str(error)) from None
+    content = decode_base64(text)
     start, stop = _header_bounds(content)
     descr, fortran, shape = _parse_header(content[start:stop])
     dtype = np.dtype(descr)
     expected, got = prod(shape) * dtype.itemsize, len(content) - stop
     if expected != got:
-        raise _undecodable(f"{expected} bytes for {descr} {list(shape)}", f"{got}")
+        raise undecodable(f"{expected} bytes for {descr} {list(shape)}", f"{got}")
     flat = np.frombuffer(content, dtype=dtype, count=prod(shape), offset=stop)
     return flat.reshape(shape, order="F" if fortran else "C")
 
@@ -160,21 +240,21 @@ def decode_npy(text: str | bytes) -> NDArray[Any]:
 def _header_bounds(content: bytes) -> tuple[int, int]:
     """Where the header's text begins and ends; the end lies within ``content``."""
     if content[:6] != _MAGIC or len(content) < 12:
-        raise _undecodable("a .npy file", f"{len(content)} bytes that begin with {content[:6]!r}")
+        raise undecodable("a .npy file", f"{len(content)} bytes that begin with {content[:6]!r}")
     version = content[6], content[7]
     if version not in ((1, 0), (2, 0)):
-        raise _undecodable("a .npy file of version 1.0 or 2.0", f"{version[0]}.{version[1]}")
+        raise undecodable("a .npy file of version 1.0 or 2.0", f"{version[0]}.{version[1]}")
     start = 10 if version == (1, 0) else 12
     length = int.from_bytes(content[8:start], "little")
     if length > min(_MAX_HEADER, len(content) - start):
-        raise _undecodable(f"a .npy header of at most {min(_MAX_HEADER, len(content) - start)} bytes", f"{length}")
+        raise undecodable(f"a .npy header of at most {min(_MAX_HEADER, len(content) - start)} bytes", f"{length}")
     return start, start + length
 
 
 def _parse_header(header: bytes) -> tuple[str, bool, tuple[int, ...]]:
     found = _HEADER.fullmatch(header)
     if found is None:
-        raise _undecodable("a .npy header with descr, fortran_order and shape", repr(header[:120]))
+        raise undecodable("a .npy header with descr, fortran_order and shape", repr(header[:120]))
     descr = found[1].decode("latin-1")
     if _INTEGER.fullmatch(descr) is None:
         raise DataError(f"expected routes of an integer type, got {descr!r}", kind=ErrorKind.DTYPE)
@@ -185,11 +265,14 @@ def _parse_header(header: bytes) -> tuple[str, bool, tuple[int, ...]]:
             kind=ErrorKind.SHAPE,
         )
     shape = tuple(int(part) for part in parts)
-    # An axis of length 0 makes any others fit into no bytes, and numpy overflows over them.
-    if shape[0] > _MAX_ROWS or shape[1] > MAX_LAYERS or shape[2] > MAX_TOP_K:
-        raise _undecodable(f"a shape of at most {[_MAX_ROWS, MAX_LAYERS, MAX_TOP_K]}", f"{list(shape)}")
+    check_axes(shape, itemsize=np.dtype(descr).itemsize)
     return descr, found[2] == b"True", shape
 
 
-def _undecodable(expected: str, got: str) -> DataError:
-    return DataError(f"expected {expected}, got {got}", kind=ErrorKind.ENCODING)
+def encode_npy(routes: NDArray[Any]) -> str:
+    """What vLLM's server writes for an integer array of rank 3, in its own type; ``decode_npy`` reads it."""
+    if routes.dtype.kind not in "iu" or routes.ndim != 3:
+        raise refused("an integer array of rank 3", f"{routes.dtype} {list(routes.shape)}")
+    file = io.BytesIO()
+    np.save(file, routes, allow_pickle=False)
+    return encode_base64(file.getbuffer())

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import ForcedTopK, Gate, GateRows
+from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite
+from routeplane.replay.traced import TracedGate, TracedRows
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring"]
+__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring", "in_backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class _Frame:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Open:
     hook: GateHook
-    mode: ForcedTopK
+    forcing: Forcing
     rerun: bool
 
 
@@ -62,34 +63,51 @@ class Wiring:
         self.current: Binding | None = None
         self.detached = False
         self.thread = _Thread()
+        #: gates that may be compiled: rows are seated there for each forward, on whatever thread it runs
+        self.traced: list[TracedGate] = []
 
     @contextmanager
     def binding(self, binding: Binding) -> Iterator[None]:
         """Make a binding current for the forwards of a ``with`` body."""
         depth = len(self.thread.open)
         self.current = binding
+        self._seat(binding, rerun=False)
         try:
             yield
         finally:
             self.current = None
+            self._seat(None, rerun=False)
             self._close(depth)
+
+    def _seat(self, binding: Binding | None, *, rerun: bool) -> None:
+        for traced in self.traced:
+            traced.seat(None if binding is None else binding.rows[traced.gate.layer_id].traced, rerun=rerun)
 
     def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed region that runs under today's binding, now and in every recomputation."""
-        thread = self.thread
-        binding = thread.frames[-1].binding if thread.frames else self.current
+        binding = self.here()
         calls = 0
 
         def region(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            with self._frame(binding, rerun=calls > 1 or _in_backward()):
+            with self.frame(binding, rerun=calls > 1 or in_backward()):
                 return function(*args, **kwargs)
 
         return region
 
+    def here(self) -> Binding | None:
+        """The binding that a forward run now gets: that of the innermost frame, else the current one."""
+        frames = self.thread.frames
+        return frames[-1].binding if frames else self.current
+
     @contextmanager
-    def _frame(self, binding: Binding | None, *, rerun: bool) -> Iterator[None]:
+    def frame(self, binding: Binding | None, *, rerun: bool) -> Iterator[None]:
+        """Run a region under a binding, or none, whatever is current; for frameworks that recompute by themselves.
+
+        ``rerun`` says that it is a recomputation, whose gate calls are not counted. Raises ReplayError (DETACHED) for
+        a binding whose handle is detached.
+        """
         if binding is not None and self.detached:
             raise ReplayError(
                 "expected the handle to stay attached until backward() is done, got a recomputation after detach()",
@@ -98,23 +116,25 @@ class Wiring:
         thread = self.thread
         depth = len(thread.open)
         thread.frames.append(_Frame(binding=binding, rerun=rerun))
+        self._seat(binding, rerun=rerun)
         try:
             yield
         finally:
             thread.frames.pop()
+            self._seat(self.here(), rerun=bool(thread.frames) and thread.frames[-1].rerun)
             self._close(depth)
 
     def _close(self, depth: int) -> None:
         # a module's always_call hooks do not run for KeyboardInterrupt; whoever opened a scope leaves no mode behind
         while len(self.thread.open) > depth:
-            self.thread.open.pop().mode.close()
+            self.thread.open.pop().forcing.close()
 
     def firing(self, hook: GateHook) -> tuple[GateRows, bool] | None:
         """The rows for a gate that fires now and whether this is a recomputation; None where it stays live."""
         if self.thread.frames:
             frame = self.thread.frames[-1]
             return None if frame.binding is None else (frame.binding.rows[hook.gate.layer_id], frame.rerun)
-        if _in_backward():
+        if in_backward():
             return self._outside_rerun(hook)
         hook.last_bound = self.current is not None
         if self.current is None:
@@ -147,14 +167,18 @@ class Wiring:
 class GateHook:
     """The two hooks of one gate instance: enter its rows before its forward, count them after."""
 
-    def __init__(self, gate: Gate, module: nn.Module, *, wiring: Wiring) -> None:
-        self.gate = gate
-        self.module = module
+    def __init__(self, site: GateSite, *, wiring: Wiring) -> None:
+        self.site = site
+        self.gate = site.gate
+        self.module = module = site.module
         self.wiring = wiring
         #: whether this gate's last forward outside every frame was under a binding
         self.last_bound = False
         #: bound forwards with gradients outside every frame, less their recomputations
         self.outstanding = 0
+        self.traced = TracedGate(site.gate, module) if site.traced else None
+        if self.traced is not None:
+            wiring.traced.append(self.traced)
         # nearest to the forward on both sides: what other hooks compute is not the gate's selection
         self._installed: tuple[RemovableHandle, ...] = (
             module.register_forward_pre_hook(self._enter),
@@ -178,29 +202,40 @@ class GateHook:
         """Take both hooks off. Idempotent."""
         for handle in self._installed:
             handle.remove()
+        if self.traced is not None:
+            self.traced.remove()
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        if module is not self.module:
+        if module is not self.module or self._is_traced():
             return
         found = self.wiring.firing(self)
         if found is None:
             return
         rows, rerun = found
-        mode = ForcedTopK(rows)
-        mode.open()
-        self.wiring.thread.open.append(_Open(hook=self, mode=mode, rerun=rerun))
+        forcing = self.site.force(rows)
+        forcing.open()
+        self.wiring.thread.open.append(_Open(hook=self, forcing=forcing, rerun=rerun))
+
+    def _is_traced(self) -> bool:
+        return self.traced is not None and torch.compiler.is_compiling()
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if self._is_traced():
+            return
         opened = self.wiring.thread.open
         if not opened or opened[-1].hook is not self or module is not self.module:
             return
         last = opened.pop()
-        last.mode.close()
+        last.forcing.close()
         if output is None:
             return  # the forward raised: an error that has its own message, or a recomputation that stops early
-        last.mode.require_hit()
+        last.forcing.require_hit()
         if not last.rerun:
-            last.mode.rows.forward_calls += 1
+            last.forcing.rows.forward_calls += 1
+
+    def traced_rows(self, routes_NK: torch.Tensor) -> TracedRows | None:
+        """The rows for compiled forwards; None where the gate is never compiled."""
+        return None if self.traced is None else TracedRows(routes_NK, device=self.traced.device)
 
 
 class CapturingCheckpoint:
@@ -219,7 +254,8 @@ class CapturingCheckpoint:
         return self
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
     # torch's own checkpoint asks the same question; there is no public spelling
     return torch._C._current_graph_task_id() != -1
 

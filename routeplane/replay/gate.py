@@ -13,10 +13,11 @@ Axes: N token rows of one gate call (``b*S + s`` padded, or packed), E experts, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,7 +25,12 @@ from torch.overrides import TorchFunctionMode
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.spec import MISSING
 
-__all__ = ["ForcedTopK", "Gate", "GateRows"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from routeplane.replay.traced import TracedRows
+
+__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "selection"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +44,20 @@ class Gate:
 
     def __str__(self) -> str:
         return f"gate {self.name} (layer {self.layer_id})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateSite:
+    """A gate in a live model: its module, and how its selection is reached while the module's forward runs.
+
+    ``force`` is called for every forward of the module that has rows, recomputations included. ``traced``: the module
+    may be part of a compiled graph, where ``traced.TracedGate`` forces a selection that is a ``torch.topk``.
+    """
+
+    gate: Gate
+    module: nn.Module
+    force: Callable[[GateRows], Forcing]
+    traced: bool = False
 
 
 class GateRows:
@@ -58,26 +78,32 @@ class GateRows:
         "outside_calls",
         "outside_reruns",
         "tally",
+        "traced",
     )
 
-    def __init__(self, gate: Gate, routes_NK: torch.Tensor) -> None:
+    def __init__(self, gate: Gate, routes_NK: torch.Tensor | None, /) -> None:
         self.gate = gate
-        self.num_rows = int(routes_NK.shape[0])
-        self._routes_NK: torch.Tensor | None = routes_NK
+        #: N, which a gate's call must show; None where the first call decides
+        self.num_rows = None if routes_NK is None else int(routes_NK.shape[0])
+        self._routes_NK = routes_NK
         self._chosen_NK: torch.Tensor | None = None
         #: int64 [2]: forced rows, and forced rows whose set differs from the live one. Never read during a forward.
         self.tally: torch.Tensor | None = None
         self.forward_calls = 0
+        #: the same rows for a gate that may be compiled
+        self.traced: TracedRows | None = None
         #: forward calls and recomputations that no captured checkpoint frame surrounded
         self.outside_calls = 0
         self.outside_reruns = 0
 
     def choose(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The ids to use, int64 ``[N, K]``. ``live`` gives the gate's own selection; it is asked at most once.
+        """The ids to use, int64 ``[N, K]``. ``live`` gives the gate's own ids, ``[N, K]``; it is asked at most once.
 
-        Raises ReplayError where the gate sees another number of rows than the batch holds.
+        Of ``scores_NE`` only the number of rows and the device are read. The answer is kept for recomputations: copy
+        it before writing into it. Raises ReplayError (ROW_COUNT) where the gate sees another number of rows than the
+        batch holds.
         """
-        if scores_NE.shape[0] != self.num_rows:
+        if self.num_rows is not None and scores_NE.shape[0] != self.num_rows:
             raise ReplayError(
                 f"expected {self.num_rows} token rows, as the batch holds, got {scores_NE.shape[0]} @ {self.gate}",
                 kind=ErrorKind.ROW_COUNT,
@@ -87,6 +113,14 @@ class GateRows:
             with torch.inference_mode(False), torch.no_grad():
                 self._chosen_NK = self._resolve(scores_NE.device, live())
         return self._chosen_NK
+
+    def settle_traced(self, calls: int, /) -> None:
+        """Take over what a compiled forward decided and counted: it was called ``calls`` times, this gate never."""
+        if self.traced is not None and calls and not self.forward_calls:
+            self.forward_calls = calls
+            self._chosen_NK = self.traced.routes_NK.to(torch.int64)
+            self.tally = self.traced.tally[:2]
+            self.num_rows = len(self._chosen_NK)
 
     def _resolve(self, device: torch.device, live_NK: torch.Tensor) -> torch.Tensor:
         if self._routes_NK is None:
@@ -102,17 +136,93 @@ class GateRows:
         self._routes_NK = None
         return chosen_NK
 
+    @property
+    def chosen_NK(self) -> torch.Tensor:
+        """The resolved choice, int64 ``[N, K]``. Raises ReplayError (GATE_NOT_CONSUMED) before the first firing."""
+        if self._chosen_NK is None:
+            raise ReplayError(
+                f"expected a gate that has selected, got none yet @ {self.gate}", kind=ErrorKind.GATE_NOT_CONSUMED
+            )
+        return self._chosen_NK
 
-class ForcedTopK(TorchFunctionMode):
-    """Active during one call of one gate: answers the gate's selection, once, with the rows it is given.
 
-    Raises ReplayError at a second selection (GATE_FIRED); ``require_hit`` raises where there was none (NO_SEAM).
+class RecordedRows(GateRows):
+    """Rows that the gate's first firing decides by itself: what it chose is in ``chosen_NK``, for whoever records."""
+
+    __slots__ = ()
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate, None)
+
+    def settle_traced(self, calls: int, /) -> None:
+        """Take over what a compiled forward decided and counted: it was called ``calls`` times, this gate never."""
+        if self.traced is not None and calls and not self.forward_calls:
+            self.forward_calls = calls
+            self._chosen_NK = self.traced.routes_NK.to(torch.int64)
+            self.tally = self.traced.tally[:2]
+            self.num_rows = len(self._chosen_NK)
+
+    def _resolve(self, device: torch.device, live_NK: torch.Tensor) -> torch.Tensor:
+        self.num_rows = int(live_NK.shape[0])
+        self.tally = torch.zeros(2, dtype=torch.int64, device=device)
+        return live_NK.detach().to(torch.int64, copy=True)
+
+
+class Forcing(ABC):
+    """Active during one call of one gate's forward: answers its selection, once, from the rows it is given.
+
+    Each framework reaches the selection in its own way; what is common is here. ``open`` is called just before the
+    forward and ``close`` just after it, also where it raised. Whoever meets the selection calls ``answer``.
     """
 
-    def __init__(self, rows: GateRows) -> None:
-        super().__init__()
+    def __init__(self, rows: GateRows, /) -> None:
         self.rows = rows
         self.hits = 0
+
+    @abstractmethod
+    def open(self) -> None:
+        """Reach the selection; undone by ``close``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it. Nothing that was opened later may still be open."""
+
+    def answer(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The ids to use instead of ``live()``, int64 ``[N, K]``; see ``GateRows.choose``.
+
+        Raises ReplayError (GATE_FIRED) at a second selection in one call, and (ROW_COUNT) for other rows.
+        """
+        if self.hits:
+            gate = self.rows.gate
+            raise ReplayError(
+                f"expected one topk over [N, {gate.num_experts}] per call, got a second one @ {gate}",
+                kind=ErrorKind.GATE_FIRED,
+            )
+        self.hits = 1
+        return self.rows.choose(scores_NE, live)
+
+    def require_hit(self) -> None:
+        """Raise ReplayError (NO_SEAM) where the gate returned without a selection that could be forced."""
+        if not self.hits:
+            gate = self.rows.gate
+            raise ReplayError(
+                f"expected one topk over [N, {gate.num_experts}] with k={gate.top_k} per call, got none: this gate "
+                f"selects in another way (a fused kernel, or another version of the model's code) @ {gate}",
+                kind=ErrorKind.NO_SEAM,
+            )
+
+
+class ForcedTopK(TorchFunctionMode, Forcing):
+    """Reaches a selection that is a call of ``torch.topk`` over ``[N, E]``, wherever in the forward it is made.
+
+    What it returns are the scores of the forced ids. Where these were masked (group-limited routing), they are read
+    from before the mask: some families take their weights from them, and a forced expert may stand in any group.
+    """
+
+    def __init__(self, rows: GateRows, /) -> None:
+        TorchFunctionMode.__init__(self)
+        Forcing.__init__(self, rows)
+        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def open(self) -> None:
         """Push onto torch's stack of modes; for hooks, which cannot hold a ``with`` open."""
@@ -131,37 +241,25 @@ class ForcedTopK(TorchFunctionMode):
     ) -> Any:
         """Every torch call of the gate comes by here; all but the one selection go on unchanged."""
         kwargs = kwargs or {}
-        scores_NE = _selection(self.rows.gate, func, args, kwargs)
+        scores_NE = selection(self.rows.gate, func, args=args, kwargs=kwargs)
         if scores_NE is None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in (torch.masked_fill, torch.Tensor.masked_fill) and args:
+                self._masked = result, args[0]
+            return result
         return self._force(scores_NE, partial(func, *args, **kwargs))
 
     # Traced by torch.compile (2.13), the live selection came back as the forced one: right weights, no flip counted.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _force(self, scores_NE: torch.Tensor, live: Callable[[], Any]) -> Any:
-        if self.hits:
-            gate = self.rows.gate
-            raise ReplayError(
-                f"expected one topk over [N, {gate.num_experts}] per call, got a second one @ {gate}",
-                kind=ErrorKind.GATE_FIRED,
-            )
-        self.hits = 1
-        chosen_NK = self.rows.choose(scores_NE, lambda: live()[1])
+        chosen_NK = self.answer(scores_NE, lambda: live()[1])
+        if self._masked is not None and self._masked[0] is scores_NE:
+            scores_NE = self._masked[1]
         return torch.return_types.topk((scores_NE.gather(-1, chosen_NK), chosen_NK))
 
-    def require_hit(self) -> None:
-        """Raise ReplayError where the gate returned without a selection that could be forced."""
-        if not self.hits:
-            gate = self.rows.gate
-            raise ReplayError(
-                f"expected one topk over [N, {gate.num_experts}] with k={gate.top_k} per call, got none: this gate "
-                f"selects in another way (a fused kernel, or another version of the model's code) @ {gate}",
-                kind=ErrorKind.NO_SEAM,
-            )
 
-
-def _selection(
-    gate: Gate, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def selection(
+    gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
     """The dense scores ``[N, E]`` where this call is the gate's selection, else None."""
     if func is not torch.topk and func is not torch.Tensor.topk:

@@ -1,7 +1,8 @@
 """One attached model: enter a batch's rows for a forward, see that every gate came for them, count, take it all off.
 
-The handle is the only state there is, and the caller owns it. It touches instances alone: two hooks on each gate, and a
-stand-in on each instance attribute that holds a checkpoint function; ``detach()`` removes both.
+The handle is the only state there is, and the caller owns it. It touches instances alone: two hooks on each gate, a
+stand-in on each instance attribute that holds a checkpoint function, and what a framework's module adds through
+``undo``; ``detach()`` removes them all.
 
 Knows batches by four attributes. Knows no model library: the framework's module finds gates and checkpoint functions;
 ``binding`` decides which rows a firing gate gets.
@@ -13,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import torch
 
-from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, SpecError, UsageError
+from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
 from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, Wiring
-from routeplane.replay.gate import Gate, GateRows
+from routeplane.replay.gate import Gate, GateRows, GateSite, RecordedRows
+from routeplane.replay.recording import RecordedRoutes
+from routeplane.replay.report import GateReport, GateTotals, ReplayReport
+from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,10 +32,13 @@ if TYPE_CHECKING:
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["CheckpointSites", "GateReport", "ReplayBatch", "ReplayHandle", "ReplayReport"]
+__all__ = ["AuxChoice", "CheckpointSites", "GateReport", "ReplayBatch", "ReplayHandle", "ReplayReport", "RowOrder"]
 
 #: Walks the live model for (module, name of the instance attribute that holds its checkpoint function).
 CheckpointSites = Callable[[], Iterable[tuple["nn.Module", str]]]
+
+#: Which choice an auxiliary (load-balancing) loss counts: the forced ids, or those that the gates would have chosen.
+AuxChoice = Literal["forced", "live"]
 
 
 class ReplayBatch(Protocol):
@@ -54,26 +60,38 @@ class ReplayBatch(Protocol):
         """int16 ``[N, K]``, on any device, owned by the batch."""
 
 
+#: Where gates see tokens in another order than the batch has them: int64 ``[N]``, the batch's row at each place of the
+#: gates' order (a permutation); None where the orders are one.
+RowOrder = Callable[[ReplayBatch], torch.Tensor | None]
+
+
 class ReplayHandle:
     """Forces batches' rows onto the gates of one model. Made by a framework's ``attach``; leaving ``with`` detaches.
 
     One ``replaying`` at a time: microbatches in flight together each have had their own, one after the other, and
-    their backward passes may come in any order, inside it or later. Raises SpecError (SPEC_MISMATCH) where the spec and
-    the gates differ in layers, E or K, and UsageError where another handle is attached.
+    their backward passes may come in any order, inside it or later.
+
+    ``aux`` is the adapter's to act on (its ``force``, or ``wiring.here()`` in a hook of its own); ``row_order`` is
+    asked once for each batch; ``undo`` runs once, in ``detach()``, last. Raises ReplayError (SPEC_MISMATCH) where the
+    spec and the gates differ in layers, E or K, and UsageError where another handle is attached.
     """
 
     def __init__(
         self,
         spec: RouteSpec,
-        gates: Sequence[tuple[Gate, nn.Module]],
+        sites: Sequence[GateSite],
         *,
-        checkpoint_sites: CheckpointSites,
+        wiring: Wiring,
         on_missing: Literal["live", "raise"],
+        aux: AuxChoice,
+        checkpoint_sites: CheckpointSites = tuple,
+        row_order: RowOrder = lambda batch: None,
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
-        if on_missing not in ("live", "raise"):
-            raise UsageError(f"expected on_missing 'live' or 'raise', got {on_missing!r}", kind=ErrorKind.ARGUMENT)
-        _check_geometry(spec, [gate for gate, _ in gates])
-        taken = [str(gate) for gate, module in gates if GateHook.on(module) is not None]
+        _check_choice("on_missing", on_missing, allowed=("live", "raise"))
+        _check_choice("aux", aux, allowed=("live", "forced"))
+        _check_geometry(spec, [site.gate for site in sites])
+        taken = [str(site.gate) for site in sites if GateHook.on(site.module) is not None]
         if taken:
             raise UsageError(
                 f"expected a model that no handle is attached to, got one on {taken[0]} and {len(taken) - 1} others: "
@@ -83,10 +101,13 @@ class ReplayHandle:
         self.spec = spec
         self.on_missing = on_missing
         self._sites = checkpoint_sites
-        self._wiring = Wiring()
+        self.aux = aux
+        self._row_order = row_order
+        self._undo = undo
+        self._wiring = wiring
         self._captured: dict[tuple[int, str], CapturingCheckpoint] = {}
-        self._hooks = [GateHook(gate, module, wiring=self._wiring) for gate, module in gates]
-        self._totals = {gate.layer_id: _Totals() for gate, _ in gates}
+        self._hooks = [GateHook(site, wiring=wiring) for site in sorted(sites, key=lambda site: site.gate.layer_id)]
+        self._totals = {hook.gate.layer_id: GateTotals() for hook in self._hooks}
         self._microbatches = 0
         # a live forward before the first replaying() must be captured as live, or its recomputation is anyone's
         self._capture_checkpoints()
@@ -98,28 +119,66 @@ class ReplayHandle:
         A MISSING row is decided by the gate's first forward inside and keeps that choice. Nothing here waits for the
         device. Enable activation checkpointing before entering.
 
-        Raises, on entering: ReplayError (DETACHED; SHAPE, DTYPE), SpecError (SPEC_MISMATCH), DataError
-        (ROUTES_MISSING, where ``on_missing="raise"`` and a fed token has no row), UsageError where another
-        ``replaying`` of this handle is open. From inside a forward: ReplayError (ROW_COUNT, NO_SEAM, GATE_FIRED). On
-        leaving without another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED).
+        Raises, on entering: ReplayError (DETACHED, SPEC_MISMATCH, SHAPE, DTYPE), DataError (ROUTES_MISSING, where
+        ``on_missing="raise"`` and a fed token has no row), UsageError where another ``replaying`` or ``recording`` of
+        this handle is open. From inside a forward: ReplayError (ROW_COUNT, NO_SEAM, GATE_FIRED). On leaving without
+        another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED; ROW_COUNT of a compiled forward).
         """
         self._refuse_unusable()
         binding = self._bind(batch)
+        try:
+            with self._bound(binding):
+                yield
+        finally:
+            for layer_id, rows in binding.rows.items():
+                self._totals[layer_id].unconsumed += rows.forward_calls == 0
+        _check_consumed(binding)
+        self._microbatches += 1
+        for layer_id, rows in binding.rows.items():
+            self._totals[layer_id].add(rows)
+
+    @contextmanager
+    def recording(self, batch: ReplayBatch | None, /) -> Iterator[RecordedRoutes]:
+        """Record what the gates choose by themselves in the one forward inside, for ``replaying`` it later (R2).
+
+        What is yielded can be replayed once this is left: as it is, or as ``into(batch)``. ``batch`` is the one of the
+        forward: only its ``num_rows`` and, where the framework has tokens in another order, its layout are read; None
+        leaves the number of rows to the forward. Nothing here waits for the device, and nothing is counted in
+        ``report()``. Raises as ``replaying`` does, and ReplayError (GATE_FIRED) for a second forward.
+        """
+        self._refuse_unusable()
+        order_N = None if batch is None else self._row_order(batch)
+        binding = self._bind_recording(None if batch is None else batch.num_rows)
+        recorded = RecordedRoutes(self.spec, order_N)
+        with self._bound(binding):
+            yield recorded
+        _check_consumed(binding, most=1)
+        recorded.settle({layer_id: rows.chosen_NK for layer_id, rows in binding.rows.items()})
+
+    @contextmanager
+    def _bound(self, binding: Binding) -> Iterator[None]:
         self._capture_checkpoints()  # enabling checkpointing after attach() put the plain functions back
         with self._wiring.binding(binding):
             yield
-        _check_consumed(binding)
-        self._count(binding)
+        self._require_served()
+        _settle_traced(list(binding.rows.values()))
+
+    def _require_served(self) -> None:
+        unserved = [traced for traced in self._wiring.traced if traced.refused]
+        for traced in unserved:
+            traced.refused = False
+        if unserved:
+            raise ReplayError(
+                f"expected as many token rows as the batch has, got others in a compiled forward @ {unserved[0].gate}",
+                kind=ErrorKind.ROW_COUNT,
+            )
 
     def report(self) -> ReplayReport:
         """Counts so far, over each ``replaying`` that was left without an exception. Waits for the device.
 
         Answers after ``detach()`` too.
         """
-        gates = tuple(
-            self._totals[hook.gate.layer_id].report(hook.gate)
-            for hook in sorted(self._hooks, key=lambda hook: hook.gate.layer_id)
-        )
+        gates = tuple(self._totals[hook.gate.layer_id].report(hook.gate) for hook in self._hooks)
         return ReplayReport(gates=gates, microbatches=self._microbatches)
 
     def detach(self) -> None:
@@ -137,7 +196,9 @@ class ReplayHandle:
             if getattr(stand_in.module, name) is stand_in:
                 setattr(stand_in.module, name, stand_in.original)
         self._captured.clear()
-        self._wiring.detached = True
+        if not self._wiring.detached:
+            self._wiring.detached = True
+            self._undo()
 
     def __enter__(self) -> Self:
         return self
@@ -157,18 +218,31 @@ class ReplayHandle:
             )
 
     def _bind(self, batch: ReplayBatch) -> Binding:
-        self.spec.require_same_geometry(batch.spec, where="replaying")
+        _check_batch(self.spec, batch.spec, [hook.gate for hook in self._hooks])
         missing = batch.unexplained_missing if self.on_missing == "raise" else 0
         if missing:
             raise DataError(
                 f"expected a row for every token that was fed, got {missing} without one (on_missing='raise')",
                 kind=ErrorKind.ROUTES_MISSING,
             )
+        # what was recorded is in the gates' order already
+        order_N = None if isinstance(batch, RecordedRoutes) else self._row_order(batch)
         rows = {}
         for hook in self._hooks:
             routes_NK = batch.layer(hook.gate.layer_id)
             _check_rows(hook.gate, routes_NK, batch.num_rows)
-            rows[hook.gate.layer_id] = GateRows(hook.gate, routes_NK)
+            ordered_NK = routes_NK if order_N is None else routes_NK[order_N.to(routes_NK.device)]
+            rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK)
+            found.traced = hook.traced_rows(ordered_NK)
+        return Binding(rows=rows)
+
+    def _bind_recording(self, num_rows: int | None) -> Binding:
+        rows = {}
+        for hook in self._hooks:
+            rows[hook.gate.layer_id] = found = RecordedRows(hook.gate)
+            if num_rows is not None:
+                missing_NK = torch.full((num_rows, hook.gate.top_k), MISSING, dtype=torch.int16)
+                found.traced = hook.traced_rows(missing_NK)
         return Binding(rows=rows)
 
     def _capture_checkpoints(self) -> None:
@@ -182,20 +256,32 @@ class ReplayHandle:
             setattr(module, name, stand_in)
             self._captured[id(module), name] = stand_in
 
-    def _count(self, binding: Binding) -> None:
-        self._microbatches += 1
-        for layer_id, rows in binding.rows.items():
-            self._totals[layer_id].add(rows)
+
+def _check_choice(name: str, value: object, *, allowed: tuple[str, str]) -> None:
+    if value not in allowed:
+        raise refused(f"{name} {' or '.join(map(repr, allowed))}", repr(value))
 
 
 def _check_geometry(spec: RouteSpec, gates: Sequence[Gate]) -> None:
     """The spec's layers are the model's gates, one for one, with equal E and K."""
-    wanted = list(zip(spec.layer_ids, spec.experts_per_layer, [spec.top_k] * spec.num_layers, strict=True))
-    found = sorted((gate.layer_id, gate.num_experts, gate.top_k) for gate in gates)
-    if wanted != found:
-        raise SpecError(
-            f"expected the gates of {spec.model or 'the spec'}, {_listed(wanted)}, got those of the model, "
-            f"{_listed(found)}; apart: {_listed(sorted(set(wanted) ^ set(found)))}",
+    wanted = set(zip(spec.layer_ids, spec.experts_per_layer, [spec.top_k] * spec.num_layers, strict=True))
+    found = {(gate.layer_id, gate.num_experts, gate.top_k): gate for gate in gates}
+    apart = sorted(wanted ^ set(found))
+    if apart or len(found) != len(gates):
+        named = [str(found[each]) for each in apart if each in found][:4]
+        raise ReplayError(
+            f"expected the gates of {spec.model or 'the spec'}, {_listed(sorted(wanted))}, got those of the model, "
+            f"{_listed(sorted(found))}; apart: {_listed(apart)} @ {', '.join(named) or 'no gate'}",
+            kind=ErrorKind.SPEC_MISMATCH,
+        )
+
+
+def _check_batch(spec: RouteSpec, other: RouteSpec, gates: Sequence[Gate]) -> None:
+    found = spec.differences(other)
+    if found:
+        raise ReplayError(
+            f"expected a batch of {spec.model or 'this spec'}, got one of {other.model or 'another'}; "
+            f"{'; '.join(found)} @ {gates[0]} and {len(gates) - 1} others",
             kind=ErrorKind.SPEC_MISMATCH,
         )
 
@@ -217,10 +303,20 @@ def _check_rows(gate: Gate, routes_NK: torch.Tensor, num_rows: int) -> None:
         raise ReplayError(f"expected rows of torch.int16, got {routes_NK.dtype} @ {gate}", kind=ErrorKind.DTYPE)
 
 
-def _check_consumed(binding: Binding) -> None:
-    """Every gate came for its rows, and all came equally often; recomputations do not count."""
+def _settle_traced(rows: list[GateRows]) -> None:
+    """One look at the device for all gates of a compiled forward; none where eager hooks saw every gate."""
+    traced = [(each, each.traced) for each in rows if each.traced is not None and not each.forward_calls]
+    if traced:
+        device = traced[0][1].tally.device
+        calls = torch.stack([tensors.tally[2].to(device) for _, tensors in traced]).tolist()
+        for (each, _), count in zip(traced, calls, strict=True):
+            each.settle_traced(count)
+
+
+def _check_consumed(binding: Binding, *, most: int | None = None) -> None:
+    """Every gate came for its rows, and all came equally often, or ``most`` times; recomputations do not count."""
     calls = {rows.gate: rows.forward_calls for rows in binding.rows.values()}
-    most = max(calls.values())
+    most = max(calls.values()) if most is None else most
     for kind, wrong in (
         (ErrorKind.GATE_NOT_CONSUMED, [gate for gate, count in calls.items() if count == 0]),
         (ErrorKind.GATE_FIRED, [gate for gate, count in calls.items() if count != most]),
@@ -237,112 +333,3 @@ def _check_consumed(binding: Binding) -> None:
                 ),
                 what=f"replaying left with {len(wrong)} of {len(calls)} gates that did not consume their rows",
             )
-
-
-class _Totals:
-    """Running counts of one gate; those that a forward makes stay on its device until somebody asks."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.calls = 0
-        self.tally: torch.Tensor | None = None
-
-    def add(self, rows: GateRows) -> None:
-        self.rows += rows.num_rows
-        self.calls += rows.forward_calls
-        if rows.tally is not None:
-            self.tally = rows.tally if self.tally is None else self.tally.to(rows.tally.device) + rows.tally
-
-    def report(self, gate: Gate) -> GateReport:
-        forced, flipped = (0, 0) if self.tally is None else self.tally.tolist()
-        return GateReport(
-            name=gate.name,
-            layer_id=gate.layer_id,
-            forced_rows=forced,
-            live_rows=self.rows - forced,
-            flipped_rows=flipped,
-            consumed=self.calls,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateReport:
-    """What replay did to one gate. Rows count once per ``replaying``; ``consumed`` counts forward calls.
-
-    ``flipped_rows`` are forced rows whose set of experts differs from what the gate would have chosen: the flips that
-    replay took out. ``live_rows`` are MISSING rows, padding included.
-    """
-
-    name: str
-    layer_id: int
-    forced_rows: int
-    live_rows: int
-    flipped_rows: int
-    consumed: int
-
-    @property
-    def flipped_share(self) -> float:
-        """``flipped / forced``; 0.0 where nothing was forced."""
-        return self.flipped_rows / self.forced_rows if self.forced_rows else 0.0
-
-    def merge(self, other: GateReport) -> GateReport:
-        """The counts of both, for one gate."""
-        return GateReport(
-            name=self.name,
-            layer_id=self.layer_id,
-            forced_rows=self.forced_rows + other.forced_rows,
-            live_rows=self.live_rows + other.live_rows,
-            flipped_rows=self.flipped_rows + other.flipped_rows,
-            consumed=self.consumed + other.consumed,
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"layer {self.layer_id}: {self.forced_rows} rows forced, {self.live_rows} live, "
-            f"{self.flipped_rows} flipped ({self.flipped_share:.2%}), {self.consumed} calls of {self.name}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayReport:
-    """What replay did, gate by gate in layer order, over ``microbatches`` uses of ``replaying``."""
-
-    gates: tuple[GateReport, ...]
-    microbatches: int
-
-    def _total(self) -> GateReport:
-        total = GateReport(name="all", layer_id=-1, forced_rows=0, live_rows=0, flipped_rows=0, consumed=0)
-        for gate in self.gates:
-            total = total.merge(gate)
-        return total
-
-    def merge(self, other: ReplayReport) -> ReplayReport:
-        """The counts of both, over steps or ranks; gates that only one of them has (pipeline stages) are kept."""
-        gates = {(gate.layer_id, gate.name): gate for gate in self.gates}
-        for gate in other.gates:
-            key = gate.layer_id, gate.name
-            gates[key] = gates[key].merge(gate) if key in gates else gate
-        return ReplayReport(
-            gates=tuple(gates[key] for key in sorted(gates)), microbatches=self.microbatches + other.microbatches
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger; rows are summed over gates."""
-        total = self._total()
-        return {
-            f"{prefix}replay_microbatches": float(self.microbatches),
-            f"{prefix}replay_gate_calls": float(total.consumed),
-            f"{prefix}replay_rows_forced": float(total.forced_rows),
-            f"{prefix}replay_rows_live": float(total.live_rows),
-            f"{prefix}replay_rows_flipped": float(total.flipped_rows),
-            f"{prefix}replay_flipped_share": total.flipped_share,
-            f"{prefix}replay_flipped_share_max": max((gate.flipped_share for gate in self.gates), default=0.0),
-        }
-
-    def __str__(self) -> str:
-        total = self._total()
-        head = (
-            f"replayed {self.microbatches} microbatches through {len(self.gates)} gates: {total.forced_rows} rows "
-            f"forced, {total.live_rows} live, {total.flipped_rows} flipped ({total.flipped_share:.2%})"
-        )
-        return "\n".join([head, *(f"  {gate}" for gate in self.gates)])

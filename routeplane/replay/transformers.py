@@ -13,27 +13,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import nn
 
-from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import Gate
-from routeplane.replay.handle import ReplayHandle
+from routeplane.errors import ErrorKind, ReplayError, refused
+from routeplane.replay.auxiliary import AuxiliaryHook
+from routeplane.replay.binding import Wiring
+from routeplane.replay.gate import ForcedTopK, Gate, GateSite
+from routeplane.replay.handle import AuxChoice, ReplayHandle
+from routeplane.spec import RouteSpec
 
-if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
-
-__all__ = ["KNOWN_ROUTERS", "attach", "checkpoint_sites", "find_gates"]
+__all__ = ["KNOWN_ROUTERS", "attach", "checkpoint_sites", "find_gates", "record"]
 
 #: Router classes that select with one topk over [N, E] inside ``forward`` and carry E and K as attributes.
 KNOWN_ROUTERS = frozenset(
     {
+        "DeepseekV2TopkRouter",
         "DeepseekV3TopkRouter",
         "Ernie4_5_MoeTopKRouter",
         "Glm4MoeTopkRouter",
         "GptOssTopKRouter",
         "MiniMaxM2TopKRouter",
+        "MiniMaxTopKRouter",
         "MixtralTopKRouter",
         "OlmoeTopKRouter",
         "Qwen2MoeTopKRouter",
@@ -52,20 +54,81 @@ _ROUTER_CLASS = re.compile(r"(?:Router|Gate)$")
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
-def attach(model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live") -> ReplayHandle:
+def attach(
+    model: nn.Module,
+    spec: RouteSpec,
+    *,
+    on_missing: Literal["live", "raise"] = "live",
+    aux: AuxChoice = "live",
+    compiled: bool = False,
+) -> ReplayHandle:
     """Attach to a model's gates; the handle is a context manager that detaches on leaving.
 
     ``spec`` must name exactly the model's gates (for a pipeline stage: ``spec.select(its layers)``).
-    ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``"live"`` leaves these to the gate. The
+    ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``"live"`` leaves these to the gate.
+    ``aux="forced"`` has the load-balancing loss (``output_router_logits=True``) count the ids that gates used;
+    ``"live"`` leaves it what the model makes of its logits. ``compiled=True`` serves a model, or blocks of it, under
+    torch.compile without a graph break and without compiling anew for each batch. The
     model stays the caller's; only its gate instances and checkpoint attributes are touched, until ``detach()``. A copy
     made of it meanwhile is not attached.
 
-    Raises ReplayError (NO_SEAM) for a model without gates or with a router that is not known, SpecError
+    Raises ReplayError (NO_SEAM) for a model without gates, with a router that is not known, or without the loss that
+    ``aux="forced"`` is about, and
     (SPEC_MISMATCH) where spec and model differ, UsageError where a handle is attached already.
     """
-    return ReplayHandle(
-        spec, find_gates(model), checkpoint_sites=partial(checkpoint_sites, model), on_missing=on_missing
+    sites = [
+        GateSite(gate=gate, module=module, force=ForcedTopK, traced=compiled) for gate, module in find_gates(model)
+    ]
+    if compiled and aux == "forced":
+        raise refused("aux='live' for a compiled model", "aux='forced', which no graph can follow")
+    losses = _aux_modules(model) if aux == "forced" else []
+    wiring, hooks = Wiring(), list[AuxiliaryHook]()
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    handle = ReplayHandle(
+        spec,
+        sites,
+        wiring=wiring,
+        on_missing=on_missing,
+        aux=aux,
+        checkpoint_sites=partial(checkpoint_sites, model),
+        undo=undo,
     )
+    hooks += [AuxiliaryHook(module, wiring=wiring) for module in losses]
+    return handle
+
+
+def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+    """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
+
+    The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
+    different K.
+    """
+    found = sorted((gate.layer_id, gate.num_experts, gate.top_k) for gate, _ in find_gates(model))
+    layer_ids, widths, top_ks = zip(*found, strict=True)
+    if len(set(top_ks)) > 1:
+        raise ReplayError(
+            f"expected gates of one top-k, got {top_ks} in layers {layer_ids} @ {type(model).__name__}",
+            kind=ErrorKind.NO_SEAM,
+        )
+    num_experts = widths[0] if len(set(widths)) == 1 else widths
+    spec = RouteSpec(num_experts=num_experts, top_k=top_ks[0], layer_ids=layer_ids, model=type(model).__name__)
+    return attach(model, spec, aux=aux)
+
+
+def _aux_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward adds the load-balancing loss: they keep its coefficient."""
+    found = [module for module in model.modules() if hasattr(module, "router_aux_loss_coef")]
+    if not found:
+        raise ReplayError(
+            "expected a model with a load-balancing loss (aux='forced'), got none with a router_aux_loss_coef "
+            f"@ {type(model).__name__}",
+            kind=ErrorKind.NO_SEAM,
+        )
+    return found
 
 
 def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:

@@ -5,37 +5,53 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from routeplane.errors import refused
 from routeplane.ports import RouteSink
 from routeplane.schema import choose_encoding
 from routeplane.spec import RouteSpec
-from routeplane.stream.endpoints import check_max_bytes
+from routeplane.stream.addresses import SinkOptions, SourceOptions, Transport, parse_address
+from routeplane.stream.brokered import Acknowledge
+from routeplane.stream.delivery import DEFAULT_GROUP
+from routeplane.stream.endpoints import RecordReader, check_max_bytes
 from routeplane.stream.files import frames_of, target_of
 from routeplane.stream.ipc import DEFAULT_MAX_BYTES, IpcReader, IpcWriter
-from routeplane.stream.memory import MemoryReader, MemoryStream
+from routeplane.stream.memory import MemoryStream
 from routeplane.stream.protocol import ReadPolicy, StreamReport
 
 __all__ = ["IpcReader", "IpcWriter", "MemoryStream", "StreamReport", "new_stream", "open_stream"]
+
+# Scheme of an address -> the module here whose ``transport(address)`` makes its Transport; imported on first use, for
+# some need an extra.
+_SCHEMES: Mapping[str, str] = {}
 
 
 def new_stream(
     sink: Any,
     spec: RouteSpec,
     *,
-    encoding: Literal["plain", "narrow", "auto"] = "plain",
+    encoding: Literal["plain", "narrow", "auto"] | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
+    producer: str | None = None,
+    timeout_s: float | None = None,
 ) -> RouteSink:
-    """A sink for records of ``spec``: a path, a writable binary file, or a MemoryStream.
+    """A sink for records of ``spec``: a path, a writable binary file, an address (``scheme://...``) or a transport.
 
     A path is written under a temporary name and renamed by ``close``; leaving ``with`` by an exception publishes
-    nothing. A file stays the caller's to close. ``max_bytes``: payload held before a batch is written, or, for a
-    MemoryStream, before ``write`` blocks. Raises UsageError.
+    nothing. A file stays the caller's to close. ``encoding``: by default ``plain``, and ``auto`` on network hops.
+    ``max_bytes``: payload held before a batch is written, or, for a MemoryStream, before ``write`` blocks.
+    ``producer``: the name under which a producer may go on after a break; ``timeout_s``: the longest wait for the other
+    side or for room (None: no bound); both for transports alone. Raises UsageError.
     """
-    if isinstance(sink, MemoryStream):
-        return sink.writer(spec, max_bytes=max_bytes)
-    chosen = choose_encoding(encoding, spec)
     check_max_bytes(max_bytes)  # before a file is opened that nobody would close
+    transport = _transport_of(sink)
+    if transport is not None:
+        options = SinkOptions(encoding=encoding, max_bytes=max_bytes, producer=producer, timeout_s=timeout_s)
+        return transport.new_sink(spec, options)
+    chosen = choose_encoding("plain" if encoding is None else encoding, spec)
     return IpcWriter(target_of(sink), spec, encoding=chosen, max_bytes=max_bytes)
 
 
@@ -47,8 +63,13 @@ def open_stream(
     on_alarm: Literal["count", "raise", "ignore"] = "count",
     max_missing: float | None = None,
     verify: bool = True,
-) -> IpcReader | MemoryReader:
-    """The records of a path, bytes, a readable binary file, or a MemoryStream.
+    group: str = DEFAULT_GROUP,
+    consumer: str | None = None,
+    acknowledge: Acknowledge = "auto",
+    cursor: Mapping[str, int] | None = None,
+    timeout_s: float | None = None,
+) -> RecordReader:
+    """The records of a path, bytes, a readable binary file, an address (``scheme://...``) or a transport.
 
     A path is mapped, and a missing trailer is found before the first record; a pipe tells only at its end.
     ``on_truncated="keep"`` yields what came whole and reports the cut. ``on_corrupt="quarantine"`` replaces the rows of
@@ -57,12 +78,35 @@ def open_stream(
     may be absent from a batch that ``admit`` (and so ``microbatches``) lets pass. ``verify=False`` skips comparing
     checksums, nothing else.
 
-    Raises FormatError (TruncatedError) for what is no whole stream of a known version, DataError for a bad record.
+    For transports alone: ``group`` and ``consumer`` (each group is given every record once; a consumer that comes back
+    under its name is given at once what it did not acknowledge), ``acknowledge`` (``auto``: when the record behind is
+    asked for; ``manual``: by ``reader.acknowledge()``), ``cursor`` (that of an earlier reader, after a restart of the
+    other side), ``timeout_s`` (the longest wait for records; None: no bound).
+
+    Raises FormatError (TruncatedError) for what is no whole stream of a known version, DataError for a bad record,
+    TransportError where the other side is gone.
     """
     policy = ReadPolicy(
         on_truncated=on_truncated, on_corrupt=on_corrupt, on_alarm=on_alarm, max_missing=max_missing, verify=verify
     )
-    if isinstance(source, MemoryStream):
-        return source.reader(policy)
+    transport = _transport_of(source)
+    if transport is not None:
+        options = SourceOptions(
+            group=group, consumer=consumer, acknowledge=acknowledge, cursor=cursor, timeout_s=timeout_s
+        )
+        return transport.open_source(policy, options)
     frames, walkable = frames_of(source)
     return IpcReader(frames, policy, walkable=walkable)
+
+
+def _transport_of(place: Any) -> Transport | None:
+    """The transport that ``place`` is or names; None for paths, bytes and files."""
+    if isinstance(place, Transport):
+        return place
+    if not isinstance(place, str) or "://" not in place:
+        return None
+    address = parse_address(place)
+    if address.scheme not in _SCHEMES:
+        raise refused(f"an address with one of the schemes {sorted(_SCHEMES)}", repr(place))
+    made: Transport = importlib.import_module(f"{__name__}.{_SCHEMES[address.scheme]}").transport(address)
+    return made

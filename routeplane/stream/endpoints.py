@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from routeplane.admission import Admission, admit
 from routeplane.alarms import find_alarms
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record import RecordKey, RouteRecord, cut_record
 from routeplane.stream.protocol import ReadPolicy, StreamReport
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ class RecordReader(ABC):
     def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> Self:
         """Restrict what is yielded to layers and to positions ``[a, b)`` of every record; returns this reader.
 
-        Whole records are verified before they are cut. Records with no token in the range are counted, not yielded.
+        Whole records are verified before they are cut; with ``verify=False``, rows of other layers may not be looked at
+        at all, and the report is about the selected ones. Records with no token in the range are counted, not yielded.
         """
         if self._started:
             raise UsageError("expected select before iteration, got it after", kind=ErrorKind.ARGUMENT)
@@ -175,8 +176,9 @@ class RecordReader(ABC):
         if self._policy.on_alarm == "ignore":
             return
         found = find_alarms(
-            record.routes,
+            record.stored_routes,
             record.spec,
+            absent=record.absent_tokens,
             token_ids=record.token_ids[record.routes_start :],
             first_token=record.routes_start,
             sample=record.sample_id,
@@ -195,8 +197,8 @@ class RecordReader(ABC):
             if start >= stop:
                 self._report = replace(self._report, outside=self._report.outside + 1)
                 return None
-            record = record.slice(start, stop)
-        return record if self._layer_ids is None else record.select(self._layer_ids)
+            record = cut_record(record, tokens=(start, stop))
+        return record if self._layer_ids is None else cut_record(record, spec=self.spec)
 
     def admit(self, records: Sequence[RouteRecord]) -> Admission:
         """Judge records as one batch, under this reader's ``max_missing``."""

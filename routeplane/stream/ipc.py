@@ -193,7 +193,7 @@ class IpcReader(RecordReader):
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
         checksums = batch.column("checksum").to_pylist()
         tokens = batch.column("token_ids").value_lengths().to_pylist()
-        for index, read in enumerate(read_records(batch, self._header)):
+        for index, read in enumerate(self._records_of(batch)):
             self._counter.add_record(checksums[index], tokens[index])
             error = read if isinstance(read, DataError) else self._fault(read)
             if error is not None and self._policy.on_corrupt == "raise":
@@ -204,14 +204,15 @@ class IpcReader(RecordReader):
                 self._keys.add(record.key)
                 yield record
 
+    def _records_of(self, batch: pa.RecordBatch) -> Iterator[RouteRecord | DataError]:
+        """Whole records, verified; where nobody asks for that, the selected layers alone are copied and checked."""
+        verify = self._policy.verify
+        select = None if verify or self._layer_ids is None else self.spec
+        return read_records(batch, self._header, verify=verify, select=select)
+
     def _fault(self, record: RouteRecord) -> DataError | None:
         if record.key in self._keys:
             return DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
-        try:
-            if self._policy.verify:
-                record.verify()
-        except DataError as error:
-            return error
         return None
 
     def _set_aside(self, batch: pa.RecordBatch, index: int, error: DataError) -> RouteRecord | None:

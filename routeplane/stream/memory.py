@@ -1,21 +1,29 @@
-"""A stream inside one process: records handed from writer threads to a reader thread, bounded in bytes.
+"""A stream inside one process: records handed from writer threads to reader threads, bounded in bytes.
 
-The plainest transport, and the reference that the others are compared with: no bytes are encoded, everything else is
-promised alike. One writer thread and one reader thread at a time.
+The plainest brokered transport, and the reference that the others are compared with: no bytes are encoded, everything
+else is promised alike.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import deque
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from routeplane.errors import ErrorKind, TruncatedError, UsageError
+import pyarrow as pa
+
+from routeplane.columns import write_batch
+from routeplane.errors import ChecksumError, ErrorKind, UsageError
 from routeplane.record import RouteRecord
-from routeplane.stream.endpoints import RecordReader, RecordWriter
-from routeplane.stream.protocol import ReadPolicy
+from routeplane.stream.addresses import SinkOptions, SourceOptions
+from routeplane.stream.broker import Broker
+from routeplane.stream.brokered import BrokeredReader, BrokeredWriter
+from routeplane.stream.delivery import DEFAULT_GROUP, DeliveryReport
+from routeplane.stream.ledger import Ledger
+from routeplane.stream.protocol import Quarantined, ReadPolicy, StreamReport
 
 if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
@@ -24,103 +32,135 @@ __all__ = ["MemoryReader", "MemoryStream", "MemoryWriter"]
 
 
 class MemoryStream:
-    """The place between ``new_stream(stream, spec)`` and ``open_stream(stream)``; holds records by reference."""
+    """The place between ``new_stream(stream, spec)`` and ``open_stream(stream)``; holds records by reference.
 
-    def __init__(self) -> None:
+    By default one writer and one reader; a reader that goes before the end tells the writer so. With ``groups`` given,
+    each group is given every record once, shared among its readers, and one that goes leaves the rest to the next.
+    ``producers``: how many writers end the stream; None: ``seal()`` does. ``lease_s``: after so long without a sign of
+    life a writer is lost; never by default, since a process does not lose its own threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[str] | None = None,
+        producers: int | None = 1,
+        lease_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._groups, self._producers, self._lease_s, self._clock = groups, producers, lease_s, clock
         self._changed = threading.Condition()
-        self._records: deque[RouteRecord] = deque()
-        self._bytes = 0
-        self._spec: RouteSpec | None = None
-        self._end: str | None = None  # "closed", "aborted" or "left by its reader"
+        self._names: set[str] = set()
+        self._made: tuple[Broker, RouteSpec] | None = None
 
-    def writer(self, spec: RouteSpec, *, max_bytes: int) -> MemoryWriter:
-        """The one sink of this stream. Raises UsageError for a second."""
+    def new_sink(self, spec: RouteSpec, options: SinkOptions) -> MemoryWriter:
+        """A sink of this stream; the first one's ``max_bytes`` bounds it. Raises UsageError for one too many."""
         with self._changed:
-            if self._spec is not None:
-                raise UsageError("expected one writer of a MemoryStream, got another", kind=ErrorKind.ARGUMENT)
-            self._spec = spec
+            name = options.producer or f"writer-{len(self._names)}"
+            if self._producers is not None and len(self._names | {name}) > self._producers:
+                many = "one writer" if self._producers == 1 else f"{self._producers} writers"
+                raise UsageError(f"expected {many} of a MemoryStream, got another", kind=ErrorKind.ARGUMENT)
+            if self._made is None:
+                ledger = Ledger(
+                    max_bytes=options.max_bytes,
+                    groups=self._groups or (DEFAULT_GROUP,),
+                    producers=self._producers,
+                    lease_s=self._lease_s,
+                    clock=self._clock,
+                )
+                self._made = Broker(ledger), spec
+            broker, known = self._made
+            known.require_same_geometry(spec, where="another writer of this stream")
+            found = MemoryWriter(
+                broker, spec, codec=_Records(), producer=name, block_bytes=1, timeout_s=options.timeout_s
+            )
+            self._names.add(name)
             self._changed.notify_all()
-        return MemoryWriter(self, spec, max_bytes=max_bytes)
+        return found
 
-    def reader(self, policy: ReadPolicy) -> MemoryReader:
-        """A source; waits for the writer to appear."""
+    def open_source(self, policy: ReadPolicy, options: SourceOptions) -> MemoryReader:
+        """A source; waits for the first writer to appear."""
+        broker, spec = self._wait_made()
+        return MemoryReader(broker, spec, policy=policy, options=options, alone=self._groups is None)
+
+    def _wait_made(self) -> tuple[Broker, RouteSpec]:
         with self._changed:
-            self._changed.wait_for(lambda: self._spec is not None)
-            spec = self._spec
-        if spec is None:
-            raise UsageError("expected a writer, got none", kind=ErrorKind.ARGUMENT)
-        return MemoryReader(self, spec, policy=policy)
+            while self._made is None:
+                self._changed.wait()
+            return self._made
 
-    def put(self, record: RouteRecord, max_bytes: int) -> None:
-        """Add a record; blocks while the stream holds ``max_bytes`` or more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._bytes < max_bytes or self._end is not None)
-            if self._end is not None:
-                raise UsageError(f"expected an open stream, got one that was {self._end}", kind=ErrorKind.CLOSED)
-            self._records.append(record)
-            self._bytes += record.nbytes
-            self._changed.notify_all()
+    def disconnect(self, writer: MemoryWriter) -> None:
+        """A writer will not write any more, and did not close: its name is free, and its lease runs out."""
+        self._wait_made()[0].disconnect(writer.session)
 
-    def take(self) -> RouteRecord | str:
-        """The next record, or how the stream ended; blocks until there is one or the other."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._records) or self._end is not None)
-            if not self._records:
-                return self._end or "closed"
-            record = self._records.popleft()
-            self._bytes -= record.nbytes
-            self._changed.notify_all()
-            return record
+    def seal(self) -> None:
+        """No further writer will come."""
+        self._wait_made()[0].seal()
 
-    def end(self, how: str) -> None:
-        """Close, abort, or leave as its reader; the first one counts. Only a close keeps what was not taken yet."""
-        with self._changed:
-            if self._end is None:
-                self._end = how
-                if how != "closed":
-                    self._records.clear()
-                    self._bytes = 0
-            self._changed.notify_all()
+    def report(self) -> DeliveryReport:
+        """What was delivered and is held; waits for the first writer."""
+        return self._wait_made()[0].report()
 
 
-class MemoryWriter(RecordWriter):
+class MemoryWriter(BrokeredWriter):
     """The RouteSink of a MemoryStream."""
 
-    def __init__(self, stream: MemoryStream, spec: RouteSpec, *, max_bytes: int) -> None:
-        super().__init__(spec, max_bytes=max_bytes)
-        self._stream = stream
 
-    def _check(self, record: RouteRecord) -> None:
-        """Nothing beyond the rest."""
+class MemoryReader(BrokeredReader):
+    """The RouteSource of a MemoryStream. Yields the writers' own (immutable) records, verified again."""
 
-    def _put(self, record: RouteRecord) -> None:
-        self._stream.put(record, self._max_bytes)
-
-    def _finish(self) -> None:
-        self._stream.end("closed")
-
-    def _discard(self) -> None:
-        self._stream.end("aborted")
-
-
-class MemoryReader(RecordReader):
-    """The RouteSource of a MemoryStream. Yields the writer's own (immutable) records, verified again."""
-
-    def __init__(self, stream: MemoryStream, spec: RouteSpec, *, policy: ReadPolicy) -> None:
-        super().__init__(spec, policy)
-        self._stream = stream
+    def __init__(
+        self, broker: Broker, spec: RouteSpec, *, policy: ReadPolicy, options: SourceOptions, alone: bool
+    ) -> None:
+        super().__init__(broker, spec, policy=policy, codec=_Records(), options=options)
+        self._broker, self._alone = broker, alone
 
     def close(self) -> None:
-        """End the stream: a writer that waits for room is told that no one will read."""
+        """Leave. A writer whose only reader this was, and that waits for room, is told that no one will read."""
         super().close()
-        self._stream.end("left by its reader")
+        if self._alone:
+            self._broker.shut("left by its reader")
 
-    def _arrive(self) -> Iterator[RouteRecord]:
-        while isinstance(taken := self._stream.take(), RouteRecord):
-            yield taken.verify() if self._policy.verify else taken
-        if taken == "closed":
-            self._report = replace(self._report, complete=True)
-        elif self._policy.on_truncated == "raise":
-            raise TruncatedError(f"expected the writer to close, got a stream {taken}", kind=ErrorKind.TRUNCATED)
-        else:
-            self._report = replace(self._report, truncated=True)
+
+class _Records:
+    """Payloads are the records themselves."""
+
+    def encode(self, records: Sequence[RouteRecord]) -> tuple[tuple[RouteRecord, ...], int]:
+        return tuple(records), sum(record.nbytes for record in records)
+
+    def open(self, payload: tuple[RouteRecord, ...], policy: ReadPolicy) -> _Checked:
+        return _Checked(payload, policy)
+
+
+class _Checked:
+    """Records verified one by one; under ``quarantine`` a damaged one is replaced by one without its rows."""
+
+    def __init__(self, records: tuple[RouteRecord, ...], policy: ReadPolicy) -> None:
+        self._records, self._policy = records, policy
+        self._report = StreamReport()
+
+    def __iter__(self) -> Iterator[RouteRecord]:
+        for index, record in enumerate(self._records):
+            try:
+                yield record.verify() if self._policy.verify else record
+            except ChecksumError as error:
+                if self._policy.on_corrupt == "raise":
+                    raise
+                yield self._set_aside(index, record, error)
+
+    def _set_aside(self, index: int, record: RouteRecord, error: ChecksumError) -> RouteRecord:
+        found = Quarantined(index=index, key=record.key, error=error, raw=_one_row(record), yielded=True)
+        self._report = replace(self._report, quarantined=(*self._report.quarantined, found))
+        bare = record.without_routes()
+        return replace(bare, attributes={**bare.attributes, "quarantined": "true"}, checksum=None)
+
+    def report(self) -> StreamReport:
+        return self._report
+
+
+def _one_row(record: RouteRecord) -> bytes:
+    batch = write_batch([record], record.spec, encoding="plain")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())

@@ -83,14 +83,20 @@ class Engine:
 
 
 @contextmanager
-def running_engine(folder: Path) -> Iterator[Engine]:
-    """An engine whose steps take 256 tokens; the second of its four layers is dense."""
+def running_engine(folder: Path, **options: Any) -> Iterator[Engine]:
+    """An engine whose steps take 256 tokens; the second of four layers is dense. ``options``: ``start_engine``'s."""
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_batched_tokens": 256,
+        **options,
+    }
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE))
     model.eval().save_pretrained(folder)
     # vLLM compiles two small functions of its sampler anew for every batch size, which takes longer than all the rest.
     with torch.compiler.set_stance("force_eager"):
-        llm = start_engine(str(folder), dtype="float32", max_model_len=256, max_num_batched_tokens=256)
+        llm = start_engine(str(folder), **settings)
         yield Engine(llm=llm, folder=folder, model=model)
     # Ends what all engines of a process share, so no test may do it to an engine of its own.
     llm.llm_engine.engine_core.shutdown()

@@ -29,12 +29,15 @@ BASE = (
     "families",
     "kernels",
     "validate",
+    "rows",
     "alarms",
     "scalars",
+    "keys",
     "arrays",
     "spans",
     "coverage",
     "checksum",
+    "canonical",
     "record",
     "prefixes",
     "admission",
@@ -73,8 +76,9 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_trainer"), "demo"),
+    **dict.fromkeys(("demo", "demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron"), "demo"),
     "cli": "cli",
+    "cli_inspect": "cli",
     "testing": "testing",
 }
 
@@ -100,7 +104,9 @@ KNOWS = {
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
-_DEMO = ("demo_engine", "demo_trainer")
+_DEMO = ("demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron")
+# the contract of replay adapters runs models
+_REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 
 #: Third party -> the files (or folders) that may import it. Anything that is neither here nor in the standard library
 #: is refused.
@@ -108,22 +114,25 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("kernels",),
+    "numba": ("kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
-    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_DEMO),
-    "transformers": ("capture.transformers", "replay.transformers", *_DEMO),
+    "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
+    "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
     "vllm": ("capture.vllm",),
-    "ray": ("stream.ray", "inspect.dataset", "fleet"),
+    "pybase64": ("capture.text64",),
+    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "matplotlib": ("inspect",),
-    "rich": ("cli", "inspect"),
-    "nemo_automodel": ("replay.automodel",),
-    "megatron": ("replay.megatron",),
-    "jinja2": ("inspect",),
+    "matplotlib": ("inspect.plots", "inspect.report"),
+    "rich": ("cli", "inspect.tables"),
+    # their adapters read class names and attributes, and import neither
+    "nemo_automodel": ("demo_automodel",),
+    "megatron": ("demo_megatron",),
+    "safetensors": ("demo_automodel", "demo_megatron"),
+    "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
     "hypothesis": ("testing",),
     "pytest": ("testing",),
@@ -134,10 +143,13 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 
 #: Where an import may stand inside a function, and why. An ``__init__.py`` may too: its public names load on first use.
 DEFERRED = {
+    "capture.text64": "the fast codec is used where it is installed",
     "cli": "a command loads only what it runs",
     "convert": "an archive needs an extra that a stream does not",
+    "cli_inspect": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
+    "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "validate": "the kernels are used where numba is installed",
 }
 
@@ -258,8 +270,8 @@ def _edge_problems(edge: Edge) -> Iterator[str]:
     party = edge.target.split(".")[0]
     if party in sys.stdlib_module_names:
         return
-    place = edge.importer.partition(".")[2].split(".")[0]
-    if edge.deferred and not edge.path.endswith("__init__.py") and place not in DEFERRED:
+    below = edge.importer.partition(".")[2]
+    if edge.deferred and not edge.path.endswith("__init__.py") and not {below, below.split(".")[0]} & DEFERRED.keys():
         yield f"{edge.importer} imports {edge.target} inside a function"
     if not _internal(edge.target):
         if not may_import(edge.importer, party):

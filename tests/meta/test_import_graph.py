@@ -109,12 +109,16 @@ ILLEGAL = {
     "third_party_inside_a_function": (
         _changed("routeplane/validate.py", "def check():\n    import torch\n"),
         "routeplane/validate.py:2: routeplane.validate may not import torch; "
-        "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'demo_engine', 'demo_trainer') may",
+        "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'testing.contracts.replay', "
+        "'testing.contracts.replay_harness', 'demo_engine', 'demo_scoring', 'demo_trainer', "
+        "'demo_automodel', 'demo_megatron') may",
     ),
     "third_party_by_name": (
         _changed("routeplane/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
         "routeplane/validate.py:2: routeplane.validate may not import torch; "
-        "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'demo_engine', 'demo_trainer') may",
+        "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'testing.contracts.replay', "
+        "'testing.contracts.replay_harness', 'demo_engine', 'demo_scoring', 'demo_trainer', "
+        "'demo_automodel', 'demo_megatron') may",
     ),
     "third_party_by_a_detour": (
         _changed("routeplane/cli.py", "import routeplane.capture.vllm\n"),

@@ -19,14 +19,21 @@ import pytest
 
 import routeplane.errors
 from routeplane.assembly import AssemblyReport
+from routeplane.capture.middleware import MiddlewareReport
+from routeplane.capture.tickets import DeskReport
+from routeplane.capture.vllm.reports import LedgerReport, WritingReport
 from routeplane.cli import _parser, main
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.timeline import Timeline
+from routeplane.inspect.collect import collect
+from routeplane.inspect.diff import RouteDiff
 from routeplane.ports import Report
 from routeplane.prefetch import PrefetchReport
 from routeplane.replay.handle import ReplayReport
+from routeplane.spec import RouteSpec
 from routeplane.stream import StreamReport, new_stream
+from routeplane.stream.delivery import DeliveryReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.meta.import_graph import module_name, read_edges
 
@@ -125,8 +132,15 @@ REPORTS: dict[str, Report] = {
     "Coverage": Coverage(),
     "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
+    "WritingReport": WritingReport(),
+    "LedgerReport": LedgerReport(),
     "StreamReport": StreamReport(),
+    "DeliveryReport": DeliveryReport(),
     "PrefetchReport": PrefetchReport(),
+    "DeskReport": DeskReport(),
+    "MiddlewareReport": MiddlewareReport(),
+    "RouteStatistics": collect([], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))),
+    "RouteDiff": RouteDiff.empty(*[RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))] * 2),
     "ReplayReport": ReplayReport(gates=(), microbatches=0),
 }
 

@@ -16,18 +16,21 @@ import torch
 import transformers
 from torch import nn
 
-from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, SpecError, UsageError
+from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, UsageError
 from routeplane.replay import transformers as gates
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import (
+    BY_NAME,
     FAMILIES,
     MAIN_FAMILIES,
     NUM_ROWS,
+    Family,
     live_choice,
     logits_of,
     own_routes,
     recorded,
     replayed,
+    token_ids,
 )
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -52,7 +55,7 @@ GPT_OSS = MAIN_FAMILIES[4]
 def test_a_spec_of_another_model_is_refused(changes: dict[str, Any], message: str) -> None:
     """Layers, widths and top-k must be the model's, one for one; the message lists both sides."""
     model = QWEN3.build()
-    with pytest.raises(SpecError, match=re.escape(message)) as caught:
+    with pytest.raises(ReplayError, match=re.escape(message)) as caught:
         gates.attach(model, replace(QWEN3.spec, **changes))
     assert ErrorKind.SPEC_MISMATCH == caught.value.kind
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -193,6 +196,27 @@ def test_handles_of_two_models_do_not_meet() -> None:
     assert [1, 1, 1] == [each.report().microbatches for each in (handle, other_handle, third)]
 
 
+@pytest.mark.parametrize("family", [MAIN_FAMILIES[1], BY_NAME["minimax_m2"]], ids=["softmax", "biased"])
+def test_the_auxiliary_loss_is_followed_in_this_model_alone(family: Family) -> None:
+    """A teacher's stays live, training without it is left alone, and detach leaves none of the hooks."""
+    model = family.build()
+    # the first of these installs hooks of Transformers' own, which stay
+    live = model(input_ids=token_ids(1), output_router_logits=True).aux_loss
+    before = {name: (*module._forward_pre_hooks, *module._forward_hooks) for name, module in model.named_modules()}
+    with gates.attach(model, family.spec, aux="forced") as handle:
+        teacher = copy.deepcopy(model)
+        with handle.replaying(random_routes(family.spec, NUM_ROWS, seed=5)):
+            assert torch.equal(live, teacher(input_ids=token_ids(1), output_router_logits=True).aux_loss)
+            plain = logits_of(model)
+            forced = model(input_ids=token_ids(1), output_router_logits=True)
+        assert torch.equal(plain, forced.logits)
+        assert (live - forced.aux_loss).abs() > 1e-3
+        assert torch.equal(live, model(input_ids=token_ids(1), output_router_logits=True).aux_loss)
+    assert before == {
+        name: (*module._forward_pre_hooks, *module._forward_hooks) for name, module in model.named_modules()
+    }
+
+
 # ---- report ---------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +234,7 @@ def test_the_report_counts_rows_and_merges() -> None:
     with handle.replaying(PlainBatch(spec=QWEN3.spec, routes_NLK=routes_NLK)), recorded(model) as seen:
         logits_of(model)
     first, second = handle.report().gates
-    live_NK = live_choice(model.model.layers[2].mlp.gate, seen[2][0].logits_NE)[:9]
+    live_NK = live_choice(QWEN3, model.model.layers[2].mlp, seen[2][0].logits_NE)[:9]
     later = sum(set(a) != set(b) for a, b in zip(routes_NLK[:9, 1].tolist(), live_NK.tolist(), strict=True))
     assert (9, 3, flipped, 1) == (first.forced_rows, first.live_rows, first.flipped_rows, first.consumed)
     assert (9, 3, later, 1) == (second.forced_rows, second.live_rows, second.flipped_rows, second.consumed)
@@ -222,6 +246,7 @@ def test_the_report_counts_rows_and_merges() -> None:
     assert {
         "x/replay_microbatches": 2.0,
         "x/replay_gate_calls": 4.0,
+        "x/replay_not_consumed": 0.0,
         "x/replay_rows_forced": 42.0,
         "x/replay_rows_live": 6.0,
         "x/replay_rows_flipped": float(flipped + later),

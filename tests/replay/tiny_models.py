@@ -16,14 +16,15 @@ from torch import nn
 
 from routeplane.replay.transformers import attach, find_gates
 from routeplane.spec import RouteSpec
+from routeplane.testing.contracts.replay_harness import Firing
 from tests.replay.plain_batch import PlainBatch, plain_batch
 
 __all__ = [
+    "BY_NAME",
     "FAMILIES",
     "MAIN_FAMILIES",
     "NUM_ROWS",
     "Family",
-    "Firing",
     "live_choice",
     "logits_of",
     "own_routes",
@@ -49,6 +50,10 @@ class Family:
     options: dict[str, Any]
     layer_ids: tuple[int, ...]
     weights: Restate
+    #: of logits ``[N, E]``: what the choice is made by, before any bias
+    scores: Callable[[torch.Tensor], torch.Tensor] = lambda logits_NE: logits_NE.softmax(dim=-1)
+    #: of the choice's scores by group ``[N, G, E/G]``: which groups are the best
+    group_scores: Callable[[torch.Tensor], torch.Tensor] = lambda groups_NGM: groups_NGM.topk(2).values.sum(dim=-1)
     #: where the number of experts stands in the configuration
     experts_key: str = "num_experts"
     top_k_key: str = "num_experts_per_tok"
@@ -100,6 +105,10 @@ def _softmax(logits_NE: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
     return torch.softmax(logits_NE.float(), dim=-1).gather(1, ids_NK)
 
 
+def _softmax_scaled(logits_NE: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
+    return 2.5 * _softmax(logits_NE, ids_NK)
+
+
 def _softmax_renormalised(logits_NE: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
     return _renormalised(torch.softmax(logits_NE.float(), dim=-1), ids_NK)
 
@@ -118,6 +127,14 @@ def _softmax_of_picked(logits_NE: torch.Tensor, ids_NK: torch.Tensor) -> torch.T
 
 _GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 _DENSE_FIRST = {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 _SHARED = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
 
 MAIN_FAMILIES = (
@@ -149,14 +166,10 @@ MAIN_FAMILIES = (
         options={
             **_GROUPS,
             **_DENSE_FIRST,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
+            **_MLA,
         },
         layer_ids=(1, 2),
+        scores=torch.sigmoid,
         weights=_sigmoid_scaled,
         experts_key="n_routed_experts",
     ),
@@ -200,6 +213,7 @@ FAMILIES = (
         config="Glm4MoeConfig",
         options={**_GROUPS, **_DENSE_FIRST, "head_dim": 8},
         layer_ids=(1, 2),
+        scores=torch.sigmoid,
         weights=_sigmoid_scaled,
         experts_key="n_routed_experts",
     ),
@@ -208,6 +222,7 @@ FAMILIES = (
         config="MiniMaxM2Config",
         options={"head_dim": 8, "rotary_dim": 8},
         layer_ids=(0, 1, 2),
+        scores=torch.sigmoid,
         weights=_sigmoid_renormalised,
         experts_key="num_local_experts",
     ),
@@ -220,22 +235,45 @@ FAMILIES = (
         experts_key="moe_num_experts",
         top_k_key="moe_k",
     ),
+    Family(
+        name="minimax",
+        config="MiniMaxConfig",
+        options={
+            "head_dim": 8,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "block_size": 4,
+        },
+        layer_ids=(0, 1, 2),
+        weights=_softmax_renormalised,
+        experts_key="num_local_experts",
+    ),
+    Family(
+        name="deepseek_v2",
+        config="DeepseekV2Config",
+        options={**_MLA, **_DENSE_FIRST, "topk_method": "greedy", "routed_scaling_factor": 2.5},
+        layer_ids=(1, 2),
+        weights=_softmax_scaled,
+        experts_key="n_routed_experts",
+    ),
+    Family(
+        name="deepseek_v2 in groups",
+        config="DeepseekV2Config",
+        options={**_MLA, **_DENSE_FIRST, **_GROUPS, "topk_method": "group_limited_greedy"},
+        layer_ids=(1, 2),
+        weights=_softmax_scaled,
+        group_scores=lambda groups_NGM: groups_NGM.max(dim=-1).values,
+        experts_key="n_routed_experts",
+    ),
 )
+
+
+BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def token_ids(seed: int) -> torch.Tensor:
     """int64 ``[B, S]``, NUM_ROWS in all."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 64, (2, NUM_ROWS // 2), generator=generator)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Firing:
-    """What a router returned: logits ``[N, E]``, weights and ids ``[N, K]``."""
-
-    logits_NE: torch.Tensor
-    weights_NK: torch.Tensor
-    ids_NK: torch.Tensor
 
 
 @contextmanager
@@ -277,12 +315,14 @@ def replayed(model: nn.Module, spec: RouteSpec, batch: PlainBatch) -> torch.Tens
         return logits_of(model)
 
 
-def live_choice(router: Any, logits_NE: torch.Tensor) -> torch.Tensor:
-    """The choice restated: of logits, or of biased sigmoids within the two best of four groups."""
-    if not hasattr(router, "e_score_correction_bias"):
-        return logits_NE.topk(int(router.top_k)).indices
-    choice_NE: torch.Tensor = logits_NE.sigmoid() + router.e_score_correction_bias
-    groups_NGM = choice_NE.view(len(choice_NE), 4, -1)
-    best_N2 = groups_NGM.topk(2, dim=-1).values.sum(dim=-1).topk(2).indices
-    outside_NG = torch.ones(groups_NGM.shape[:2], dtype=torch.bool).scatter(1, best_N2, value=False)
-    return groups_NGM.masked_fill(outside_NG[..., None], -torch.inf).flatten(1).topk(int(router.top_k)).indices
+def live_choice(family: Family, block: nn.Module, logits_NE: torch.Tensor) -> torch.Tensor:
+    """A MoE block's choice ``[N, K]`` restated: of biased scores, where groups limit it within the two best of four."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    biases = [tensor for name, tensor in tensors if name.endswith("e_score_correction_bias")]
+    choice_NE = family.scores(logits_NE.float()) + sum(bias.reshape(-1) for bias in biases)
+    if "n_group" in family.options:
+        groups_NGM = choice_NE.view(len(choice_NE), 4, -1)
+        best_N2 = family.group_scores(groups_NGM).topk(2).indices
+        outside_NG = torch.ones(groups_NGM.shape[:2], dtype=torch.bool).scatter(1, best_N2, value=False)
+        choice_NE = groups_NGM.masked_fill(outside_NG[..., None], -torch.inf).flatten(1)
+    return choice_NE.topk(TOP_K).indices

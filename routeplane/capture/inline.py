@@ -1,0 +1,119 @@
+"""Routes inside a response, our own form: a byte per id where the geometry allows, bound to its tokens by a checksum.
+
+The text is padded base64 of 36 bytes of header and the payload, so that it begins with ``routeplane+1`` and is decoded
+in one piece. The header: 9 bytes that spell this, the spec's digest and the checksum as u64, the first row and the
+number of rows as u32, all little endian, and 3 zero bytes, which align the payload. The payload is the format's
+``narrow`` encoding where the spec allows it (a MISSING row is K bytes 0xFF), else int16, little endian. The checksum
+(xxh3-64, canonical bytes) covers spec digest, first row, all token ids of the call, and the payload: rows of another
+choice or model are refused. Knows no response.
+
+Axes: R rows, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.arrays import as_integers, frozen_view
+from routeplane.capture.text64 import (
+    MAX_ROWS,
+    base64_length,
+    check_axes,
+    decode_base64,
+    encode_base64,
+    undecodable,
+)
+from routeplane.checksum import CanonicalHash, require_equal
+from routeplane.errors import DataError, ErrorKind, SpecError
+from routeplane.spec import MISSING, NARROW_MISSING
+from routeplane.validate import check_routes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["INLINE_PREFIX", "decode_inline", "encode_inline"]
+
+#: How text in the inline form begins.
+INLINE_PREFIX = "routeplane+1"
+
+_HEADER = struct.Struct("<9sQQII3s")
+_MAGIC = decode_base64(INLINE_PREFIX)
+_HEADER_TEXT = base64_length(_HEADER.size)
+
+
+def encode_inline(routes: NDArray[np.int16], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int = 0) -> str:
+    """The text for int16 rows ``[R, L, K]`` of tokens ``[first_row, first_row + R)`` of a call.
+
+    ``token_ids``: all of the call, prompt and generated. Raises DataError for rows that are not legal under the spec:
+    narrowed, they would be other rows.
+    """
+    routes_RLK = as_integers(routes, np.int16, what="routes", ndim=3)
+    check_routes(routes_RLK, spec, first_token=first_row)
+    if spec.narrow_allowed:
+        # -1 becomes 0xFF; legal ids are below 256
+        wire = np.ascontiguousarray(routes_RLK.astype(np.uint8))
+    else:
+        wire = np.ascontiguousarray(routes_RLK, dtype="<i2")
+    payload = wire.reshape(-1).view(np.uint8)
+    checksum = _checksum(payload, spec, token_ids=token_ids, first_row=first_row)
+    header = _HEADER.pack(_MAGIC, spec.digest, checksum, first_row, len(wire), bytes(3))
+    # the header is whole quanta of base64, so the two texts are the text of both
+    return encode_base64(header) + encode_base64(payload.data)
+
+
+def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tuple[NDArray[np.int16], int]:
+    """The rows, read-only int16 ``[R, L, K]``, and the token of the first one.
+
+    Nothing is decoded before digest and length agree, nothing widened before the checksum does. The row rule is applied
+    where a byte is no id of every layer, and in any case when a record is made. Raises SpecError (SPEC_MISMATCH) for
+    another model's rows, ChecksumError for damage or other tokens, DataError for what is not in this form.
+    """
+    if not isinstance(text, str):
+        raise DataError(f"expected text in the inline form, got {type(text).__name__}", kind=ErrorKind.DTYPE)
+    if len(text) < _HEADER_TEXT or not text.startswith(INLINE_PREFIX):
+        raise undecodable(f"text that begins with {INLINE_PREFIX} and a header", repr(text[:_HEADER_TEXT]))
+    _, digest, declared, first_row, rows, zeros = _HEADER.unpack(decode_base64(text[:_HEADER_TEXT]))
+    if digest != spec.digest:
+        raise SpecError(
+            f"expected routes of spec {spec.digest:016x} ({spec.model or 'unnamed'}), got those of {digest:016x}",
+            kind=ErrorKind.SPEC_MISMATCH,
+        )
+    if first_row + rows > MAX_ROWS or any(zeros):
+        raise undecodable(f"at most {MAX_ROWS} rows and three zero bytes", f"{rows} from {first_row}, {zeros!r}")
+    shape = (rows, *spec.row_shape)
+    size = check_axes(shape, itemsize=1 if spec.narrow_allowed else 2)
+    content = decode_base64(text, size=_HEADER.size + size)
+    payload = np.frombuffer(content, dtype=np.uint8, offset=_HEADER.size)
+    checksum = _checksum(payload, spec, token_ids=token_ids, first_row=first_row)
+    require_equal(declared, checksum, where="inline routes", sample="inline routes")
+    if not spec.narrow_allowed:
+        return frozen_view(payload.view("<i2").astype(np.int16, copy=False).reshape(shape)), first_row
+    return frozen_view(_widened(payload.reshape(shape), spec, first_row)), first_row
+
+
+def _widened(wire_RLK: NDArray[np.uint8], spec: RouteSpec, first_row: int) -> NDArray[np.int16]:
+    """int16 rows; K bytes 0xFF are MISSING."""
+    highest = int(wire_RLK.max()) if wire_RLK.size else 0
+    routes_RLK = wire_RLK.astype(np.int16)
+    if highest < min(NARROW_MISSING, *spec.experts_per_layer):
+        return routes_RLK
+    if max(spec.experts_per_layer) <= NARROW_MISSING:
+        # no expert is called 255 here, so such a byte is part of a MISSING row
+        routes_RLK[wire_RLK == NARROW_MISSING] = MISSING
+    else:
+        routes_RLK[(wire_RLK == NARROW_MISSING).all(axis=2)] = MISSING
+    check_routes(routes_RLK, spec, first_token=first_row)
+    return routes_RLK
+
+
+def _checksum(payload: NDArray[np.uint8], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int) -> int:
+    out = CanonicalHash(spec.digest)
+    out.int64("first_row", first_row)
+    out.array("token_ids", as_integers(token_ids, np.int32, what="token_ids", ndim=1))
+    out.array("routes", payload)
+    return out.value()

@@ -1,0 +1,264 @@
+"""Message logs, as NeMo RL's rollouts keep a conversation: a list of messages, each with its tokens and their rows.
+
+Owns both directions. Out: every message has all arrays, integer ones as integers, also where it has no token. In: rows
+lie at their tokens' places, and the rows of tokens that no call fed are filler by their place. Arrays are numpy's; a
+tensor on the CPU is read as it is. Knows no torch.
+
+Axes: S token positions, M tokens of a message, D layers as the sender counts them, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.arrays import as_integers, as_logprobs
+from routeplane.assembly import assemble
+from routeplane.calls import ModelCall
+from routeplane.capture.filler import rows_without_filler
+from routeplane.capture.wire import LayerAxis
+from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
+from routeplane.spans import Span
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.record import RouteRecord
+    from routeplane.spec import RouteSpec
+
+__all__ = ["message_log_from_record", "record_from_message_log"]
+
+_KNOWN = frozenset({"content", "generation_logprobs", "role", "routed_experts", "token_ids"})
+_ASSISTANT = "assistant"
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------
+
+
+def message_log_from_record(record: RouteRecord) -> list[dict[str, Any]]:
+    """The messages of a record, one per span, in fresh arrays that the caller owns.
+
+    Each has ``role`` (the span's, else user or assistant by its kind), ``token_ids`` int64 ``[M]``, ``routed_experts``
+    int16 ``[M, L, K]`` (MISSING where nothing was captured) and every token column; generated ones also
+    ``generation_logprobs`` float32 ``[M]`` where the record has log-probabilities. Two generations in a row have a
+    message without tokens between them, as readers that take messages in pairs expect. Verifies first. Raises
+    UsageError (PREFIX) for a record whose first rows stand in another one.
+    """
+    record.verify()
+    if record.routes_start:
+        raise UsageError(
+            f"expected a resolved record, got rows only from {record.routes_start} @ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    log: list[dict[str, Any]] = []
+    for span in record.spans:
+        if span.kind == "generation" and (not log or log[-1]["role"] == _ASSISTANT):
+            log.append(_message(record, "user", start=span.start, stop=span.start))
+        role = span.role or (_ASSISTANT if span.kind == "generation" else "user")
+        message = _message(record, role, start=span.start, stop=span.stop)
+        if span.kind == "generation" and record.logprobs is not None:
+            message["generation_logprobs"] = record.logprobs[span.start : span.stop].copy()
+        log.append(message)
+    return log
+
+
+def _message(record: RouteRecord, role: str, *, start: int, stop: int) -> dict[str, Any]:
+    return {
+        "role": role,
+        "token_ids": record.token_ids[start:stop].astype(np.int64),
+        "routed_experts": record.routes[start:stop].copy(),
+        **{name: values[start:stop].copy() for name, values in record.columns.items()},
+    }
+
+
+# ---- in -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """One message that has tokens, and where they stand."""
+
+    role: str
+    start: int
+    token_M: NDArray[np.int32]
+    routes_MDK: NDArray[Any] | None
+    logprobs_M: NDArray[np.float32] | None
+    columns: Mapping[str, NDArray[Any]]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_M)
+
+
+def record_from_message_log(
+    log: Sequence[Mapping[str, Any]],
+    spec: RouteSpec,
+    *,
+    sample_id: str,
+    weights_version: int | None,
+    attempt: int = 0,
+    group: str | None = None,
+    require_routes: bool = True,
+    axis: LayerAxis = "captured",
+    ignore: Iterable[str] = (),
+    attributes: Mapping[str, str] | None = None,
+) -> RouteRecord:
+    """One record of a message log; each message of role ``assistant`` is one call's generation.
+
+    The row of the last generated token, and of every token behind it, belongs to tokens that were never fed: it is
+    filler by its place and becomes MISSING, whatever it holds (NeMo RL writes ``arange(K)``). Rows of all tokens before
+    it are taken as captured; -1 throughout is MISSING. ``require_routes``: whether a message with tokens and without
+    rows is an error; else its rows are not captured. ``axis``: what the layer axis counts (as
+    ``message_log_from_record`` writes it: the captured layers; vLLM's rows have every decoder layer). Further arrays
+    are token columns, and must be in every message; others are refused by name unless ``ignore`` has it. Raises
+    DataError naming message and field, CaptureError (CAPTURE_OFF) for absent rows.
+    """
+    messages = list(_read(log, frozenset(ignore)))
+    if not messages:
+        raise DataError("expected messages with tokens, got none", kind=ErrorKind.SHAPE)
+    _require_same_columns(messages)
+    fed = max((one.stop - 1 for one in messages if one.role == _ASSISTANT), default=messages[-1].stop)
+    rows_SLK = _rows(messages, spec, fed=fed, required=require_routes, axis=axis)
+    calls = list(_calls(messages, rows_SLK, fed=fed, weights_version=weights_version))
+    [record] = assemble(calls, spec, sample_id=sample_id, attempt=attempt, group=group, attributes=attributes).records
+    return replace(record, spans=tuple(_spans(messages, weights_version)), checksum=None)
+
+
+def _read(log: Sequence[Mapping[str, Any]], ignore: frozenset[str]) -> Iterable[_Message]:
+    start = 0
+    for at, message in enumerate(log):
+        where = f"message {at}"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"expected an object with a role as {where}", kind=ErrorKind.DTYPE)
+        given = message.get("token_ids")
+        if given is None:
+            raise DataError(
+                f"expected token_ids in {where} ({message['role']}), got none", kind=ErrorKind.TOKEN_MISMATCH
+            )
+        # a message without tokens may have them as floats: torch makes an empty list of another type than a full one
+        token_M = as_integers(given if len(given) else [], np.int32, what=f"token_ids of {where}", ndim=1)
+        if len(token_M) == 0:
+            continue
+        logprobs = message.get("generation_logprobs") if message["role"] == _ASSISTANT else None
+        yield _Message(
+            role=message["role"],
+            start=start,
+            token_M=token_M,
+            routes_MDK=_routes(message.get("routed_experts"), len(token_M), where),
+            logprobs_M=None if logprobs is None else as_logprobs(logprobs, len(token_M), what=f"logprobs of {where}"),
+            columns=_columns(message, len(token_M), ignore=ignore, where=where),
+        )
+        start += len(token_M)
+
+
+def _routes(given: Any, count: int, where: str) -> NDArray[Any] | None:
+    if given is None:
+        return None
+    routes_MDK = np.asarray(given)
+    if routes_MDK.dtype.kind not in "iu":
+        raise DataError(
+            f"expected routed_experts of {where} of an integer type, got {routes_MDK.dtype}", kind=ErrorKind.DTYPE
+        )
+    if routes_MDK.ndim != 3 or len(routes_MDK) != count:
+        raise DataError(
+            f"expected routed_experts of {where} [{count} tokens, layers, top_k], got {list(routes_MDK.shape)}",
+            kind=ErrorKind.ROW_COUNT if routes_MDK.ndim == 3 else ErrorKind.SHAPE,
+        )
+    return routes_MDK
+
+
+def _columns(
+    message: Mapping[str, Any], count: int, *, ignore: frozenset[str], where: str
+) -> Mapping[str, NDArray[Any]]:
+    columns: dict[str, NDArray[Any]] = {}
+    for name, value in message.items():
+        # what is no array belongs to the text of the conversation
+        if name in _KNOWN or name in ignore or not hasattr(value, "shape"):
+            continue
+        column_M = np.asarray(value)
+        if column_M.shape != (count,):
+            raise DataError(
+                f"expected {name!r} of {where} as a token column [{count}], got {list(column_M.shape)}: cut it "
+                "alike or name it in ignore",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+        columns[name] = column_M
+    return columns
+
+
+def _require_same_columns(messages: Sequence[_Message]) -> None:
+    names = set(messages[0].columns)
+    for message in messages:
+        if set(message.columns) != names:
+            raise DataError(
+                f"expected the token columns {sorted(names)} in every message, got {sorted(message.columns)} "
+                f"@ token {message.start} ({message.role})",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+
+
+def _rows(
+    messages: Sequence[_Message], spec: RouteSpec, *, fed: int, required: bool, axis: LayerAxis
+) -> NDArray[np.int16]:
+    rows_SLK = spec.missing_rows(messages[-1].stop)
+    for message in messages:
+        where = f"tokens [{message.start}, {message.stop}) ({message.role})"
+        if message.routes_MDK is None:
+            if required and message.start < fed:
+                raise CaptureError(
+                    f"expected routed_experts for {where}, got none: the engine or the rollout dropped them "
+                    "(require_routes=False declares the rows as not captured)",
+                    kind=ErrorKind.CAPTURE_OFF,
+                )
+            continue
+        captured = [(0, min(max(fed - message.start, 0), len(message.token_M)))]
+        rows_SLK[message.start : message.stop] = rows_without_filler(
+            message.routes_MDK, spec, captured=captured, axis=axis, call=where
+        )
+    return rows_SLK
+
+
+def _calls(
+    messages: Sequence[_Message], rows_SLK: NDArray[np.int16], *, fed: int, weights_version: int | None
+) -> Iterable[ModelCall]:
+    """One call per generation, each with the rows that no call before it has; one more for tokens behind the last."""
+    token_S = np.concatenate([one.token_M for one in messages])
+    columns = {name: np.concatenate([one.columns[name] for one in messages]) for name in messages[0].columns}
+    ends = [one.stop for one in messages if one.role == _ASSISTANT]
+    if not ends or ends[-1] < len(token_S):
+        ends.append(len(token_S))
+    generations = {one.stop: one for one in messages if one.role == _ASSISTANT}
+    for turn, (before, stop) in enumerate(itertools.pairwise([0, *ends])):
+        generation = generations.get(stop)
+        prompt = stop if generation is None else generation.start
+        last = stop if generation is None else min(stop, max(fed, before))
+        yield ModelCall(
+            prompt_ids=token_S[:prompt],
+            generation_ids=token_S[prompt:stop],
+            routes=rows_SLK[before:last],
+            first_row=before,
+            weights_version=weights_version,
+            call_id=f"turn-{turn}",
+            logprobs=None if generation is None else generation.logprobs_M,
+            loss="not_captured" if last < stop - 1 else None,
+            columns={name: values[:stop] for name, values in columns.items()},
+        )
+
+
+def _spans(messages: Sequence[_Message], weights_version: int | None) -> Iterable[Span]:
+    turn = 0
+    for message in messages:
+        generated = message.role == _ASSISTANT
+        yield Span(
+            start=message.start,
+            stop=message.stop,
+            kind="generation" if generated else "prompt",
+            role=message.role,
+            call=f"turn-{turn}",
+            weights_version=weights_version if generated else None,
+        )
+        turn += generated

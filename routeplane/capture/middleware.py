@@ -1,0 +1,260 @@
+"""An ASGI middleware that takes routes out of JSON bodies: a server ships them in the form that a request asks for.
+
+Pure ASGI; works as vLLM's ``--middleware`` and on any ASGI application, FastAPI's among them. Owns the bytes of a
+request and its response: which are read, which are passed on untouched, what is counted. What happens to a document is
+``shipping``; a ticket's call goes into the ``RouteSink`` that the middleware is given. Needs no web framework.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from routeplane.capture.shipping import Asked, ShippingForm, parse_form, prepare_request, ship_routes, strip_routes
+from routeplane.capture.tickets import record_of_call, ticket_for
+from routeplane.errors import RouteplaneError, UsageError, refused
+from routeplane.spec import RouteSpec
+
+if TYPE_CHECKING:
+    from routeplane.calls import ModelCall
+    from routeplane.capture.wire import LayerAxis
+    from routeplane.ports import RouteSink
+
+__all__ = ["HEADER", "PATHS", "MiddlewareReport", "RouteMiddleware"]
+
+#: The request header that names a form; the response repeats it where routes were shipped.
+HEADER = "x-routeplane-form"
+#: The endpoints whose responses may carry routes.
+PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiddlewareReport:
+    """What a middleware did. ``shipped`` and ``stripped`` count choices, the rest requests."""
+
+    requests: int = 0
+    shipped: int = 0
+    stripped: int = 0
+    streams: int = 0  # answered as a stream: passed on untouched
+    untouched: int = 0  # other bodies: errors, compressed, not JSON
+    refused: int = 0  # answered with an error, since their routes could not be shipped
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {f"{prefix}middleware_{name}": float(getattr(self, name)) for name in self.__slots__}
+
+
+class RouteMiddleware:
+    """Wraps ``app``; its spec comes from vLLM's own configuration where none is given.
+
+    ``sink``: where calls go whose tickets are asked for: a RouteSink, or the dotted name of a function that makes one
+    of a spec (``"package.module:function"``), called when the first ticket is due. ``stream``: the name in the tickets.
+    The sink is not closed here: whoever made it closes it (``close()`` does, for one made by name). ``form``: what a
+    request without the header gets. ``axis``: what the engine's layer axis counts. ``weights_version``: asked for each
+    response, None where unknown; then whoever redeems says. ``cached``: as ``openai.calls_from_response``.
+
+    Responses that are streams, errors, compressed or no JSON pass untouched, and are counted. Routes that a request
+    asked for and that cannot be shipped are an error (HTTP 502 with the reason), never a response without them.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        spec: RouteSpec | None = None,
+        sink: RouteSink | str | None = None,
+        stream: str = "routes",
+        form: ShippingForm = "none",
+        axis: LayerAxis = "decoder",
+        weights_version: Callable[[], int | None] | None = None,
+        cached: int | None = None,
+        paths: Iterable[str] = PATHS,
+    ) -> None:
+        self._app = app
+        self._spec = spec
+        self._sink = sink
+        self._made_sink: RouteSink | None = None
+        self._stream = stream
+        self._form = parse_form(form)
+        self._axis = axis
+        self._weights_version = weights_version or (lambda: None)
+        self._cached = cached
+        self._paths = tuple(paths)
+        self._lock = threading.Lock()  # responses are rewritten in threads, and a sink takes one record at a time
+        self._counts = dict.fromkeys(MiddlewareReport.__slots__, 0)
+
+    def report(self) -> MiddlewareReport:
+        """What was done so far."""
+        return MiddlewareReport(**self._counts)
+
+    def close(self) -> None:
+        """Close the sink that this middleware made by name."""
+        with self._lock:
+            if self._made_sink is not None:
+                self._made_sink.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope.get("method") != "POST" or not scope["path"].endswith(self._paths):
+            return await self._app(scope, receive, send)
+        self._counts["requests"] += 1
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            form = parse_form(headers[HEADER]) if HEADER in headers else self._form
+        except UsageError as error:
+            return await self._refuse(send, error, status=400)
+        content, more = await _read_body(receive)
+        document = None if "content-encoding" in headers else _json_object(content)
+        if document is None or document.get("stream"):
+            self._counts["streams" if document is not None else "untouched"] += 1
+            return await self._app(scope, _replay(content, more, receive), send)
+        changed, asked = prepare_request(document, form, chat=scope["path"].endswith("/chat/completions"))
+        body = json.dumps(changed, separators=(",", ":")).encode()
+        scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
+        reply = _Reply(send)
+        await self._app(scope, _replay(body, [], receive), reply.take)
+        if reply.start is None:
+            self._counts["untouched"] += reply.passed
+            return None
+        return await self._answer(reply, asked, scope, send)
+
+    async def _answer(self, reply: _Reply, asked: Asked, scope: Scope, send: Send) -> None:
+        try:
+            content, shipped, stripped = await asyncio.to_thread(self._rewrite, bytes(reply.body), asked, scope)
+        except RouteplaneError as error:
+            return await self._refuse(send, error, status=502)
+        self._counts["shipped"] += shipped
+        self._counts["stripped"] += stripped
+        headers = _with_length(reply.start["headers"], len(content)) if reply.start else []
+        if shipped:
+            headers.append((HEADER.encode(), asked.form.encode()))
+        await send({**(reply.start or {}), "headers": headers})
+        await send({"type": "http.response.body", "body": content, "more_body": False})
+        return None
+
+    def _rewrite(self, content: bytes, asked: Asked, scope: Scope) -> tuple[bytes, int, int]:
+        """The body to send, and from how many choices routes were shipped and stripped."""
+        document = _json_object(content)
+        if document is None or "choices" not in document or asked.form == "npy":
+            return content, 0, 0
+        if asked.form == "none":
+            stripped = strip_routes(document)
+            return (json.dumps(document, separators=(",", ":")).encode() if stripped else content), 0, stripped
+        shipped = ship_routes(
+            document,
+            asked,
+            spec=self._spec_of(scope),
+            issue=lambda call: self._issue(call, scope),
+            axis=self._axis,
+            weights_version=self._weights_version(),
+            cached=self._cached,
+        )
+        return json.dumps(document, separators=(",", ":")).encode(), shipped, 0
+
+    def _issue(self, call: ModelCall, scope: Scope) -> str:
+        ticket = ticket_for(call, stream=self._stream).to_json()
+        with self._lock:
+            self._sink_of(scope).write(record_of_call(call, self._spec_of(scope)))
+        return ticket
+
+    def _sink_of(self, scope: Scope) -> RouteSink:
+        if self._sink is None:
+            raise refused("a sink for the form 'ticket' (sink=)", "none")
+        if not isinstance(self._sink, str):
+            return self._sink
+        if self._made_sink is None:
+            module, _, name = self._sink.replace(":", ".").rpartition(".")
+            self._made_sink = getattr(importlib.import_module(module), name)(self._spec_of(scope))
+        return self._made_sink
+
+    def _spec_of(self, scope: Scope) -> RouteSpec:
+        if self._spec is None:
+            # vLLM's server keeps its configuration at its application
+            config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+            if config is None:
+                raise refused("a spec (spec=), or vLLM's server", "an application without vllm_config")
+            self._spec = RouteSpec.from_hf_config(config.model_config.hf_config)
+        return self._spec
+
+    async def _refuse(self, send: Send, error: RouteplaneError, *, status: int) -> None:
+        self._counts["refused"] += 1
+        said = {
+            "message": error.message,
+            "type": type(error).__name__,
+            "param": None,
+            "code": status,
+            "kind": error.kind,
+        }
+        body = json.dumps({"error": said}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class _Reply:
+    """Holds a JSON response back until it is whole; passes any other on as it comes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.start: Message | None = None
+        self.body = bytearray()
+        self.passed = False
+
+    async def take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message["headers"]}
+            is_json = headers.get(b"content-type", b"").split(b";")[0].strip() == b"application/json"
+            if message["status"] == 200 and is_json and b"content-encoding" not in headers:
+                self.start = message
+                return
+            self.passed = True
+        elif message["type"] == "http.response.body" and self.start is not None:
+            self.body += message.get("body", b"")
+            return
+        await self._send(message)
+
+
+async def _read_body(receive: Receive) -> tuple[bytes, list[Message]]:
+    """The whole body, and what came instead of its end where the client left."""
+    content = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return bytes(content), [message]
+        content += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(content), []
+
+
+def _replay(content: bytes, more: list[Message], receive: Receive) -> Receive:
+    pending = [{"type": "http.request", "body": content, "more_body": False}, *more]
+
+    async def replayed() -> Message:
+        return pending.pop(0) if pending else await receive()
+
+    return replayed
+
+
+def _json_object(content: bytes) -> dict[str, Any] | None:
+    """The object that a body holds; None for anything else."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name.lower() not in (b"content-length", b"transfer-encoding")]
+    return [*kept, (b"content-length", str(length).encode())]

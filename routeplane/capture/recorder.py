@@ -1,0 +1,335 @@
+"""Rows of one sample, kept by absolute position as its calls go on, and made into records at the end.
+
+An engine sends rows when it likes: the prompt's at once, then one per token, or all with the last token; a trimmed
+request leaves out what is held already. Here each row has a place from the moment it comes: a gap is refused, rows that
+come twice within a call must be the same, and two calls that bring the same token follow ``overlap`` and are counted.
+``assemble`` joins the calls; this module adds which weights sampled what, where they changed under way. Knows no
+engine.
+
+Axes: S token positions, R rows that came, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from routeplane.arrays import as_integers
+from routeplane.assembly import Assembly, assemble
+from routeplane.calls import ModelCall, RowLoss
+from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.scalars import check_optional_int64
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.record import RouteRecord
+    from routeplane.spans import Capture, Span
+    from routeplane.spec import RouteSpec
+
+__all__ = ["RouteRecorder", "WeightsChange", "split_versions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsChange:
+    """Tokens from position ``token`` on were sampled by ``weights_version`` (None: not known which)."""
+
+    token: int
+    weights_version: int | None
+
+
+class _Rows:
+    """The rows ``[first, stop)`` of one call, in an array that grows by doubling: a row is copied twice at most."""
+
+    def __init__(self, spec: RouteSpec) -> None:
+        self._buffer_RLK: NDArray[np.int16] = np.empty((0, *spec.row_shape), dtype=np.int16)
+        self.first: int | None = None
+        self.repeated = 0
+        self._count = 0
+
+    @property
+    def stop(self) -> int:
+        return (self.first or 0) + self._count
+
+    def add(self, rows_RLK: NDArray[np.int16], *, at: int, call: str) -> None:
+        if self.first is None:
+            self.first = at
+        if not self.first <= at <= self.stop:
+            raise DataError(
+                f"expected rows from token {self.stop} on, or some of [{self.first}, {self.stop}) again, got "
+                f"[{at}, {at + len(rows_RLK)}) @ call {call}",
+                kind=ErrorKind.ROW_COUNT,
+            )
+        known = min(self.stop - at, len(rows_RLK))
+        self._compare(rows_RLK[:known], at=at, call=call)
+        self._append(rows_RLK[known:])
+
+    def _compare(self, rows_RLK: NDArray[np.int16], *, at: int, call: str) -> None:
+        start = at - (self.first or 0)
+        held_RLK = self._buffer_RLK[start : start + len(rows_RLK)]
+        # the order within a row is the engine's and carries no meaning
+        differs_R = (np.sort(held_RLK, axis=2) != np.sort(rows_RLK, axis=2)).any(axis=(1, 2))
+        if differs_R.any():
+            row = int(differs_R.argmax())
+            raise DataError(
+                f"expected the row {held_RLK[row].tolist()} that this call brought before, got "
+                f"{rows_RLK[row].tolist()} @ call {call}, token {at + row}",
+                kind=ErrorKind.ROW_CONFLICT,
+            )
+        self.repeated += len(rows_RLK)
+
+    def _append(self, rows_RLK: NDArray[np.int16]) -> None:
+        needed = self._count + len(rows_RLK)
+        if needed > len(self._buffer_RLK):
+            grown = np.empty((max(needed, 2 * len(self._buffer_RLK)), *self._buffer_RLK.shape[1:]), dtype=np.int16)
+            grown[: self._count] = self._buffer_RLK[: self._count]
+            self._buffer_RLK = grown
+        self._buffer_RLK[self._count : needed] = rows_RLK
+        self._count = needed
+
+    def take(self) -> NDArray[np.int16] | None:
+        return None if self.first is None else self._buffer_RLK[: self._count]
+
+
+class _OpenCall:
+    """A call that goes on."""
+
+    def __init__(self, spec: RouteSpec, prompt_P: NDArray[np.int32], *, call_id: str, media: tuple[str, ...]) -> None:
+        self.prompt_P, self.call_id, self.media = prompt_P, call_id, media
+        self.rows = _Rows(spec)
+        self.generated: list[int] = []
+        self.logprobs: list[float] | None = None
+        self.changes: list[WeightsChange] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_P) + len(self.generated)
+
+
+class RouteRecorder:
+    """The calls of one sample, one after the other, until ``assembly`` makes records of them.
+
+    ``overlap``, ``on_break``, ``on_missing`` and ``attributes`` are those of ``assemble``. Not safe for several
+    threads. Rows are copied as they come; memory is that of all rows, each once.
+    """
+
+    def __init__(
+        self,
+        spec: RouteSpec,
+        *,
+        sample_id: str,
+        attempt: int = 0,
+        group: str | None = None,
+        overlap: Literal["keep_first", "keep_last"] = "keep_first",
+        on_break: Literal["raise", "split"] = "raise",
+        on_missing: Literal["mark", "raise"] = "mark",
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._options: dict[str, Any] = {
+            "sample_id": sample_id,
+            "attempt": attempt,
+            "group": group,
+            "overlap": overlap,
+            "on_break": on_break,
+            "on_missing": on_missing,
+            "attributes": attributes,
+        }
+        self._calls: list[ModelCall] = []
+        self._changes: dict[str, tuple[WeightsChange, ...]] = {}
+        self._open: _OpenCall | None = None
+        self._repeated = 0
+        self._held = 0  # rows [0, held) of the present context are here
+
+    @property
+    def calls(self) -> tuple[ModelCall, ...]:
+        """The calls that have ended."""
+        return tuple(self._calls)
+
+    @property
+    def repeated_rows(self) -> int:
+        """Rows that came again within their call, and were the same."""
+        return self._repeated + (0 if self._open is None else self._open.rows.repeated)
+
+    def next_row(self, prompt_ids: Sequence[int] | NDArray[Any]) -> int:
+        """The first row that a call with this prompt must bring: what to ask the engine to begin with.
+
+        After whole calls that is the last token so far, which was sampled and not fed; 0 for a prompt that does not
+        extend the tokens so far.
+        """
+        return self._held if self._extends(prompt_ids) else 0
+
+    def _extends(self, prompt_ids: Sequence[int] | NDArray[Any]) -> bool:
+        last_S = self._calls[-1].token_ids if self._calls else np.empty(0, dtype=np.int32)
+        prompt_P = np.asarray(prompt_ids)
+        return len(prompt_P) >= len(last_S) and np.array_equal(prompt_P[: len(last_S)], last_S)
+
+    def begin(
+        self,
+        prompt_ids: Sequence[int] | NDArray[Any],
+        *,
+        call_id: str,
+        weights_version: int | None,
+        media: Sequence[str] = (),
+    ) -> None:
+        """A call starts. Raises UsageError while another one goes on, DataError for bad token ids."""
+        if self._open is not None:
+            raise UsageError(
+                f"expected call {self._open.call_id} to end before {call_id} begins", kind=ErrorKind.ARGUMENT
+            )
+        prompt_P = as_integers(np.asarray(prompt_ids, dtype=np.int64), np.int32, what="prompt_ids", ndim=1)
+        self._open = _OpenCall(self._spec, prompt_P, call_id=call_id, media=tuple(media))
+        self.change_weights(weights_version)
+
+    def add_tokens(self, token_ids: Sequence[int], *, logprobs: Sequence[float] | None = None) -> None:
+        """Sampled tokens, in order. ``logprobs``: one each; a call has them for all of its tokens or for none."""
+        call = self._going_on()
+        if call.generated and (call.logprobs is None) != (logprobs is None):
+            raise DataError(
+                f"expected log-probabilities for all tokens or none @ call {call.call_id}", kind=ErrorKind.SHAPE
+            )
+        if logprobs is not None:
+            if len(logprobs) != len(token_ids):
+                raise DataError(
+                    f"expected {len(token_ids)} log-probabilities, got {len(logprobs)} @ call {call.call_id}",
+                    kind=ErrorKind.SHAPE,
+                )
+            if call.logprobs is None:
+                call.logprobs = []
+            call.logprobs.extend(map(float, logprobs))
+        call.generated.extend(map(int, token_ids))
+
+    def add_rows(self, rows: NDArray[Any], *, first_row: int) -> None:
+        """Rows ``[R, L, K]`` of tokens ``[first_row, first_row + R)``, on the spec's layers, any integer type; copied.
+
+        Raises DataError: ROW_COUNT where they do not follow what the call brought (a gap), ROW_CONFLICT where a row
+        that came before comes as another set of experts, SHAPE or VALUE_RANGE for what is no row of this spec.
+        """
+        call = self._going_on()
+        rows_RLK = as_integers(rows, np.int16, what=f"routes of call {call.call_id}", ndim=3)
+        if rows_RLK.shape[1:] != self._spec.row_shape:
+            raise DataError(
+                f"expected rows {list(self._spec.row_shape)}, got {list(rows_RLK.shape[1:])} @ call {call.call_id}",
+                kind=ErrorKind.SHAPE,
+            )
+        call.rows.add(rows_RLK, at=first_row, call=call.call_id)
+
+    def change_weights(self, weights_version: int | None, *, token: int | None = None) -> None:
+        """Tokens from ``token`` on (None: from the next one on) are sampled by these weights; None: by unknown ones."""
+        call = self._going_on()
+        at = call.num_tokens if token is None else token
+        check_optional_int64(weights_version, "weights_version")
+        if call.changes and at < call.changes[-1].token:
+            raise UsageError(
+                f"expected weights to change at token {call.changes[-1].token} or later, got {at} "
+                f"@ call {call.call_id}",
+                kind=ErrorKind.ARGUMENT,
+            )
+        call.changes.append(WeightsChange(token=at, weights_version=weights_version))
+
+    def end(self, *, cached: int = 0, loss: RowLoss | None = None) -> ModelCall:
+        """The call is over. ``cached`` and ``loss`` are ``ModelCall``'s. Raises DataError where rows are missing and no
+        loss is declared; the call goes on then, so that it can be ended with one."""
+        call = self._going_on()
+        rows_RLK = call.rows.take()
+        if rows_RLK is None and loss is None:
+            raise DataError(
+                f"expected rows, or the reason why none came, got neither @ call {call.call_id}",
+                kind=ErrorKind.ROUTES_MISSING,
+            )
+        ended = ModelCall(
+            prompt_ids=call.prompt_P,
+            generation_ids=np.asarray(call.generated, dtype=np.int64),
+            routes=rows_RLK,
+            first_row=call.rows.first or 0,
+            layer_ids=self._spec.layer_ids,
+            weights_version=call.changes[0].weights_version,
+            call_id=call.call_id,
+            logprobs=None if call.logprobs is None else np.asarray(call.logprobs, dtype=np.float32),
+            media=call.media,
+            cached=0 if rows_RLK is None else min(cached, call.rows.stop),
+            loss=loss,
+        )
+        self.add_call(ended, changes=call.changes[1:])
+        self._repeated += call.rows.repeated
+        self._open = None
+        return ended
+
+    def add_call(self, call: ModelCall, *, changes: Iterable[WeightsChange] = ()) -> None:
+        """A whole call at once. ``changes``: where its weights changed under way, in order."""
+        held = self._held if self._extends(call.prompt_ids) else 0
+        self._held = max(held, call.rows_stop) if call.first_row <= held else held
+        self._calls.append(call)
+        found = tuple(changes)
+        if found:
+            self._changes[call.call_id] = found
+
+    def assembly(self, *, attributes: Mapping[str, str] | None = None) -> Assembly:
+        """Records of all calls, one per unbroken context, and the counts. ``attributes``: besides the constructor's.
+        Errors as in ``assemble``; UsageError while a call goes on."""
+        if self._open is not None:
+            raise UsageError(f"expected call {self._open.call_id} to end first", kind=ErrorKind.ARGUMENT)
+        named = {**(self._options["attributes"] or {}), **(attributes or {})}
+        found = assemble(self._calls, self._spec, **{**self._options, "attributes": named})
+        if not self._changes:
+            return found
+        prompts = {call.call_id: len(call.prompt_ids) for call in self._calls}
+        records = tuple(split_versions(record, self._changes, prompts=prompts) for record in found.records)
+        return replace(found, records=records)
+
+    def _going_on(self) -> _OpenCall:
+        if self._open is None:
+            raise UsageError("expected a call that goes on, got none: begin one", kind=ErrorKind.ARGUMENT)
+        return self._open
+
+
+def split_versions(
+    record: RouteRecord, changes: Mapping[str, Sequence[WeightsChange]], *, prompts: Mapping[str, int]
+) -> RouteRecord:
+    """The record with the spans and captures of calls cut where their weights changed under way; new checksum.
+
+    ``changes``: by call id, in order. ``prompts``: P by call id. Row t was routed by the forward that sampled token
+    t + 1. A prompt during whose prefill weights changed was routed by both: its version is unknown.
+    """
+    spans = [part for span in record.spans for part in _split_span(span, changes.get(span.call, ()))]
+    captures = [
+        part
+        for capture in record.captures
+        for part in _split_capture(capture, changes.get(capture.call, ()), prompt=prompts.get(capture.call, 0))
+    ]
+    return replace(record, spans=tuple(spans), captures=tuple(captures), checksum=None)
+
+
+def _split_span(span: Span, changes: Sequence[WeightsChange]) -> list[Span]:
+    return list(_cut(span, changes)) if span.kind == "generation" else [span]
+
+
+def _split_capture(capture: Capture, changes: Sequence[WeightsChange], *, prompt: int) -> list[Capture]:
+    if capture.weights_version is None:  # unknown before, unknown after
+        return [capture]
+    shifted = [replace(change, token=change.token - 1) for change in changes]
+    during_prefill = any(change.token <= prompt for change in changes)
+    if during_prefill and capture.start < prompt:
+        edge = min(prompt, capture.stop)
+        rest = [] if edge == capture.stop else list(_cut(replace(capture, start=edge), shifted))
+        return [replace(capture, stop=edge, weights_version=None), *rest]
+    return list(_cut(capture, shifted))
+
+
+def _cut(item: Any, changes: Sequence[WeightsChange]) -> Iterable[Any]:
+    """The interval in parts of one version each; neighbours of one version stay together."""
+    version, parts = item.weights_version, []
+    at = item.start
+    for change in changes:
+        if change.token <= at:
+            version = change.weights_version
+        elif change.token < item.stop and change.weights_version != version:
+            parts.append((at, version))
+            at, version = change.token, change.weights_version
+    parts.append((at, version))
+    stops = [start for start, _ in parts[1:]] + [item.stop]
+    for (start, known), stop in zip(parts, stops, strict=True):
+        yield replace(item, start=start, stop=stop, weights_version=known)

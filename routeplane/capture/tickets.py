@@ -1,0 +1,244 @@
+"""Tickets for calls: a few bytes of identity that hops carry, and the desk at which they are redeemed, once.
+
+Owns how a call becomes a one-call record (which any route stream takes) and becomes that very call again: the ticket
+has the call's checksum, and the call that is handed out must have it. Knows no transport and no server; whoever reads
+the stream fills a desk, or the desk itself is the sink where both are one process.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, get_args
+
+from routeplane.assembly import assemble
+from routeplane.calls import ModelCall, RowLoss
+from routeplane.checksum import require_equal
+from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.ports import RouteTicket
+from routeplane.record import RecordKey, RouteRecord
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from routeplane.spec import RouteSpec
+
+__all__ = ["DeskReport", "TicketDesk", "call_of_ticket", "record_of_call", "ticket_for"]
+
+#: Keys of redeemed and expired calls that a desk remembers, to say what became of them.
+_REMEMBERED = 4_096
+
+
+def record_of_call(call: ModelCall, spec: RouteSpec) -> RouteRecord:
+    """The one-call record of a call, under the key ``(call_id, 0, 0)``."""
+    [record] = assemble([call], spec, sample_id=call.call_id).records
+    return record
+
+
+def ticket_for(call: ModelCall, *, stream: str) -> RouteTicket:
+    """The ticket of a call whose record goes into ``stream``. Raises UsageError where ids make it too long."""
+    return RouteTicket(
+        stream=stream,
+        key=RecordKey(call.call_id, 0, 0),
+        call_id=call.call_id,
+        start=call.first_row,
+        stop=call.rows_stop,
+        checksum=call.checksum,
+    )
+
+
+def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
+    """The call behind a one-call record, bit for bit: its checksum is the ticket's. Shares the record's memory.
+
+    Raises DataError (TOKEN_MISMATCH) for another record, ChecksumError where the call is not the one that the ticket
+    was made for.
+    """
+    if record.key != ticket.key or {capture.call for capture in record.captures} != {ticket.call_id}:
+        raise DataError(
+            f"expected the record of call {ticket.call_id}, got {record.key}", kind=ErrorKind.TOKEN_MISMATCH
+        )
+    generated = [span for span in record.spans if span.kind == "generation"]
+    prompt = generated[0].start if generated else record.num_tokens
+    known = [capture.weights_version for capture in record.captures if capture.state in ("captured", "partial")]
+    behind = {capture.state for capture in record.captures if capture.start >= ticket.stop}
+    lost: list[RowLoss] = [loss for loss in get_args(RowLoss) if loss in behind]
+    call = ModelCall(
+        prompt_ids=record.token_ids[:prompt],
+        generation_ids=record.token_ids[prompt:],
+        routes=record.routes[ticket.start : ticket.stop] if ticket.stop > ticket.start or not lost else None,
+        first_row=ticket.start,
+        layer_ids=record.spec.layer_ids,
+        weights_version=generated[0].weights_version if generated else next(iter(known), None),
+        call_id=ticket.call_id,
+        logprobs=None if record.logprobs is None else record.logprobs[prompt:],
+        media=tuple(json.loads(record.attributes["media"])) if "media" in record.attributes else (),
+        cached=max((capture.stop for capture in record.captures if capture.state == "cached"), default=0),
+        loss=lost[0] if lost else None,
+        columns=dict(record.columns),
+    )
+    if call.checksum != ticket.checksum:
+        # a call need not name the layers where they are the spec's
+        call = replace(call, layer_ids=None, checksum=None)
+    require_equal(ticket.checksum, call.checksum, where=f"call {ticket.call_id}", sample=ticket.call_id)
+    return call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeskReport:
+    """What became of the calls that came to a desk."""
+
+    received: int = 0
+    redeemed: int = 0
+    expired: int = 0
+    refused: int = 0  # tickets that no call answered: unknown, redeemed before, expired, of another stream
+    held: int = 0
+    held_bytes: int = 0
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {f"{prefix}tickets_{name}": float(getattr(self, name)) for name in self.__slots__}
+
+
+class TicketDesk:
+    """Holds one-call records until their tickets come; each is given out once, to whoever comes first.
+
+    ``stream``: the name that tickets carry. ``ttl``: seconds after which a record that nobody asked for is dropped.
+    ``clock``: seconds that never go back. ``max_bytes``: payload held at once; more is refused, since dropping what has
+    a ticket would lose it. A RouteSink, safe for several threads; the memory of a call is its record's.
+    """
+
+    def __init__(
+        self,
+        spec: RouteSpec,
+        *,
+        stream: str,
+        ttl: float = 600.0,
+        max_bytes: int = 2**32,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not ttl > 0 or max_bytes < 1:
+            raise refused("a ttl above 0 and max_bytes of at least 1", f"{ttl} and {max_bytes}")
+        self._spec = spec
+        self._stream = stream
+        self._ttl = ttl
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: OrderedDict[RecordKey, tuple[float, RouteRecord]] = OrderedDict()
+        self._gone: OrderedDict[RecordKey, str] = OrderedDict()
+        self._counts = dict.fromkeys(("received", "redeemed", "expired", "refused", "held_bytes"), 0)
+        self._open = True
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry of the records."""
+        return self._spec
+
+    @property
+    def stream(self) -> str:
+        """The name that tickets carry."""
+        return self._stream
+
+    def write(self, record: RouteRecord) -> None:
+        """Take in one record. Raises SpecError for another geometry, DataError (DUPLICATE_KEY, CHECKSUM), UsageError
+        (CLOSED; ARGUMENT where the desk is full)."""
+        self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
+        record.verify()
+        with self._lock:
+            if not self._open:
+                raise UsageError("expected an open desk, got one that was closed", kind=ErrorKind.CLOSED)
+            self._drop_expired()
+            if record.key in self._held or record.key in self._gone:
+                raise DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
+            if self._counts["held_bytes"] + record.nbytes > self._max_bytes:
+                raise refused(
+                    f"room for {record.nbytes} bytes below max_bytes={self._max_bytes}",
+                    f"{self._counts['held_bytes']} held by {len(self._held)} records that nobody redeems",
+                )
+            self._held[record.key] = self._clock() + self._ttl, record
+            self._counts["received"] += 1
+            self._counts["held_bytes"] += record.nbytes
+
+    def receive(self, records: Iterable[RouteRecord]) -> int:
+        """Take in all records of a source (an open stream), as they come; how many."""
+        count = 0
+        for record in records:
+            self.write(record)
+            count += 1
+        return count
+
+    def redeem(self, ticket: RouteTicket) -> ModelCall:
+        """The call of a ticket; from then on it is the caller's alone.
+
+        Raises UsageError: CLOSED where the ticket expired or was redeemed, ARGUMENT where it is of another stream or of
+        a record that has not come. ChecksumError where the record is another call's; then it stays.
+        """
+        with self._lock:
+            self._drop_expired()
+            if ticket.stream != self._stream or ticket.key not in self._held:
+                self._counts["refused"] += 1
+                raise self._unknown(ticket)
+            _, record = self._held[ticket.key]
+            call = call_of_ticket(record, ticket)
+            self._forget(ticket.key, "redeemed before")
+            self._counts["redeemed"] += 1
+            return call
+
+    def report(self) -> DeskReport:
+        """What was counted so far; records past their time are dropped first."""
+        with self._lock:
+            self._drop_expired()
+            return DeskReport(held=len(self._held), **self._counts)
+
+    def close(self) -> None:
+        """Take in no more; what is held may still be redeemed. Idempotent."""
+        with self._lock:
+            self._open = False
+
+    def abort(self) -> None:
+        """Take in no more and drop what is held. Idempotent."""
+        with self._lock:
+            self._open = False
+            for key in list(self._held):
+                self._forget(key, "dropped by abort")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        while self._held:
+            key, (until, _) = next(iter(self._held.items()))
+            if until > now:
+                return
+            self._forget(key, "expired")
+            self._counts["expired"] += 1
+
+    def _forget(self, key: RecordKey, why: str) -> None:
+        _, record = self._held.pop(key)
+        self._counts["held_bytes"] -= record.nbytes
+        self._gone[key] = why
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _unknown(self, ticket: RouteTicket) -> UsageError:
+        if ticket.stream != self._stream:
+            return refused(f"a ticket of stream {self._stream!r}", f"one of {ticket.stream!r} @ call {ticket.call_id}")
+        why = self._gone.get(ticket.key)
+        if why is not None:
+            return UsageError(
+                f"expected a ticket that is valid, got one that {why} @ call {ticket.call_id}", kind=ErrorKind.CLOSED
+            )
+        return refused("a ticket of a record that has come", f"call {ticket.call_id}, of which nothing is known (yet)")

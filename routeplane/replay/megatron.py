@@ -1,0 +1,343 @@
+"""Replay on Megatron-Core models: finds the routers of a live model chunk and attaches a handle to them.
+
+Megatron's own replay keeps targets per router, and a list from which recomputations take the first: with two
+microbatches in flight the order of backward passes decides what they get. Here each forward has its rows, and a
+recomputation gets those of its forward (``regions``), in any order. Rows, MISSING ones and recomputation are decided
+before Megatron's code sees ids, so its own checks, of which there are none, are not needed.
+
+Routers are found by walking the modules that are there; ``moe_enable_routing_replay`` need not be set, and the list of
+all routers of the process is neither read nor written. Routers of multi-token prediction are left out. Reads class
+names and attributes only and does not import the package. Newer releases than 0.16.1 have the same seam.
+
+Axes: N token rows of one router call (``s*B + b`` padded, ``t`` packed), E experts, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
+from routeplane.replay.binding import Wiring
+from routeplane.replay.gate import Gate, GateRows, GateSite
+from routeplane.replay.handle import AuxChoice, ReplayBatch, ReplayHandle
+from routeplane.replay.regions import RegionHooks
+from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
+from routeplane.shards import RankOf, Shard
+
+if TYPE_CHECKING:
+    from routeplane.spec import RouteSpec
+
+__all__ = ["attach", "check_setup", "find_gates", "local_spec", "rank_shard", "row_order"]
+
+_ROUTER = "TopKRouter"
+_ROUTER_LIKE = re.compile(r"Router$")
+_MOE_LAYER = re.compile(r"MoELayer$")
+_MTP = re.compile(r"(?:^|\.)mtp[^.]*(?=\.|$)", re.IGNORECASE)
+#: Scopes of CUDA graphs that hold a router: what it chose at capture is what a graph repeats.
+_GRAPHED_ROUTERS = frozenset({"full", "full_iteration", "moe", "moe_router", "moe_preprocess"})
+
+
+def attach(
+    model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live", aux: AuxChoice = "live"
+) -> ReplayHandle:
+    """Attach to the routers of one model chunk; the handle is a context manager that detaches on leaving.
+
+    ``model``: one chunk, in its wrappers or without them. A virtual pipeline has several on a rank: attach to each of
+    those that have routers, and enter the handle of the chunk that runs. ``spec`` must name exactly the chunk's
+    routers: ``local_spec(model, spec)``. ``on_missing="raise"`` refuses batches with fed tokens that have no row.
+    ``aux``: which choice the load-balancing losses count; ``"live"`` is what Megatron does by itself.
+
+    A batch with ``token_ids`` of shape ``[B, S]`` is put into Megatron's order (``row_order``); any other must come in
+    the order of the routers. Raises ReplayError: NO_SEAM for a model without routers, with one that is not known, or
+    whose configuration bypasses the selection (``check_setup``), naming it, and for ``aux="forced"`` where there is no
+    such loss; SPEC_MISMATCH where spec and model differ; and UsageError where a handle is attached already.
+    """
+    gates = find_gates(model)
+    if aux == "forced":
+        _require_losses(gates)
+    wiring = Wiring()
+    regions = RegionHooks(wiring)
+    stand_ins = [_RouterStandIn(module) for _, module in gates]
+    uninstall = uninstaller(stand_ins)
+
+    def undo() -> None:
+        uninstall()
+        regions.remove()
+
+    handle = ReplayHandle(
+        spec,
+        [
+            GateSite(gate=gate, module=module, force=_forcing(stand_in, aux))
+            for (gate, module), stand_in in zip(gates, stand_ins, strict=True)
+        ],
+        wiring=wiring,
+        on_missing=on_missing,
+        aux=aux,
+        row_order=row_order,
+        undo=undo,
+    )
+    install(stand_ins)
+    regions.install([*_layers(model), *(module for _, module in gates)])
+    return handle
+
+
+def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:
+    """The chunk's routers in module order, MTP left out; layers bear their numbers in the whole model, from 0.
+
+    Raises ReplayError (NO_SEAM) as ``attach`` does.
+    """
+    modules = {path: module for path, module in model.named_modules() if not _MTP.search(path)}
+    routers = {path: module for path, module in modules.items() if _is_router(module)}
+    _refuse_unknown(modules, routers)
+    if not routers:
+        raise ReplayError(
+            f"expected a chunk with routers, got {type(model).__name__} without one (a stage of dense layers needs no "
+            "handle: local_spec() is None for it)",
+            kind=ErrorKind.NO_SEAM,
+        )
+    gates = []
+    for path, module in routers.items():
+        gate = _gate(path, module)
+        _refuse_bypassed(gate, module)
+        gates.append((gate, module))
+    return gates
+
+
+def local_spec(model: nn.Module, spec: RouteSpec) -> RouteSpec | None:
+    """The part of a whole model's spec that this chunk routes; None where it has no router.
+
+    Raises SpecError (LAYERS) for a router whose layer the spec does not have.
+    """
+    layers = [
+        _layer_id(path, module)
+        for path, module in model.named_modules()
+        if _is_router(module) and not _MTP.search(path)
+    ]
+    return spec.select(layers) if layers else None
+
+
+def rank_shard(model: nn.Module, spec: RouteSpec) -> Shard:
+    """What this rank's routers see of a batch of whole records, for ``collate(shard=)`` and ``batch.shard``.
+
+    Context parallelism cuts each sequence into two chunks for each rank, as Megatron's own batches are cut; sequence
+    parallelism then cuts what is left by the tensor-parallel rank, where the configuration has it on; layers are those
+    of ``local_spec``. Reads the process groups of the chunk's first router. Raises ReplayError as ``find_gates`` does.
+    """
+    gates = find_gates(model)
+    router: Any = gates[0][1]
+    sequence = _rank_of(router.tp_group) if router.config.sequence_parallel else (0, 1)
+    own = local_spec(model, spec)
+    return Shard(
+        context_parallel=_rank_of(router.cp_group),
+        sequence_parallel=sequence,
+        layers=None if own is None else own.layer_ids,
+    )
+
+
+def row_order(batch: ReplayBatch) -> torch.Tensor | None:
+    """int64 ``[N]``: the batch's row at each place of Megatron's order, or None where the orders are one.
+
+    Megatron's hidden states are ``[S, B, H]``: row ``b*S + s`` of a padded batch is its ``s*B + b``. Raises ReplayError
+    (ROW_COUNT) for a batch whose rows are not those of its tokens.
+    """
+    tokens = getattr(batch, "token_ids", None)
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+        return None
+    if tokens.numel() != batch.num_rows:
+        raise ReplayError(
+            f"expected a row for each of {tokens.numel()} tokens, {list(tokens.shape)}, got {batch.num_rows}",
+            kind=ErrorKind.ROW_COUNT,
+        )
+    return torch.arange(tokens.numel()).view(tokens.shape).t().reshape(-1)
+
+
+def check_setup(config: object, *, engine: str = "vllm") -> None:
+    """Refuse a configuration that cannot be replayed, before anything is loaded.
+
+    ``config``: a TransformerConfig, or what it is made of: any object or mapping with its names. ``engine``: which one
+    captures the routes. Raises UsageError (ARGUMENT) with every reason as a problem.
+    """
+    found = [*_bypasses(config), *([] if engine in _ENGINES else [f"engine {engine!r}, which returns no routes"])]
+    if found:
+        raise UsageError.from_problems(
+            (Problem(kind=ErrorKind.ARGUMENT, message=f"expected a selection to replay, got {each}") for each in found),
+            what=f"replay on Megatron-Core is refused for {len(found)} reasons",
+        )
+
+
+#: Engines whose routes ``routeplane.capture`` reads.
+_ENGINES = ("sglang", "transformers", "vllm")
+
+
+class _RouterStandIn(StandIn):
+    """What ``topk_routing_with_score_function`` asks instead of selecting."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and ids ``[N, K]``; ``scores`` is dense ``[N, E]``, and the default masks groups by itself."""
+        if default_compute_topk is None:
+            raise ReplayError("expected the router's own selection, got none", kind=ErrorKind.NO_SEAM)
+        if self.forcing is None:
+            ask = default_compute_topk if self.original is None else self.original.get_replay_topk
+            more = () if self.original is None else (default_compute_topk,)
+            found: tuple[torch.Tensor, torch.Tensor] = ask(scores, topk, num_groups, group_topk, *more)
+            return found
+        chosen_NK = self.forcing.answer(scores, lambda: default_compute_topk(scores, topk, num_groups, group_topk)[1])
+        return scores.gather(1, chosen_NK), chosen_NK
+
+
+class _ForcedAux(TorchFunctionMode):
+    """Answers the second selection of a router's call, that of its load-balancing losses, with the first one's ids."""
+
+    def __init__(self, forcing: SeamForcing) -> None:
+        super().__init__()
+        self.forcing = forcing
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """All calls go on unchanged but this one."""
+        kwargs = kwargs or {}
+        rows = self.forcing.rows
+        if func is torch.topk and self.forcing.settled and kwargs.get("k") == rows.gate.top_k:
+            scores = args[0] if args else kwargs["input"]
+            if tuple(scores.shape) == (rows.num_rows, rows.gate.num_experts):
+                return torch.return_types.topk((scores.gather(-1, rows.chosen_NK), rows.chosen_NK))
+        return func(*args, **kwargs)
+
+
+class _AuxForcing(SeamForcing):
+    """As ``SeamForcing``, for the losses too."""
+
+    def __init__(self, rows: GateRows, stand_in: StandIn, /) -> None:
+        super().__init__(rows, stand_in)
+        self._mode = _ForcedAux(self)
+
+    def open(self) -> None:
+        """Answer both questions."""
+        super().open()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Answer neither."""
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        super().close()
+
+
+def _require_losses(gates: Iterable[tuple[Gate, nn.Module]]) -> None:
+    for gate, router in gates:
+        if not getattr(router, "is_aux_loss_enabled", lambda: False)():
+            raise ReplayError(
+                f"expected a load-balancing loss that can follow the forced ids (aux='forced'), got none @ {gate}",
+                kind=ErrorKind.NO_SEAM,
+            )
+
+
+def _forcing(stand_in: StandIn, aux: AuxChoice) -> Callable[[GateRows], SeamForcing]:
+    kind = _AuxForcing if aux == "forced" else SeamForcing
+    return lambda rows: kind(rows, stand_in)
+
+
+def _is_router(module: nn.Module) -> bool:
+    return _own_class(module) == _ROUTER
+
+
+def _own_class(module: nn.Module) -> str:
+    """The class name, past those that FSDP2 derives."""
+    return next(base.__name__ for base in type(module).__mro__ if not base.__name__.startswith("FSDP"))
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Where a fully recomputed region may begin: what stands in a list called ``layers``."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and path.rpartition(".")[2] == "layers" and not _MTP.search(path):
+            yield from module
+
+
+def _layer_id(path: str, module: nn.Module) -> int:
+    number = getattr(module, "layer_number", None)
+    if not isinstance(number, int) or number < 1:
+        raise ReplayError(
+            f"expected a router that knows its layer's number, from 1, got {number!r} @ {path}", kind=ErrorKind.NO_SEAM
+        )
+    return number - 1
+
+
+def _gate(path: str, module: nn.Module) -> Gate:
+    num_experts, top_k = getattr(module, "num_experts", None), getattr(module, "topk", None)
+    if not isinstance(num_experts, int) or not isinstance(top_k, int) or not hasattr(module, SEAM):
+        raise ReplayError(
+            f"expected a router of Megatron-Core 0.16 or later, with num_experts, topk and {SEAM}, got "
+            f"num_experts={num_experts!r} and topk={top_k!r} @ {path}",
+            kind=ErrorKind.NO_SEAM,
+        )
+    return Gate(name=path, layer_id=_layer_id(path, module), num_experts=num_experts, top_k=top_k)
+
+
+def _refuse_unknown(modules: Mapping[str, nn.Module], routers: Mapping[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        name = _own_class(module)
+        blind = _MOE_LAYER.search(name) and not any(each.startswith(f"{path}.") for each in routers)
+        if blind or (_ROUTER_LIKE.search(name) and path not in routers):
+            raise ReplayError(
+                f"expected routers of class {_ROUTER}, got {name} @ {path or 'the model'}", kind=ErrorKind.NO_SEAM
+            )
+
+
+def _refuse_bypassed(gate: Gate, module: nn.Module) -> None:
+    found = _bypasses(getattr(module, "config", None))
+    if found:
+        raise ReplayError(
+            f"expected a selection that ids can be forced on, got {'; '.join(found)} @ {gate}", kind=ErrorKind.NO_SEAM
+        )
+
+
+def _bypasses(config: object) -> list[str]:
+    """What in a configuration keeps routers from asking for their ids, or two microbatches from being told apart."""
+
+    def of(name: str) -> Any:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+    balancing = of("moe_router_load_balancing_type")
+    found = []
+    if of("moe_router_fusion"):
+        found.append("moe_router_fusion, a kernel that selects by itself")
+    if balancing == "sinkhorn" or (isinstance(balancing, list | tuple) and "sinkhorn" in balancing):
+        found.append("moe_router_load_balancing_type 'sinkhorn', which selects by itself")
+    if of("moe_router_force_load_balancing"):
+        found.append("moe_router_force_load_balancing, which replaces the scores by random ones")
+    if of("overlap_moe_expert_parallel_comm"):
+        found.append("overlap_moe_expert_parallel_comm, which runs two microbatches in one forward")
+    if graphed := _graphed(of("cuda_graph_impl"), of("cuda_graph_scope")):
+        found.append(f"CUDA graphs of {graphed}, which repeat the choice of their capture")
+    return found
+
+
+def _graphed(implementation: object, scope: object) -> str:
+    """The scopes that hold a router, as text; empty where there are none."""
+    if implementation in (None, "none"):
+        return ""
+    names = scope.split(",") if isinstance(scope, str) else scope if isinstance(scope, list | tuple) else [scope]
+    scopes = [str(getattr(each, "name", each)) for each in names if each is not None]
+    return ", ".join(each for each in scopes if each in _GRAPHED_ROUTERS) if scopes else "whole layers"
+
+
+def _rank_of(group: Any) -> RankOf:
+    """``(rank, world)`` of a process group; of none, (0, 1)."""
+    return (0, 1) if group is None else (int(group.rank()), int(group.size()))

@@ -1,0 +1,226 @@
+"""A ledger for several threads: locks, waiting with a bound, and durability. What every brokered transport runs.
+
+Decides nothing: ``ledger`` does. A transport's service calls these methods from its handlers; ``ProducerPort`` and
+``ConsumerPort`` are what ``brokered`` calls from the other side, and a Broker is both.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from routeplane.errors import ErrorKind, TransportError, UsageError
+from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
+
+if TYPE_CHECKING:
+    from routeplane.record import RecordKey
+    from routeplane.stream.ledger import Ledger
+
+__all__ = ["Broker", "ConsumerPort", "ProducerPort", "Store"]
+
+Result = TypeVar("Result")
+
+
+class ProducerPort(Protocol):
+    """A producer's way to a ledger. Raises as ``Ledger``; TransportError where the way itself fails."""
+
+    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
+        """A session; see ``Ledger.attach``."""
+
+    def put(self, session: Session, block: Block, *, timeout_s: float | None = None) -> Session:
+        """Hand over a block, waiting for room; the session then."""
+
+    def heartbeat(self, session: Session) -> Session:
+        """A sign of life; the session as it stands."""
+
+    def wait_acknowledged(self, session: Session, *, through: int, timeout_s: float | None = None) -> Session:
+        """The session when every block below ``through`` may be forgotten."""
+
+    def close(self, session: Session, *, totals: Totals) -> None:
+        """End as whole."""
+
+    def abort(self, session: Session) -> None:
+        """End as not whole."""
+
+    def disconnect(self, session: Session) -> None:
+        """Go without an end; the name is free again."""
+
+
+class ConsumerPort(Protocol):
+    """A consumer's way to a ledger. Raises as ``Ledger``; TransportError where the way itself fails."""
+
+    def join(self, group: str, consumer: str, *, cursor: Mapping[str, int] | None = None) -> Membership:
+        """Begin in a group; see ``Ledger.join``."""
+
+    def take(self, member: Membership, *, max_blocks: int = 1, timeout_s: float | None = None) -> Taken:
+        """The next blocks, waiting for them or the end."""
+
+    def acknowledge(self, member: Membership, *, producer: str, through: int) -> None:
+        """Done with a producer's blocks below ``through``."""
+
+    def leave(self, member: Membership) -> None:
+        """Give back what was not acknowledged, and go."""
+
+
+class Store(Protocol):
+    """Where blocks outlive the process. What a method was called with is on disk when it returns.
+
+    Raises TransportError (NO_ROOM) where the disk is full, and then kept nothing of the call.
+    """
+
+    def keep(self, block: Block) -> None:
+        """Keep a block that is about to be accepted."""
+
+    def note(self, ledger: Ledger) -> None:
+        """Keep how far producers and groups are; what left the ledger need not be kept any more."""
+
+
+class Broker:
+    """A ledger behind a lock. With a ``store``, a block is on disk before it is accepted (durability ``spool``)."""
+
+    def __init__(self, ledger: Ledger, *, store: Store | None = None) -> None:
+        self._ledger, self._store = ledger, store
+        self._changed = threading.Condition()
+        self._shut: str | None = None
+
+    # -- producers ---------------------------------------------------------------------------------------------------
+
+    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
+        """See ``Ledger.attach``."""
+        return self._change(lambda: self._ledger.attach(producer, first=first, before=before), note=True)
+
+    def put(self, session: Session, block: Block, *, timeout_s: float | None = None) -> Session:
+        """Take a block, waiting for room; the session as it stands then.
+
+        Raises as ``Ledger.put``; TransportError (TIMED_OUT, NO_ROOM), UsageError (CLOSED) where nobody will read. In
+        each case nothing of the block was taken.
+        """
+        with self._changed:
+            if not self._wait(lambda: self._offer(session, block), timeout_s):
+                raise TransportError(
+                    f"expected room for {block.nbytes} bytes within {timeout_s} s, got none: consumers are slower than "
+                    "producers, or gone; send the block again, or raise max_bytes",
+                    kind=ErrorKind.TIMED_OUT,
+                )
+            self._changed.notify_all()
+            return self._ledger.heartbeat(session)
+
+    def _offer(self, session: Session, block: Block) -> bool:
+        self._check_open()
+        if self._ledger.would_take(session, block) and self._store is not None:
+            self._store.keep(block)
+        return self._ledger.put(session, block) != "full"
+
+    def heartbeat(self, session: Session) -> Session:
+        """See ``Ledger.heartbeat``."""
+        return self._change(lambda: self._ledger.heartbeat(session))
+
+    def wait_acknowledged(self, session: Session, *, through: int, timeout_s: float | None = None) -> Session:
+        """The session when every block below ``through`` may be forgotten. Raises TransportError (TIMED_OUT)."""
+        with self._changed:
+            done = self._wait(lambda: self._ledger.heartbeat(session).acknowledged >= through, timeout_s)
+            if not done:
+                raise TransportError(
+                    f"expected consumers to acknowledge {through} blocks within {timeout_s} s, got "
+                    f"{self._ledger.heartbeat(session).acknowledged}",
+                    kind=ErrorKind.TIMED_OUT,
+                )
+            return self._ledger.heartbeat(session)
+
+    def close(self, session: Session, *, totals: Totals) -> None:
+        """See ``Ledger.close``."""
+        self._change(lambda: self._ledger.close(session, totals), note=True)
+
+    def abort(self, session: Session) -> None:
+        """See ``Ledger.abort``."""
+        self._change(lambda: self._ledger.abort(session), note=True)
+
+    def disconnect(self, session: Session) -> None:
+        """See ``Ledger.disconnect``."""
+        self._change(lambda: self._ledger.disconnect(session))
+
+    def seal(self) -> None:
+        """See ``Ledger.seal``."""
+        self._change(self._ledger.seal, note=True)
+
+    # -- consumers ---------------------------------------------------------------------------------------------------
+
+    def join(self, group: str, consumer: str, *, cursor: Mapping[str, int] | None = None) -> Membership:
+        """See ``Ledger.join``."""
+        return self._change(lambda: self._ledger.join(group, consumer, cursor=cursor), note=True)
+
+    def take(self, member: Membership, *, max_blocks: int = 1, timeout_s: float | None = None) -> Taken:
+        """What is next for a consumer, waiting for it or for the end; after ``timeout_s`` no blocks."""
+        found: list[Block] = []
+
+        def ready() -> bool:
+            self._check_open()
+            found.extend(self._ledger.take(member, max_blocks=max_blocks))
+            return bool(found) or self._ledger.progress(member).ended
+
+        with self._changed:
+            self._wait(ready, timeout_s)
+            return Taken(blocks=tuple(found), progress=self._ledger.progress(member))
+
+    def acknowledge(self, member: Membership, *, producer: str, through: int) -> None:
+        """See ``Ledger.acknowledge``."""
+        self._change(lambda: self._ledger.acknowledge(member, producer=producer, through=through), note=True)
+
+    def leave(self, member: Membership) -> None:
+        """See ``Ledger.leave``."""
+        self._change(lambda: self._ledger.leave(member))
+
+    # -- the owner ---------------------------------------------------------------------------------------------------
+
+    def find(self, key: RecordKey) -> Block | None:
+        """See ``Ledger.find``."""
+        return self._change(lambda: self._ledger.find(key))
+
+    def retire(self, *, below: int) -> int:
+        """See ``Ledger.retire``."""
+        return self._change(lambda: self._ledger.retire(below=below), note=True)
+
+    def report(self) -> DeliveryReport:
+        """See ``Ledger.report``."""
+        return self._change(self._ledger.report)
+
+    def released(self) -> list[Block]:
+        """See ``Ledger.released``; with a store it is empty."""
+        return self._change(self._ledger.released)
+
+    def tick(self) -> None:
+        """Look at the ledger's clock now, for owners of another clock than the machine's."""
+        self._change(self._ledger.tick)
+
+    def shut(self, why: str) -> None:
+        """Nobody will read, or write, any more: whoever waits, or comes, gets UsageError (CLOSED)."""
+        with self._changed:
+            self._shut = self._shut or why
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._shut is not None:
+            raise UsageError(f"expected an open stream, got one that was {self._shut}", kind=ErrorKind.CLOSED)
+
+    def _change(self, work: Callable[[], Result], *, note: bool = False) -> Result:
+        with self._changed:
+            result = work()
+            if note and self._store is not None:
+                self._store.note(self._ledger)
+            self._changed.notify_all()
+            return result
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until ``ready`` holds, with the lock held outside of the waiting; whether it came to hold in time."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not ready():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            lease = self._ledger.until_deadline()
+            wait = min(left, math.inf if lease is None else lease)
+            self._changed.wait(None if wait == math.inf else wait)
+        return True

@@ -1,0 +1,30 @@
+"""Contract suites: what every implementation of a seam must do, as pytest classes that its tests inherit.
+
+Each suite stands in a module of its own and loads on first use, with the third party that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from routeplane.testing.contracts.delivery import DeliveryContract
+    from routeplane.testing.contracts.replay import ReplayContract
+    from routeplane.testing.contracts.stream import LiveContract, StreamContract
+
+__all__ = ["DeliveryContract", "LiveContract", "ReplayContract", "StreamContract"]
+
+#: public name -> the module that defines it
+_HOMES = {
+    "DeliveryContract": "routeplane.testing.contracts.delivery",
+    "LiveContract": "routeplane.testing.contracts.stream",
+    "ReplayContract": "routeplane.testing.contracts.replay",
+    "StreamContract": "routeplane.testing.contracts.stream",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,365 @@
+"""Wire forms, read strictly: golden texts, round trips, and a table of malformed payloads with what they may allocate.
+
+Axes: R rows, D decoder layers, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from numpy.typing import NDArray
+
+from routeplane.capture import text64
+from routeplane.capture.envelopes import (
+    decode_lists,
+    decode_nrlre1,
+    decode_prime,
+    decode_sglang,
+    encode_lists,
+    encode_nrlre1,
+    encode_prime,
+    encode_sglang,
+)
+from routeplane.capture.forms import form_of, read_routes
+from routeplane.capture.inline import INLINE_PREFIX, decode_inline, encode_inline
+from routeplane.capture.text64 import decode_base64, encode_base64
+from routeplane.capture.wire import encode_npy, rows_from_axis
+from routeplane.errors import ChecksumError, DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.spec import MISSING, RouteSpec
+from tests.capture.payloads import MALFORMED, SPEC, TOKENS, Malformed, engine_rows, npy, size_of
+
+integers = npst.arrays(
+    dtype=st.sampled_from([np.dtype(code) for code in ("i1", "<i2", "<i4")]),
+    shape=npst.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=5),
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Base64
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["pybase64", "standard library"])
+@given(text=st.text(st.sampled_from("AbQ1+/=\n é-"), max_size=13))
+def test_both_decoders_take_the_same_texts(fast: bool, text: str) -> None:
+    """With and without pybase64 exactly the canonical texts are decoded: those that encoding their bytes gives back."""
+    try:
+        plain = binascii.a2b_base64(text)
+    except ValueError:
+        plain = b""
+    canonical = base64.b64encode(plain).decode() == text
+    assert text64._fast_codec() is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if not fast:
+            patch.setattr(text64, "_fast_codec", lambda: None)
+        if canonical:
+            assert plain == decode_base64(text)
+        else:
+            with pytest.raises(DataError) as caught:
+                decode_base64(text)
+            assert ErrorKind.ENCODING == caught.value.kind
+
+
+@given(data=st.binary(max_size=40))
+def test_base64_round_trips(data: bytes) -> None:
+    """What is encoded is the standard library's text, and decodes to itself."""
+    text = encode_base64(data)
+
+    assert base64.b64encode(data).decode() == text
+    assert data == decode_base64(text, size=len(data)) == decode_base64(text.encode())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# nrlre1
+# ----------------------------------------------------------------------------------------------------------------------
+
+GOLDEN: tuple[tuple[Any, Any, str], ...] = (
+    ([[[1, 2]]], "int16", "nrlre1:int16:1x1x2:AQACAA=="),
+    ([[[0, 1]], [[-1, -1]]], "int8", "nrlre1:int8:2x1x2:AAH//w=="),
+    ([[[0, 1]], [[-1, -1]]], "int16", "nrlre1:int16:2x1x2:AAABAP////8="),
+    ([[[300, 1]]], "int32", "nrlre1:int32:1x1x2:LAEAAAEAAAA="),
+    (np.zeros((0, 3, 2)), "int16", "nrlre1:int16:0x3x2:"),
+    (np.arange(12).reshape(2, 3, 2).swapaxes(0, 1), "int16", "nrlre1:int16:3x2x2:AAABAAYABwACAAMACAAJAAQABQAKAAsA"),
+)
+
+
+@pytest.mark.parametrize(("rows", "dtype", "text"), GOLDEN, ids=[text for _, _, text in GOLDEN])
+def test_c027_golden_envelopes(rows: Any, dtype: Any, text: str) -> None:
+    """NeMo RL fact C-027: the texts that its codec was seen to make, written and read."""
+    array = np.asarray(rows).astype(dtype)
+
+    assert text == encode_nrlre1(array, dtype=dtype)
+    decoded = decode_nrlre1(text)
+    assert (np.dtype(dtype), array.tolist(), array.shape) == (decoded.dtype, decoded.tolist(), decoded.shape)
+    assert not decoded.flags.writeable
+
+
+@given(integers)
+def test_c021_envelopes_round_trip(array: NDArray[Any]) -> None:
+    """NeMo RL fact C-021: any int8, int16 or int32 array comes back with its type, shape and values, -1 included."""
+    name: Any = array.dtype.name
+    text = encode_nrlre1(array, dtype=name)
+
+    assert text.startswith(f"nrlre1:{name}:{'x'.join(map(str, array.shape))}:")
+    np.testing.assert_array_equal(array, decode_nrlre1(text))
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(200, "int8"), (-129, "int8"), (40_000, "int16"), (2**31, "int32")])
+def test_no_cast_changes_a_value(value: int, dtype: Any) -> None:
+    """Facts C-015, C-018 and C-045, where NeMo RL wraps 200 to -56 and 255 to -1 on some paths: here it is refused."""
+    with pytest.raises(DataError) as caught:
+        encode_nrlre1(np.full((1, 1, 2), value), dtype=dtype)
+
+    assert ErrorKind.VALUE_RANGE == caught.value.kind
+
+
+def test_c022_nested_lists_are_read() -> None:
+    """NeMo RL fact C-022: the older form of a payload."""
+    assert [[[1, 2]], [[3, 4]]] == decode_lists([[[1, 2]], [[3, 4]]]).tolist()
+
+
+@pytest.mark.parametrize("text", ["any text", "nrlre1:int16:5x3x2:" + "AAAA" * 8, "nrlre1:int64:1x1x1:AAAAAAAAAAA="])
+def test_c023_to_c025_are_refused(text: str) -> None:
+    """NeMo RL facts C-023 to C-025: other text, a payload of another shape, a type that the form does not have."""
+    with pytest.raises(DataError):
+        decode_nrlre1(text)
+
+
+@pytest.mark.parametrize("array", [np.ones((2, 2), np.int16), np.ones((1, 1, 1)), np.ones((1, 1, 1), np.bool_)])
+def test_c026_only_integers_of_rank_3_are_written(array: NDArray[Any]) -> None:
+    """NeMo RL fact C-026, but that int64 is written here where its values fit, since it is looked at."""
+    for encode in (encode_nrlre1, encode_sglang, encode_npy, encode_prime, encode_lists):
+        with pytest.raises(UsageError):
+            encode(array)
+    assert "nrlre1:int16:1x1x1:BwA=" == encode_nrlre1(np.full((1, 1, 1), 7))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Every form
+# ----------------------------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, Callable[[NDArray[Any]], Any]] = {
+    "npy": lambda rows: npy(rows),
+    "npy of ours": lambda rows: encode_npy(rows),
+    "nrlre1 int8": lambda rows: encode_nrlre1(rows % 100, dtype="int8"),
+    "nrlre1": lambda rows: encode_nrlre1(rows),
+    "nrlre1 int32": lambda rows: encode_nrlre1(rows, dtype="int32"),
+    "prime": lambda rows: encode_prime(rows),
+    "lists": lambda rows: encode_lists(rows),
+    "json lists": lambda rows: json.loads(json.dumps(rows.tolist())),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_every_form_gives_the_same_rows(name: str, rows: int) -> None:
+    """One array with a slot per decoder layer, in each form, told apart by itself, gives the rows of the spec."""
+    sent_RDK = engine_rows(rows) % 100
+    read_RLK, first_row = read_routes(FORMS[name](sent_RDK), SPEC, token_ids=TOKENS[: rows + 1])
+
+    np.testing.assert_array_equal(sent_RDK[:, [0, 2, 3]], read_RLK)
+    assert (0, np.dtype(np.int16), False) == (first_row, read_RLK.dtype, read_RLK.flags.writeable)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_axis_of_captured_layers_must_be_said(name: str) -> None:
+    """An array of the spec's layers alone is read where it is called that, and refused where it is not."""
+    sent_RLK = engine_rows(9)[:, [0, 2, 3]] % 100
+    payload = FORMS[name](sent_RLK)
+
+    np.testing.assert_array_equal(sent_RLK, read_routes(payload, SPEC, token_ids=TOKENS, axis="captured")[0])
+    with pytest.raises(RouteplaneError) as caught:
+        read_routes(payload, SPEC, token_ids=TOKENS)
+    assert ErrorKind.LAYERS == caught.value.kind
+
+
+def test_sglang_is_read_where_it_is_named() -> None:
+    """Base64 of bare int32 has no mark; named, it gives the rows."""
+    sent_RDK = engine_rows(21)
+    text = encode_sglang(sent_RDK)
+
+    np.testing.assert_array_equal(sent_RDK, decode_sglang(text, layers=4, top_k=4))
+    np.testing.assert_array_equal(sent_RDK[:, [0, 2, 3]], read_routes(text, SPEC, token_ids=TOKENS, form="sglang")[0])
+    with pytest.raises(DataError):
+        form_of(text)
+
+
+def test_a_start_that_is_sent_must_be_the_one_expected() -> None:
+    """prime-rl's start is the token of the first row; another one than was asked for is refused (field row 22)."""
+    payload = encode_prime(engine_rows(5), start=500)
+
+    assert 500 == decode_prime(payload)[1] == read_routes(payload, SPEC, token_ids=TOKENS)[1]
+    assert 500 == read_routes(payload, SPEC, token_ids=TOKENS, first_row=500)[1]
+    with pytest.raises(DataError) as caught:
+        read_routes(payload, SPEC, token_ids=TOKENS, first_row=400)
+    assert ErrorKind.ROW_COUNT == caught.value.kind
+    del payload["start"]
+    assert 0 == decode_prime(payload)[1]
+
+
+@pytest.mark.parametrize("experts", [255, 256, 300, 32_767])
+def test_every_dtype_an_encoder_emits_is_decoded(experts: int) -> None:
+    """Whatever type an id needs, all forms that can carry it bring the highest expert back (field rows 37 and 39)."""
+    spec = RouteSpec(num_experts=experts, top_k=1, layer_ids=(0,))
+    array = np.full((3, 1, 1), experts - 1, np.uint8 if experts <= 256 else np.uint16)
+    for payload in (encode_npy(array), encode_prime(array), encode_nrlre1(array), encode_lists(array)):
+        assert {experts - 1} == set(read_routes(payload, spec, token_ids=TOKENS)[0].ravel().tolist())
+    rows = array.astype(np.int16)
+    assert {experts - 1} == set(decode_inline(encode_inline(rows, spec, token_ids=[1]), spec, token_ids=[1])[0].ravel())  # type: ignore[arg-type]
+
+
+@given(st.data())
+def test_rows_that_never_came_are_missing(data: st.DataObject) -> None:
+    """A harness writes -1 into every slot, dense ones too: MISSING, and the rows around it keep their place."""
+    sent_RDK = engine_rows(8).astype(np.int16)
+    missing = data.draw(st.sets(st.integers(0, 7)))
+    sent_RDK[sorted(missing)] = -1
+
+    rows_RLK = rows_from_axis(sent_RDK, SPEC)
+
+    expected = engine_rows(8)[:, [0, 2, 3]].astype(np.int16)
+    expected[sorted(missing)] = MISSING
+    np.testing.assert_array_equal(expected, rows_RLK)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inline
+# ----------------------------------------------------------------------------------------------------------------------
+
+WIDTHS = (4, 100, 255, 256, 257, 5_000)
+
+
+@st.composite
+def spec_and_rows(draw: st.DrawFn) -> tuple[RouteSpec, NDArray[np.int16]]:
+    """A spec of one width or several, and legal rows with holes."""
+    layers = draw(st.integers(1, 3))
+    widths = draw(st.lists(st.sampled_from(WIDTHS), min_size=layers, max_size=layers))
+    spec = RouteSpec(num_experts=tuple(widths), top_k=draw(st.integers(1, 4)), layer_ids=tuple(range(layers)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows = draw(st.integers(0, 6))
+    routes_RLK = spec.missing_rows(rows)
+    for row, slot in np.ndindex(rows, layers):
+        routes_RLK[row, slot] = rng.permutation(widths[slot])[: spec.top_k]
+    routes_RLK[rng.random(routes_RLK.shape[:2]) < 0.3] = MISSING
+    return spec, routes_RLK
+
+
+@given(spec_and_rows(), st.integers(0, 9))
+def test_inline_round_trips(case: tuple[RouteSpec, NDArray[np.int16]], first_row: int) -> None:
+    """Legal rows of any geometry, MISSING ones among them, come back as they were, with their first token."""
+    spec, routes_RLK = case
+    token_ids = np.arange(20)
+    text = encode_inline(routes_RLK, spec, token_ids=token_ids, first_row=first_row)
+
+    back_RLK, first = decode_inline(text, spec, token_ids=token_ids)
+
+    np.testing.assert_array_equal(routes_RLK, back_RLK)
+    assert (first_row, np.dtype(np.int16), False) == (first, back_RLK.dtype, back_RLK.flags.writeable)
+    assert text.startswith(INLINE_PREFIX)
+    assert 36 + (1 if spec.narrow_allowed else 2) * routes_RLK.size == len(base64.b64decode(text))
+
+
+def test_inline_rows_of_other_tokens_are_refused() -> None:
+    """Rows of another choice with as many tokens do not pass for this one's."""
+    rows_RLK = engine_rows(5)[:, [0, 2, 3]].astype(np.int16)
+    text = encode_inline(rows_RLK, SPEC, token_ids=np.arange(6))
+
+    with pytest.raises(ChecksumError):
+        decode_inline(text, SPEC, token_ids=np.arange(1, 7))
+
+
+@pytest.mark.parametrize("row", [[200, 1, 2, 3], [1, 1, 2, 3], [-1, 1, 2, 3], [256, 1, 2, 3]])
+def test_inline_does_not_narrow_what_is_illegal(row: list[int]) -> None:
+    """256 would become 0, and -1 beside ids 255: only legal rows are written."""
+    rows_RLK = engine_rows(5)[:, [0, 2, 3]].astype(np.int16)
+    rows_RLK[3, 1] = row
+
+    with pytest.raises(DataError, match="illegal routes"):
+        encode_inline(rows_RLK, SPEC, token_ids=np.arange(6))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Malformed
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: An exception, its text and what the interpreter allocates on the way.
+SLACK = 24_000
+
+
+def peak(payload: Malformed) -> tuple[RouteplaneError, int]:
+    """What reading a payload raises, and the most bytes that were allocated at once on the way."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RouteplaneError) as caught:
+            read_routes(payload.payload, SPEC, token_ids=TOKENS, form=payload.form)
+        return caught.value, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.name)
+def test_what_is_malformed_is_refused_at_little_cost(case: Malformed) -> None:
+    """Each has an error of its own kind, and makes nobody allocate more than twice its own size."""
+    error, allocated = peak(case)
+
+    assert case.kind == error.kind, error
+    assert allocated <= 2 * size_of(case.payload) + SLACK
+
+
+def test_the_table_is_long_enough() -> None:
+    """At least 60 cases, with different names, of every form."""
+    names = {case.name for case in MALFORMED}
+
+    assert len(MALFORMED) == len(names) >= 60
+    assert {"nrlre1", "npy", "prime", "lists", "sglang", "inline", "no form"} == {name.split(":")[0] for name in names}
+
+
+TEXTS = {
+    "npy": npy(engine_rows(6)),
+    "nrlre1": encode_nrlre1(engine_rows(6)),
+    "inline": encode_inline(engine_rows(6)[:, [0, 2, 3]].astype(np.int16), SPEC, token_ids=TOKENS[:7]),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@given(st.data())
+def test_edited_text_is_refused_or_read_as_rows(name: str, data: st.DataObject) -> None:
+    """Whatever is cut out of a text or put into it, reading raises a typed error or gives rows of the spec's shape."""
+    text = TEXTS[name]
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(len(text), start + 6)))
+    edited = text[:start] + data.draw(st.text(st.sampled_from("A1x:+/=9 \n\0é"), max_size=6)) + text[stop:]
+    tracemalloc.start()
+    try:
+        rows_RLK, _ = read_routes(edited, SPEC, token_ids=TOKENS[:7])
+    except RouteplaneError:
+        assert tracemalloc.get_traced_memory()[1] <= 2 * len(edited) + SLACK
+        return
+    finally:
+        tracemalloc.stop()
+    assert SPEC.row_shape == rows_RLK.shape[1:]
+    if name == "inline":
+        assert text == edited
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+
+
+@given(st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner)))
+def test_any_json_is_refused_or_read_as_rows(document: object) -> None:
+    """No JSON value makes reading raise anything but a typed error."""
+    try:
+        rows_RLK, _ = read_routes(document, SPEC, token_ids=TOKENS)
+    except RouteplaneError:
+        return
+    assert SPEC.row_shape == rows_RLK.shape[1:]

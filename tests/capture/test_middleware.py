@@ -1,0 +1,414 @@
+"""The middleware between a server and its clients: forms, what passes untouched, and what is refused.
+
+The application answers with recorded responses of a real vLLM server. A real server is in ``test_vllm_server.py``.
+
+Axes: S tokens, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gzip
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from routeplane.capture.envelopes import decode_lists, decode_nrlre1
+from routeplane.capture.gym import calls_from_gym
+from routeplane.capture.inline import INLINE_PREFIX
+from routeplane.capture.middleware import HEADER, RouteMiddleware
+from routeplane.capture.openai import calls_from_response
+from routeplane.capture.shipping import parse_form
+from routeplane.capture.tickets import TicketDesk
+from routeplane.errors import UsageError
+from routeplane.ports import RouteSink
+from routeplane.spec import MISSING, RouteSpec
+from tests.capture.recorded import DATA, Exchange, exchange
+
+CHAT = exchange("0.30", "chat")
+TWO = exchange("0.30", "chat, two choices")
+TRIMMED = exchange("0.30", "whole prompt trimmed")
+GENERATE = exchange("0.30", "token in, token out")
+SPEC = CHAT.spec
+
+
+def server(one: Exchange, **options: Any) -> tuple[FastAPI, list[dict[str, Any]]]:
+    """An application that answers with a recorded response, and the requests that it saw."""
+    app = FastAPI()
+    seen: list[dict[str, Any]] = []
+
+    @app.post("/v1/chat/completions")
+    @app.post("/v1/completions")
+    @app.post("/inference/v1/generate")
+    async def answer(request: Request) -> Response:
+        seen.append(await request.json())
+        if seen[-1].get("stream"):
+            return StreamingResponse(iter([b"data: {}\n\n", b"data: [DONE]\n\n"]), media_type="text/event-stream")
+        return JSONResponse(copy.deepcopy(one.response))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"routed_experts": "ok"}
+
+    app.add_middleware(RouteMiddleware, **{"spec": SPEC, "cached": 0, **options})
+    return app, seen
+
+
+def post(
+    app: Callable[..., Any], body: Any, *, form: str | None = None, path: str = "/v1/chat/completions", **more: Any
+) -> httpx.Response:
+    """One request."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {**({} if form is None else {HEADER: form}), **more.pop("headers", {})}
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.post(path, content=content, headers=headers, **more)
+
+    return asyncio.run(send())
+
+
+def middleware_of(app: FastAPI) -> RouteMiddleware:
+    """The instance that serves."""
+    found: Any = app.middleware_stack
+    while not isinstance(found, RouteMiddleware):
+        found = found.app
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forms
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [CHAT, TWO], ids=["one choice", "two choices"])
+def test_a_ticket_gives_the_call(one: Exchange) -> None:
+    """The body holds a ticket for each choice and no id of a token; redeemed, they are the calls of the whole
+    response."""
+    desk = TicketDesk(SPEC, stream="routes")
+    app, _ = server(one, sink=desk)
+    request = {name: value for name, value in one.request.items() if name != "return_token_ids"}
+    reply = post(app, request, form="ticket")
+
+    calls = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+    expected = calls_from_response(one.response, SPEC, weights_version=3, cached=0)
+    assert [call.checksum for call in expected] == [call.checksum for call in calls]
+    assert "ticket" == reply.headers[HEADER]
+    for choice in reply.json()["choices"]:
+        assert len(choice["routed_experts"]) <= 256
+        assert "token_ids" not in choice
+    assert "prompt_token_ids" not in reply.json()
+    assert len(expected) == desk.report().redeemed == middleware_of(app).report().shipped
+
+
+def test_ids_that_were_asked_for_stay() -> None:
+    """A request with return_token_ids keeps them beside its ticket, and the redeemed call must have the same."""
+    desk = TicketDesk(SPEC, stream="routes")
+    app, _ = server(CHAT, sink=desk)
+    document = post(app, CHAT.request, form="ticket").json()
+
+    assert CHAT.response["prompt_token_ids"] == document["prompt_token_ids"]
+    document["choices"][0]["token_ids"][0] += 1
+    with pytest.raises(ValueError, match="ticket's call"):
+        calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+
+
+@pytest.mark.parametrize("one", [CHAT, TWO, TRIMMED, GENERATE], ids=lambda one: one.name)
+def test_inline_routes_are_the_calls(one: Exchange) -> None:
+    """Our own text in the place of vLLM's, smaller, and the same calls."""
+    app, _ = server(one)
+    reply = post(app, one.request, form="inline")
+
+    given: dict[str, Any] = {"weights_version": 3, "cached": 0, "prompt_ids": one.prompt_ids}
+    calls = calls_from_response(reply.content, SPEC, **given)
+    expected = calls_from_response(one.response, SPEC, first_row=one.first_row, **given)
+    assert [call.checksum for call in expected] == [call.checksum for call in calls]
+    text = reply.json()["choices"][0]["routed_experts"]
+    assert text.startswith(INLINE_PREFIX)
+    assert len(text) < len(one.response["choices"][0]["routed_experts"])
+
+
+@pytest.mark.parametrize("form", ["nemo", "nemo-lists"])
+def test_nemo_forms_stand_on_the_message(form: str) -> None:
+    """Fact C-008: ids, log-probabilities and one row per token on the message, matched by index; the choice's own field
+    is null (C-020). The row that nothing fed is -1, where upstream has a legal dummy."""
+    app, seen = server(TWO)
+    request = {name: value for name, value in TWO.request.items() if name not in ("return_token_ids", "logprobs")}
+    document = post(app, request, form=form).json()
+
+    assert (True, True) == (seen[0]["return_token_ids"], seen[0]["logprobs"])
+    decode: Callable[[Any], Any] = decode_nrlre1 if form == "nemo" else decode_lists
+    for index, choice in enumerate(document["choices"]):
+        message, tokens = choice["message"], TWO.sequences[index]["token_ids"]
+        assert (None, None) == (choice["routed_experts"], choice["logprobs"])
+        assert tokens == message["prompt_token_ids"] + message["generation_token_ids"]
+        assert len(message["generation_token_ids"]) == len(message["generation_log_probs"])
+        rows_SLK = decode(message["routed_experts"])
+        assert (len(tokens), *SPEC.row_shape) == rows_SLK.shape
+        assert TWO.reference(index) == np.sort(rows_SLK[:-1], axis=2).tolist()
+        assert (rows_SLK[-1] == MISSING).all()
+        # and what an environment keeps of it is read back
+        [call] = calls_from_gym([message], SPEC, weights_version=3, axis="captured", cached=0)
+        assert tokens == call.token_ids.tolist()
+
+
+def test_vllms_own_form_passes_by_name() -> None:
+    """The form npy is the response as vLLM made it."""
+    app, _ = server(CHAT)
+
+    assert CHAT.response == post(app, CHAT.request, form="npy").json()
+
+
+def test_routes_are_shipped_only_where_they_are_asked_for() -> None:
+    """Without the header the routes are taken out (fact W27: validation and judge calls need not pay for them); a
+    default form is an argument."""
+    app, seen = server(CHAT)
+    document = post(app, CHAT.request).json()
+
+    assert [None] == [choice.pop("routed_experts") for choice in document["choices"]]
+    expected = copy.deepcopy(CHAT.response)
+    del expected["choices"][0]["routed_experts"]
+    assert expected == document
+    assert CHAT.request == seen[0]
+    assert (1, 0, 1) == tuple(
+        getattr(middleware_of(app).report(), name) for name in ("stripped", "shipped", "requests")
+    )
+    by_default, _ = server(CHAT, form="inline")
+    assert post(by_default, CHAT.request).json()["choices"][0]["routed_experts"].startswith(INLINE_PREFIX)
+
+
+def test_routes_in_a_harness_messages_do_not_reach_the_engine() -> None:
+    """What NeMo Gym sends back inside the history is dropped from the request, and nothing else."""
+    app, seen = server(CHAT)
+    past = {"role": "assistant", "content": "a", "prompt_token_ids": [1], "routed_experts": [[[1, 2]]] * 9}
+    post(app, {**CHAT.request, "messages": [*CHAT.request["messages"], past]}, form="inline")
+
+    assert {"role": "assistant", "content": "a", "prompt_token_ids": [1]} == seen[0]["messages"][1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Untouched
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_streams_pass_untouched_and_are_counted() -> None:
+    """A streamed response is passed on as it comes."""
+    app, seen = server(CHAT)
+    reply = post(app, {**CHAT.request, "stream": True}, form="ticket")
+
+    assert b"data: {}\n\ndata: [DONE]\n\n" == reply.content
+    assert {**CHAT.request, "stream": True} == seen[0]
+    assert (1, 0) == (middleware_of(app).report().streams, middleware_of(app).report().shipped)
+
+
+def test_other_paths_and_methods_are_not_looked_at() -> None:
+    """A health check is none of ours."""
+    app, _ = server(CHAT)
+
+    async def get() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            return await client.get("/health", headers={HEADER: "nonsense"})
+
+    assert {"routed_experts": "ok"} == asyncio.run(get()).json()
+    assert 0 == middleware_of(app).report().requests
+
+
+RAW: dict[str, tuple[int, list[tuple[bytes, bytes]], bytes]] = {
+    "an error": (400, [(b"content-type", b"application/json")], b'{"error": {"message": "no"}}'),
+    "compressed": (
+        200,
+        [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")],
+        gzip.compress(json.dumps(CHAT.response).encode()),
+    ),
+    "text": (200, [(b"content-type", b"text/plain")], b'{"choices": [{"routed_experts": "x"}]}'),
+    "no content type": (200, [], b"{}"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_other_bodies_pass_untouched_and_are_counted(name: str) -> None:
+    """Errors, compressed bodies and anything but JSON: byte by byte, headers too."""
+    status, headers, content = RAW[name]
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for at in range(0, len(content), 10):
+            await send({"type": "http.response.body", "body": content[at : at + 10], "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    app = RouteMiddleware(plain, spec=SPEC)
+    sent = asyncio.run(_raw(app, json.dumps(CHAT.request).encode()))
+
+    assert (status, headers) == (sent[0]["status"], list(sent[0]["headers"]))
+    assert content == b"".join(message["body"] for message in sent[1:])
+    assert (1, 0) == (app.report().untouched, app.report().refused)
+
+
+async def _raw(app: RouteMiddleware, content: bytes, *, leave: bool = False) -> list[Any]:
+    """Every message that the application sent; the body comes in pieces of 7 bytes."""
+    pieces = [content[at : at + 7] for at in range(0, len(content), 7)] or [b""]
+    incoming: list[Any] = [
+        {"type": "http.request", "body": piece, "more_body": leave or index + 1 < len(pieces)}
+        for index, piece in enumerate(pieces)
+    ]
+    incoming.append({"type": "http.disconnect"})
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return incoming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", str(len(content)).encode()), (HEADER.encode(), b"inline")]
+    await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}, receive, send)
+    return sent
+
+
+def test_lengths_are_those_of_what_is_sent() -> None:
+    """Request and response are rewritten, so their lengths are too; bodies may come in pieces."""
+    seen: list[Any] = []
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        seen.append((dict(scope["headers"])[b"content-length"], len(message["body"]), message["more_body"]))
+        content = json.dumps(CHAT.response).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content[:50], "more_body": True})
+        await send({"type": "http.response.body", "body": content[50:]})
+        assert {"type": "http.disconnect"} == await receive()
+
+    sent = asyncio.run(_raw(RouteMiddleware(echo, spec=SPEC), json.dumps({"prompt": "x"}).encode()))
+
+    [(declared, length, more)] = seen
+    assert (str(length).encode(), False) == (declared, more)
+    assert str(len(sent[1]["body"])).encode() == dict(sent[0]["headers"])[b"content-length"]
+    assert 2 == len(sent)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"not json", b"\xff"], ids=["empty", "a list", "text", "bytes"])
+def test_other_requests_pass_untouched(content: bytes) -> None:
+    """A request that is no JSON object is the server's to refuse."""
+    got: list[bytes] = []
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        got.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 422, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    app = RouteMiddleware(echo, spec=SPEC)
+    asyncio.run(_raw(app, content))
+
+    assert ([content], 1) == (got, app.report().untouched)
+
+
+def test_a_client_that_left_is_passed_on() -> None:
+    """Where a client goes away within its request, the server is told, with what had come."""
+    got: list[Any] = []
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        got.extend([await receive(), await receive()])
+
+    asyncio.run(_raw(RouteMiddleware(echo, spec=SPEC), b"partial", leave=True))
+
+    assert [b"partial", "http.disconnect"] == [got[0]["body"], got[1]["type"]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Refused
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_routes_that_cannot_be_shipped_are_an_error() -> None:
+    """A response without routes, to a request that asked for them, is no response (fact W17): 502 with the reason."""
+    one = exchange("0.30", "chat")
+    bare = Exchange(name="bare", spec=SPEC, request=one.request, response=copy.deepcopy(one.response), sequences=[])
+    bare.response["choices"][0]["routed_experts"] = None
+    app, _ = server(bare)
+    reply = post(app, one.request, form="inline")
+
+    assert (502, "capture_off") == (reply.status_code, reply.json()["error"]["kind"])
+    assert "--enable-return-routed-experts" in reply.json()["error"]["message"]
+    assert 1 == middleware_of(app).report().refused
+
+
+@pytest.mark.parametrize(
+    ("form", "path", "says"),
+    [("ticket", "/v1/chat/completions", "a sink"), ("nemo", "/v1/completions", "without a message")],
+)
+def test_forms_that_this_server_cannot_give(form: str, path: str, says: str) -> None:
+    """No sink for tickets; no message for NeMo's forms."""
+    app, _ = server(CHAT if form == "ticket" else exchange("0.30", "completion"))
+    reply = post(app, CHAT.request, form=form, path=path)
+
+    assert 502 == reply.status_code
+    assert says in reply.json()["error"]["message"]
+
+
+def test_an_unknown_form_is_a_bad_request() -> None:
+    """A misspelt header is refused before the engine works."""
+    app, seen = server(CHAT)
+    reply = post(app, CHAT.request, form="tickets")
+
+    assert (400, []) == (reply.status_code, seen)
+    with pytest.raises(UsageError):
+        parse_form("Ticket")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sinks and specs
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_desk(spec: RouteSpec) -> RouteSink:
+    """What a dotted name may lead to."""
+    return TicketDesk(spec, stream="routes")
+
+
+@pytest.mark.parametrize("name", ["tests.capture.test_middleware:make_desk", "tests.capture.test_middleware.make_desk"])
+def test_a_sink_is_made_by_name_when_it_is_needed(name: str) -> None:
+    """The factory is called with the spec at the first ticket, and the sink is closed with the middleware."""
+    app, _ = server(CHAT, sink=name)
+    post(app, CHAT.request, form="inline")
+    middleware = middleware_of(app)
+    assert middleware._made_sink is None
+
+    assert 200 == post(app, CHAT.request, form="ticket").status_code
+    made = middleware._made_sink
+    # of another import of this module, since a name is all that was given
+    assert made is not None
+    middleware.close()
+    assert 502 == post(app, CHAT.request, form="ticket").status_code
+
+
+def test_the_spec_of_a_vllm_server_is_its_own() -> None:
+    """Without a spec, the configuration that vLLM keeps at its application is read."""
+    app, _ = server(CHAT, spec=None)
+    assert 502 == post(app, CHAT.request, form="inline").status_code
+    config = json.loads((DATA / "vllm-0.30-http.json").read_text(encoding="utf-8"))["model"]
+    app.state.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+
+    text = post(app, CHAT.request, form="inline").json()
+    [call] = calls_from_response(text, SPEC, weights_version=1)
+    assert SPEC.layer_ids == call.layer_ids
+
+
+def test_the_weights_version_of_the_server_is_the_calls() -> None:
+    """A server that knows its version says so; otherwise whoever redeems does."""
+    for known, expected in ((7, 7), (None, 3)):
+        desk = TicketDesk(SPEC, stream="routes")
+        app, _ = server(CHAT, sink=desk, weights_version=lambda version=known: version)
+        document = post(app, CHAT.request, form="ticket").json()
+
+        [call] = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+        assert expected == call.weights_version

@@ -1,0 +1,478 @@
+"""Responses of OpenAI-compatible servers: every recorded exchange against its reference, and what is refused.
+
+Axes: S tokens, R rows, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from routeplane import assemble
+from routeplane.calls import ModelCall
+from routeplane.capture.chunks import calls_from_chunks
+from routeplane.capture.envelopes import encode_prime, encode_sglang
+from routeplane.capture.openai import calls_from_response
+from routeplane.capture.wire import decode_npy, encode_npy
+from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.record import RouteRecord
+from tests.capture.payloads import SPEC, engine_rows
+from tests.capture.recorded import GENERATIONS, Exchange, exchange, exchanges
+
+WHOLE = [
+    pytest.param(one, id=f"{generation}, {one.name}")
+    for generation in GENERATIONS
+    for one in exchanges(generation)
+    if isinstance(one.response, dict) and "HTTP" not in one.response
+]
+
+
+def read(one: Exchange, **options: Any) -> tuple[ModelCall, ...]:
+    """The calls of a recorded response."""
+    given: dict[str, Any] = {"first_row": one.first_row, "prompt_ids": one.prompt_ids, "weights_version": 3}
+    return calls_from_response(one.response, one.spec, **{**given, **options})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Recorded exchanges
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", WHOLE)
+def test_recorded_responses_are_their_reference(one: Exchange) -> None:
+    """Ids, rows and log-probabilities of every choice: those that an independent forward of the weights gives."""
+    calls = read(one)
+
+    assert len(one.sequences) == len(calls)
+    for index, call in enumerate(calls):
+        assert one.sequences[index]["token_ids"] == call.token_ids.tolist()
+        assert call.routes is not None
+        assert one.reference(index, first_row=call.first_row) == np.sort(call.routes, axis=2).tolist()
+        assert (one.first_row or 0, 3, None) == (call.first_row, call.weights_version, call.loss)
+        asked = one.request.get("logprobs") is not None
+        assert asked == (call.logprobs is not None)
+    assert len({call.call_id for call in calls}) == len(calls)
+
+
+@pytest.mark.parametrize("one", WHOLE)
+def test_text_bytes_and_objects_are_the_same_response(one: Exchange) -> None:
+    """JSON text, its bytes and a client's object give the very same calls as the mapping."""
+
+    class Answer:
+        def model_dump(self) -> Any:
+            return one.response
+
+    expected = [call.checksum for call in read(one)]
+    for response in (json.dumps(one.response), json.dumps(one.response).encode(), Answer()):
+        calls = calls_from_response(
+            response, one.spec, weights_version=3, first_row=one.first_row, prompt_ids=one.prompt_ids
+        )
+        assert expected == [call.checksum for call in calls]
+
+
+def conversation(generation: str, kind: str, *, on_missing: Any = "raise") -> RouteRecord:
+    """The three recorded turns, assembled."""
+    turns = [exchange(generation, f"turn {turn} of 3, {kind}") for turn in (1, 2, 3)]
+    calls = [read(turn, call_id=f"turn-{index}", cached=0)[0] for index, turn in enumerate(turns)]
+    [record] = assemble(calls, turns[0].spec, sample_id="s", on_missing=on_missing).records
+    reference = turns[-1].reference(0)
+    assert reference == np.sort(record.routes[:-1], axis=2).tolist()
+    return record
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_trimmed_and_untrimmed_turns_are_the_same_record(generation: str) -> None:
+    """Three turns, each sent whole or without the rows that are known: the same tokens, and the same rows as sets."""
+    untrimmed = conversation(generation, "untrimmed")
+    trimmed = conversation(generation, "trimmed to what is new")
+
+    np.testing.assert_array_equal(untrimmed.token_ids, trimmed.token_ids)
+    np.testing.assert_array_equal(np.sort(untrimmed.routes, axis=2), np.sort(trimmed.routes, axis=2))
+    assert untrimmed.spans == trimmed.spans
+    assert untrimmed.coverage() == trimmed.coverage()
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("name", ["chat, streamed", "completion, streamed"])
+def test_streams_without_routes_are_refused_with_the_reason(generation: str, name: str) -> None:
+    """vLLM streams carry ids and no routes: an error that says how to ask instead, and never a route-less call."""
+    one = exchange(generation, name)
+
+    with pytest.raises(CaptureError, match="stream=False") as caught:
+        calls_from_chunks(one.response, one.spec, weights_version=3)
+    assert ErrorKind.CAPTURE_OFF == caught.value.kind
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("spans", ["cumulative", "delta"])
+def test_streamed_tokens_with_routes_at_the_end_are_the_whole_call(generation: str, spans: Any) -> None:
+    """Token in, token out, streamed: the same rows as the response that came at once."""
+    one, whole = exchange(generation, "token in, token out, streamed"), exchange(generation, "token in, token out")
+    [call] = calls_from_chunks(
+        one.response, one.spec, weights_version=3, spans=spans, prompt_ids=one.prompt_ids, call_id="c"
+    )
+
+    assert one.sequences[0]["token_ids"] == call.token_ids.tolist()
+    assert call.routes is not None
+    assert one.reference(0) == np.sort(call.routes, axis=2).tolist()
+    [at_once] = read(whole, call_id="c")
+    np.testing.assert_array_equal(at_once.routes, call.routes)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_server_error_is_reported_as_such(generation: str) -> None:
+    """The answer to a trim past the prompt is no response with missing routes."""
+    one = exchange(generation, "trim past the prompt")
+
+    with pytest.raises(UsageError, match="routed_experts_prompt_start must be between 0 and the prompt length"):
+        calls_from_response(one.response["body"], one.spec, weights_version=3)
+
+
+@pytest.mark.parametrize("first_row", [None, 2, 4])
+def test_a_trim_that_was_forgotten_shows(first_row: int | None) -> None:
+    """Rows that were trimmed by 3 do not pass as trimmed by anything else: their number says so."""
+    one = exchange("0.30", "two prompts, three rows trimmed")
+
+    with pytest.raises(DataError, match="routed_experts_prompt_start") as caught:
+        read(one, first_row=first_row)
+    assert ErrorKind.ROW_COUNT == caught.value.kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What else a response may be
+# ----------------------------------------------------------------------------------------------------------------------
+
+PROMPT, GENERATED = [5, 6, 7], [8, 9]
+
+
+def answer(**fields: Any) -> dict[str, Any]:
+    """A completion of two choices with four rows each."""
+    made = engine_rows(4)
+    choice = {"finish_reason": "stop", "prompt_token_ids": PROMPT, "token_ids": GENERATED}
+    first = {**choice, "index": 0, "routed_experts": encode_npy(made), **fields}
+    second = {**choice, "index": 1, "token_ids": [8, 10], "routed_experts": encode_npy(made[::-1])}
+    return {"id": "r", "choices": [first, second]}
+
+
+def test_choices_are_matched_by_index() -> None:
+    """NeMo RL fact C-008: choices in another order go to their own index; no row is made up for the last token."""
+    turned = answer()
+    turned["choices"].reverse()
+    first, second = calls_from_response(turned, SPEC, weights_version=1)
+
+    assert ("r/0", "r/1") == (first.call_id, second.call_id)
+    assert ([8, 9], [8, 10]) == (first.generation_ids.tolist(), second.generation_ids.tolist())
+    np.testing.assert_array_equal(engine_rows(4)[:, [0, 2, 3]], first.routes)
+    assert 4 == len(second.routes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (1, 2), (0, None), (-1, 0), (0, True)])
+def test_choices_that_are_no_bijection_are_refused(indices: tuple[Any, Any]) -> None:
+    """NeMo RL facts C-011 and C-016: an index twice or missing, before anything is read."""
+    given = answer()
+    for choice, index in zip(given["choices"], indices, strict=True):
+        choice["index"] = index
+
+    with pytest.raises(DataError, match="each once"):
+        calls_from_response(given, SPEC, weights_version=1)
+
+
+def test_tool_calls_change_nothing() -> None:
+    """Routes stand beside a message without content, whose tokens were a tool call."""
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+    plain, _ = calls_from_response(answer(), SPEC, weights_version=1)
+    called, _ = calls_from_response(answer(message=message, finish_reason="tool_calls"), SPEC, weights_version=1)
+
+    assert plain.checksum == called.checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """A change to the first choice, and how the response is refused."""
+
+    name: str
+    change: dict[str, Any]
+    error: type[RouteplaneError]
+    kind: ErrorKind
+    says: str = ""
+
+
+BAD = (
+    Bad(
+        name="no routes",
+        change={"routed_experts": None},
+        error=CaptureError,
+        kind=ErrorKind.CAPTURE_OFF,
+        says="--enable-return-routed-experts",
+    ),
+    Bad(
+        name="no routes, aborted after a token",
+        change={"routed_experts": None, "finish_reason": "abort"},
+        error=CaptureError,
+        kind=ErrorKind.CAPTURE_OFF,
+    ),
+    Bad(
+        name="no routes, no tokens, not aborted",
+        change={"routed_experts": None, "token_ids": []},
+        error=CaptureError,
+        kind=ErrorKind.CAPTURE_OFF,
+    ),
+    Bad(
+        name="no generated ids",
+        change={"token_ids": None},
+        error=CaptureError,
+        kind=ErrorKind.CAPTURE_OFF,
+        says="return_token_ids",
+    ),
+    Bad(
+        name="no prompt ids",
+        change={"prompt_token_ids": None},
+        error=CaptureError,
+        kind=ErrorKind.CAPTURE_OFF,
+        says="return_token_ids",
+    ),
+    Bad(name="goes on", change={"finish_reason": None}, error=UsageError, kind=ErrorKind.ARGUMENT),
+    Bad(name="a row less", change={"token_ids": [8, 9, 10]}, error=DataError, kind=ErrorKind.ROW_COUNT),
+    Bad(name="two rows more", change={"token_ids": []}, error=DataError, kind=ErrorKind.ROW_COUNT),
+    Bad(
+        name="logprobs of fewer", change={"logprobs": {"token_logprobs": [-1.0]}}, error=DataError, kind=ErrorKind.SHAPE
+    ),
+    Bad(
+        name="logprobs without a number",
+        change={"logprobs": {"token_logprobs": [None, -1.0]}},
+        error=DataError,
+        kind=ErrorKind.DTYPE,
+    ),
+    Bad(
+        name="logprobs of other tokens",
+        change={"logprobs": {"tokens": ["token_id:8", "token_id:7"], "token_logprobs": [-1.0, -1.0]}},
+        error=DataError,
+        kind=ErrorKind.TOKEN_MISMATCH,
+    ),
+    Bad(name="ids as text", change={"token_ids": "8 9"}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="ids as floats", change={"token_ids": [8.0, 9.0]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="message as text", change={"message": "hello"}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="logprobs as text", change={"logprobs": "none"}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="finish reason as list", change={"finish_reason": ["stop"]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(
+        name="a ticket and no way to redeem it",
+        change={"routed_experts": '{"call":"r"}'},
+        error=UsageError,
+        kind=ErrorKind.ARGUMENT,
+        says="redeem",
+    ),
+)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_what_contradicts_itself_is_refused(bad: Bad) -> None:
+    """Absent ids or routes name the flag to set; nothing is guessed, cut or filled."""
+    with pytest.raises(bad.error, match=bad.says or None) as caught:
+        calls_from_response(answer(**bad.change), SPEC, weights_version=1)
+
+    assert bad.kind == caught.value.kind
+
+
+def test_duplicate_experts_are_refused_when_the_record_is_made() -> None:
+    """Zeros in the dense layer, ids in range, and one expert twice: no record comes of it."""
+    rows_RDK = engine_rows(4)
+    rows_RDK[2, 3] = 9
+    call, _ = calls_from_response(answer(routed_experts=encode_npy(rows_RDK)), SPEC, weights_version=1)
+
+    with pytest.raises(DataError) as caught:
+        assemble([call], SPEC, sample_id="s")
+    assert (ErrorKind.DUPLICATE_ID, 2, 3) == (
+        caught.value.kind,
+        caught.value.problems[0].token,
+        caught.value.problems[0].layer,
+    )
+
+
+@pytest.mark.parametrize(("reason", "loss"), [("abort", "aborted"), ("error", "lost")])
+def test_an_abort_before_the_first_token_needs_no_routes(reason: str, loss: str) -> None:
+    """The one case in which a choice may come without routes (field row 23: an empty completion is no loss)."""
+    call, _ = calls_from_response(
+        answer(routed_experts=None, token_ids=[], finish_reason=reason), SPEC, weights_version=1
+    )
+
+    assert (loss, None, 0) == (call.loss, call.routes, call.cached)
+
+
+def test_rows_that_an_abort_cut_short_are_declared() -> None:
+    """Three rows of four after an abort: those that came, and the loss of the rest."""
+    call, _ = calls_from_response(
+        answer(routed_experts=encode_npy(engine_rows(3)), finish_reason="abort"), SPEC, weights_version=1
+    )
+    [record] = assemble([call], SPEC, sample_id="s").records
+
+    assert 1 == record.coverage().count("aborted")
+
+
+def test_routes_on_the_message_are_read_as_nemo_puts_them() -> None:
+    """What NeMo RL writes on the message: ids, log-probabilities, routes; its last row is filler by position."""
+    rows = [*engine_rows(4).tolist(), [[0, 1, 2, 3]] * 4]
+    message = {
+        "prompt_token_ids": PROMPT,
+        "generation_token_ids": GENERATED,
+        "generation_log_probs": [-0.5, -0.25],
+        "routed_experts": rows,
+    }
+    response = {"id": "n", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+
+    [call] = calls_from_response(response, SPEC, weights_version=1, final_row="filler", cached=0)
+
+    np.testing.assert_array_equal(engine_rows(4)[:, [0, 2, 3]], call.routes)
+    assert [-0.5, -0.25] == call.logprobs.tolist()  # type: ignore[union-attr]
+    # the same ids in the dense slot, which a captured row cannot have
+    with pytest.raises(CaptureError, match="layer without a router"):
+        calls_from_response(response, SPEC, weights_version=1, cached=0)
+
+
+def test_the_prompt_of_the_request_must_be_the_responses() -> None:
+    """A response of another request is refused by its tokens."""
+    with pytest.raises(DataError) as caught:
+        calls_from_response(answer(), SPEC, weights_version=1, prompt_ids=[5, 6, 8])
+    assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
+
+
+@pytest.mark.parametrize(("usage", "cached"), [(None, 2), ({"prompt_tokens_details": {"cached_tokens": 1}}, 1)])
+def test_what_may_come_from_a_prefix_cache_is_said(usage: Any, cached: int) -> None:
+    """Of a single choice the server's number; where it says nothing, all of the prompt but its last token."""
+    single = answer()
+    del single["choices"][1]
+    [call] = calls_from_response({**single, "usage": usage}, SPEC, weights_version=1)
+
+    assert cached == call.cached
+
+
+leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+
+
+@given(st.sampled_from(sorted(answer()["choices"][0])), values)
+def test_a_changed_field_is_refused_or_read(name: str, value: object) -> None:
+    """Whatever stands in a field of a choice, reading raises a typed error or gives calls."""
+    with contextlib.suppress(RouteplaneError):
+        calls_from_response(answer(**{name: value}), SPEC, weights_version=1)
+
+
+@given(values)
+def test_any_json_is_refused_or_read(document: object) -> None:
+    """No JSON value makes reading raise anything but a typed error."""
+    for text in (document, json.dumps(document)):
+        with pytest.raises(RouteplaneError):
+            calls_from_response(text, SPEC, weights_version=1)
+        with pytest.raises(RouteplaneError):
+            calls_from_chunks([text], SPEC, weights_version=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Chunks
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def chunk(
+    tokens: list[int], rows: NDArray[Any] | None, *, encode: Callable[..., Any] = encode_npy, **fields: Any
+) -> Any:
+    """A chunk of one choice."""
+    routes = None if rows is None else encode(rows)
+    return {"id": "c", "choices": [{"index": 0, "token_ids": tokens, "routed_experts": routes, **fields}]}
+
+
+@given(st.data(), st.sampled_from(["cumulative", "delta", "start"]))
+def test_chunks_are_joined_by_what_they_cover(data: st.DataObject, kind: str) -> None:
+    """However a stream is cut, and wherever its rows begin, the call has the rows and tokens of the whole."""
+    prompt, generated = 3, data.draw(st.integers(1, 6))
+    first = data.draw(st.integers(0, prompt))
+    rows_RDK = engine_rows(prompt + generated - 1)
+    cuts = sorted(data.draw(st.sets(st.integers(1, generated))) | {generated})
+    chunks, at, sent = [], 0, first
+    for cut in cuts:
+        stop = prompt + cut - 1
+        begin = {"cumulative": first, "delta": sent, "start": data.draw(st.integers(first, sent))}[kind]
+
+        def encode(rows: NDArray[Any], start: int = begin) -> Any:
+            return encode_prime(rows, start=start) if kind == "start" else encode_npy(rows)
+
+        chunks.append(
+            chunk(
+                list(range(100 + at, 100 + cut)),
+                rows_RDK[begin:stop],
+                encode=encode,
+                finish_reason="stop" if cut == generated else None,
+            )
+        )
+        at, sent = cut, stop
+    [call] = calls_from_chunks(
+        chunks,
+        SPEC,
+        weights_version=1,
+        prompt_ids=[1, 2, 3],
+        first_row=first,
+        spans="cumulative" if kind == "cumulative" else "delta",
+    )
+
+    np.testing.assert_array_equal(rows_RDK[first:, [0, 2, 3]], call.routes)
+    assert (first, list(range(100, 100 + generated))) == (call.first_row, call.generation_ids.tolist())
+
+
+def test_coalesced_deltas_with_all_rows_are_not_taken_twice() -> None:
+    """Field row 7: two tokens with two rows, then one token with three: as deltas refused, as totals three rows."""
+    rows_RDK = engine_rows(3)
+    chunks = [chunk([8, 9], rows_RDK[:2]), chunk([10], rows_RDK, finish_reason="stop")]
+    given: dict[str, Any] = {"weights_version": 1, "prompt_ids": [5]}
+
+    with pytest.raises(DataError) as caught:
+        calls_from_chunks(chunks, SPEC, spans="delta", **given)
+    assert ErrorKind.ROW_COUNT == caught.value.kind
+    [call] = calls_from_chunks(chunks, SPEC, **given)
+    assert 3 == len(call.routes)  # type: ignore[arg-type]
+
+
+CHUNKS = {
+    "a hole": (
+        [chunk([8], engine_rows(1)), chunk([9], engine_rows(1), encode=lambda rows: encode_prime(rows, start=2))]
+    ),
+    "rows that changed": ([chunk([8], engine_rows(1)), chunk([9], engine_rows(2)[::-1])]),
+    "rows before tokens": ([chunk([8], engine_rows(3))]),
+    "rows before the first": (
+        [
+            chunk([8], engine_rows(1), encode=lambda rows: encode_prime(rows, start=1)),
+            chunk([9], engine_rows(1), encode=lambda rows: encode_prime(rows, start=0)),
+        ]
+    ),
+    "tokens after the end": ([chunk([8], engine_rows(1), finish_reason="stop"), chunk([9], engine_rows(2))]),
+    "another prompt": ([chunk([8], engine_rows(1), prompt_token_ids=[6])]),
+    "choice 1 alone": ([{"choices": [{"index": 1, "token_ids": [8]}]}]),
+    "an index as text": ([{"choices": [{"index": "0", "token_ids": [8]}]}]),
+    "no choices": ([{"id": "c", "choices": []}]),
+}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+def test_chunks_that_do_not_join_are_refused(chunks: list[Any]) -> None:
+    """A hole, rows that differ when they come again, rows or tokens out of place."""
+    with pytest.raises(DataError):
+        calls_from_chunks(copy.deepcopy(chunks), SPEC, weights_version=1, prompt_ids=[5])
+
+
+def test_sglang_rows_need_their_name() -> None:
+    """SGLang's base64 has no mark; where it is named, a response of one layer per decoder layer is read."""
+    call, _ = calls_from_response(
+        {"choices": [{**one, "routed_experts": encode_sglang(engine_rows(4))} for one in answer()["choices"]]},
+        SPEC,
+        weights_version=1,
+        form="sglang",
+    )
+
+    np.testing.assert_array_equal(decode_npy(encode_npy(engine_rows(4)))[:, [0, 2, 3]], call.routes)

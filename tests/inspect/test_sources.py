@@ -1,0 +1,104 @@
+"""Sources: what stands at a path is read as itself, patterns are sets, a sample is found by the name people use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
+from routeplane.inspect.sources import find_sources, is_wanted, parse_sample
+from routeplane.record import RecordKey, RouteRecord
+from routeplane.stream import new_stream
+from routeplane.testing.builders import watermarked_record, watermarked_spec
+
+SPEC = watermarked_spec()
+RECORDS = [watermarked_record(index, num_tokens=6 + index, spec=SPEC) for index in range(4)]
+
+
+def written(path: Path, records: list[RouteRecord]) -> Path:
+    """A stream of these."""
+    with new_stream(path, records[0].spec) as sink:
+        for record in records:
+            sink.write(record)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two streams of one run."""
+    written(tmp_path / "run-1.arrows", RECORDS[2:])
+    written(tmp_path / "run-0.arrows", RECORDS[:2])
+    return tmp_path
+
+
+def test_a_pattern_gives_every_record_in_sorted_order_once(folder: Path) -> None:
+    """A path that a pattern names too is not read twice."""
+    found = find_sources([str(folder / "run-*.arrows"), str(folder / "run-1.arrows")])
+    assert [record.key for record in RECORDS] == [record.key for record in found.records()]
+    assert found.spec == SPEC
+
+
+def test_layers_and_samples_are_cut_while_reading(folder: Path) -> None:
+    """The rows are those of the layer, the records those of the names."""
+    found = find_sources([str(folder / "*.arrows")])
+    [record] = found.records(layer_ids=[5], samples=["sample-2"])
+    assert record.checksum == RECORDS[2].select([5]).checksum
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("a", ("a", None, None)),
+        ("a/1/2", ("a", 1, 2)),
+        ("a/b", ("a/b", None, None)),
+        ("a/b/0/3", ("a/b", 0, 3)),
+        ("a/b/c", ("a/b/c", None, None)),
+        ("/0/0", ("/0/0", None, None)),
+    ],
+)
+def test_names_are_read_as_reports_print_them(text: str, parsed: tuple[str, int | None, int | None]) -> None:
+    """Attempt and segment are numbers behind the last two slashes; everything else is the id."""
+    assert parsed == parse_sample(text)
+
+
+def test_a_key_is_found_by_its_printed_form() -> None:
+    """Also where the id itself looks like a key with numbers."""
+    key = RecordKey("a/7/8", 1, 2)
+    assert is_wanted(key, [parse_sample("/".join(map(str, key)))])
+    assert not is_wanted(key, [("a", 7, 8)])
+
+
+def test_a_sample_is_found_and_a_name_of_several_is_refused(tmp_path: Path) -> None:
+    """Two attempts of one sample: the error names both keys."""
+    again = replace(RECORDS[0], attempt=1, checksum=None)
+    found = find_sources([str(written(tmp_path / "a.arrows", [RECORDS[0], again, RECORDS[1]]))])
+    assert RECORDS[1].checksum == found.find("sample-1").checksum
+    assert again.checksum == found.find("sample-0/1/0").checksum
+    with pytest.raises(UsageError, match="sample-0/0/0 and sample-0/1/0") as caught:
+        found.find("sample-0")
+    assert ErrorKind.ARGUMENT == caught.value.kind
+    with pytest.raises(UsageError, match="sample-9"):
+        found.find("sample-9")
+
+
+def test_sources_of_two_models_are_refused_with_the_path(folder: Path) -> None:
+    """Counts of two geometries never share a table."""
+    other = watermarked_spec(layers=(1, 2))
+    written(folder / "run-2.arrows", [watermarked_record(0, num_tokens=3, spec=other)])
+    with pytest.raises(SpecError, match=r"run-2\.arrows"):
+        find_sources([str(folder / "run-*.arrows")])
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    """A pattern that matches nothing, no pattern, a file that is no stream, a path that is not there."""
+    with pytest.raises(UsageError, match="matches"):
+        find_sources([str(tmp_path / "*.arrows")])
+    with pytest.raises(UsageError, match="at least one"):
+        find_sources([])
+    (tmp_path / "text").write_text("not a stream")
+    with pytest.raises(FormatError):
+        find_sources([str(tmp_path / "text")])
+    with pytest.raises(FileNotFoundError):
+        find_sources([str(tmp_path / "nowhere")])
