@@ -163,13 +163,14 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
     )
 
     async def plane(context: TaskContext) -> RayPlane:
-        found = RayPlane.create(PlaneOptions(max_bytes=100 * 2**20), name=_PLANE, namespace=_NAMESPACE)
+        options = PlaneOptions(max_bytes=100 * 2**20)
+        found = await asyncio.to_thread(RayPlane.create, options, name=_PLANE, namespace=_NAMESPACE)
         context.defer(found.stop)
         await asyncio.to_thread(found.stats)
         return found
 
     async def reserved(context: TaskContext) -> Any:
-        engine = start_engine(config, 0, options={"runtime_env": {"env_vars": _ENGINE_ENV}})
+        engine = await asyncio.to_thread(start_engine, config, 0, options={"runtime_env": {"env_vars": _ENGINE_ENV}})
         context.defer(engine.close)
         return engine, Endpoints(states=(await engine.reserve(),))
 
@@ -187,7 +188,7 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
         return handle
 
     async def trainer(context: TaskContext) -> ActorHandle:
-        handle = ActorHandle(start_actor(TrainerWorker, [options]), "trainer")
+        handle = await asyncio.to_thread(ActorHandle, start_actor(TrainerWorker, [options]), "trainer")
         context.defer(handle.close)
         await handle.call("load")
         return handle
