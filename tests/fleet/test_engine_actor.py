@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routeplane.calls import ModelCall
 from routeplane.capture.openai import calls_from_response
 from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
 from routeplane.fleet.actors import start_engine
@@ -84,10 +83,11 @@ def completion(url: str) -> dict[str, Any]:
         return found
 
 
-def call_of(response: dict[str, Any], spec: RouteSpec) -> ModelCall:
-    """The one call of a response."""
+def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
+    """The shape of the rows of a response's one call."""
     [call] = calls_from_response(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
-    return call
+    assert call.routes is not None
+    return call.routes.shape
 
 
 def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(model: Path) -> None:
@@ -102,6 +102,7 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
             with pytest.raises(urllib.error.HTTPError) as early:
                 await asyncio.to_thread(completion, reserved.url)
             assert (503, "1") == (early.value.code, early.value.headers["Retry-After"])
+            early.value.close()
             with pytest.raises(FleetError):
                 await engine.serve()  # nothing is loaded yet
             await engine.load()
@@ -111,8 +112,7 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
         assert ServerState.SERVING == status.endpoint.state
         assert 1.0 == status.agreement
         assert status.probed_rows > 0
-        call = call_of(completion(status.endpoint.url), spec)
-        assert (4 + 8 - 1, *spec.row_shape) == call.routes.shape
+        assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(status.endpoint.url), spec)
         assert 0 == asyncio.run(engine.drain(5.0))
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(FleetError) as lost:
@@ -120,7 +120,7 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
         assert ErrorKind.ACTOR_LOST == lost.value.kind
         again = asyncio.run(engine.restart())
         assert status.endpoint == again.endpoint
-        assert 11 == len(call_of(completion(again.endpoint.url), spec).routes)
+        assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(again.endpoint.url), spec)
     finally:
         engine.close()
     assert [] == [process for process in (*status.processes, *again.processes) if is_alive(process)]
