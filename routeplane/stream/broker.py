@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from routeplane.errors import ErrorKind, TransportError, UsageError
@@ -66,16 +66,34 @@ class ConsumerPort(Protocol):
 
 
 class Store(Protocol):
-    """Where blocks outlive the process. What a method was called with is on disk when it returns.
+    """Where a ledger outlives its process. What a method was called with is on disk when it returns.
 
     Raises TransportError (NO_ROOM) where the disk is full, and then kept nothing of the call.
     """
 
-    def keep(self, block: Block) -> None:
-        """Keep a block that is about to be accepted."""
+    def keep(self, block: Block) -> Block:
+        """Keep a block that is about to be accepted; the block as the ledger shall hold it."""
 
-    def note(self, ledger: Ledger) -> None:
-        """Keep how far producers and groups are; what left the ledger need not be kept any more."""
+    def joined(self, group: str) -> None:
+        """A group has come."""
+
+    def attached(self, producer: str, *, first: int, before: Totals) -> None:
+        """A producer has come that begins at block ``first``."""
+
+    def acknowledged(self, group: str, *, producer: str, through: int) -> None:
+        """A group is done with a producer's blocks below ``through``."""
+
+    def ended(self, producer: str, *, end: str, withdrawn: Sequence[Block]) -> None:
+        """A producer closed or aborted; ``withdrawn`` never came."""
+
+    def sealed(self) -> None:
+        """No further producer will come."""
+
+    def retired(self, below: int) -> None:
+        """Weights below a version are no longer wanted."""
+
+    def left(self, blocks: Sequence[Block]) -> None:
+        """The ledger let go of blocks; called after the reason for it was kept."""
 
 
 class Broker:
@@ -90,7 +108,12 @@ class Broker:
 
     def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
         """See ``Ledger.attach``."""
-        return self._change(lambda: self._ledger.attach(producer, first=first, before=before), note=True)
+        with self._changed:
+            session = self._ledger.attach(producer, first=first, before=before)
+            if self._store is not None:
+                self._store.attached(producer, first=first, before=before or Totals())
+            self._changed.notify_all()
+            return session
 
     def put(self, session: Session, block: Block, *, timeout_s: float | None = None) -> Session:
         """Take a block, waiting for room; the session as it stands then.
@@ -110,9 +133,11 @@ class Broker:
 
     def _offer(self, session: Session, block: Block) -> bool:
         self._check_open()
-        if self._ledger.would_take(session, block) and self._store is not None:
-            self._store.keep(block)
-        return self._ledger.put(session, block) != "full"
+        if self._store is not None and self._ledger.would_take(session, block):
+            block = self._store.keep(block)
+        taken = self._ledger.put(session, block) != "full"
+        self._let_go()
+        return taken
 
     def heartbeat(self, session: Session) -> Session:
         """See ``Ledger.heartbeat``."""
@@ -132,11 +157,19 @@ class Broker:
 
     def close(self, session: Session, *, totals: Totals) -> None:
         """See ``Ledger.close``."""
-        self._change(lambda: self._ledger.close(session, totals), note=True)
+        self._end(session, "closed", lambda: self._ledger.close(session, totals))
 
     def abort(self, session: Session) -> None:
         """See ``Ledger.abort``."""
-        self._change(lambda: self._ledger.abort(session), note=True)
+        self._end(session, "aborted", lambda: self._ledger.abort(session))
+
+    def _end(self, session: Session, end: str, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._let_go()
+            work()
+            if self._store is not None:
+                self._store.ended(session.producer, end=end, withdrawn=self._ledger.released())
+            self._changed.notify_all()
 
     def disconnect(self, session: Session) -> None:
         """See ``Ledger.disconnect``."""
@@ -144,13 +177,25 @@ class Broker:
 
     def seal(self) -> None:
         """See ``Ledger.seal``."""
-        self._change(self._ledger.seal, note=True)
+        with self._changed:
+            self._ledger.seal()
+            if self._store is not None:
+                self._store.sealed()
+            self._changed.notify_all()
 
     # -- consumers ---------------------------------------------------------------------------------------------------
 
     def join(self, group: str, consumer: str, *, cursor: Mapping[str, int] | None = None) -> Membership:
         """See ``Ledger.join``."""
-        return self._change(lambda: self._ledger.join(group, consumer, cursor=cursor), note=True)
+        with self._changed:
+            member = self._ledger.join(group, consumer, cursor=cursor)
+            if self._store is not None:
+                self._store.joined(group)
+                for producer, through in (cursor or {}).items():
+                    self._store.acknowledged(group, producer=producer, through=through)
+            self._let_go()
+            self._changed.notify_all()
+            return member
 
     def take(self, member: Membership, *, max_blocks: int = 1, timeout_s: float | None = None) -> Taken:
         """What is next for a consumer, waiting for it or for the end; after ``timeout_s`` no blocks."""
@@ -167,7 +212,12 @@ class Broker:
 
     def acknowledge(self, member: Membership, *, producer: str, through: int) -> None:
         """See ``Ledger.acknowledge``."""
-        self._change(lambda: self._ledger.acknowledge(member, producer=producer, through=through), note=True)
+        with self._changed:
+            self._ledger.acknowledge(member, producer=producer, through=through)
+            if self._store is not None:
+                self._store.acknowledged(member.group, producer=producer, through=through)
+            self._let_go()
+            self._changed.notify_all()
 
     def leave(self, member: Membership) -> None:
         """See ``Ledger.leave``."""
@@ -181,14 +231,20 @@ class Broker:
 
     def retire(self, *, below: int) -> int:
         """See ``Ledger.retire``."""
-        return self._change(lambda: self._ledger.retire(below=below), note=True)
+        with self._changed:
+            count = self._ledger.retire(below=below)
+            if self._store is not None:
+                self._store.retired(below)
+            self._let_go()
+            self._changed.notify_all()
+            return count
 
     def report(self) -> DeliveryReport:
         """See ``Ledger.report``."""
         return self._change(self._ledger.report)
 
     def released(self) -> list[Block]:
-        """See ``Ledger.released``; with a store it is empty."""
+        """See ``Ledger.released``; with a store, which gets them, it is empty."""
         return self._change(self._ledger.released)
 
     def tick(self) -> None:
@@ -205,11 +261,13 @@ class Broker:
         if self._shut is not None:
             raise UsageError(f"expected an open stream, got one that was {self._shut}", kind=ErrorKind.CLOSED)
 
-    def _change(self, work: Callable[[], Result], *, note: bool = False) -> Result:
+    def _let_go(self) -> None:
+        if self._store is not None and (blocks := self._ledger.released()):
+            self._store.left(blocks)
+
+    def _change(self, work: Callable[[], Result]) -> Result:
         with self._changed:
             result = work()
-            if note and self._store is not None:
-                self._store.note(self._ledger)
             self._changed.notify_all()
             return result
 

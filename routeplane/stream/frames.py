@@ -9,7 +9,7 @@ Arrow's ``Message.fbs``.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +17,25 @@ import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
 
-__all__ = ["MAX_METADATA_BYTES", "Frame", "Readable", "frames_of_buffer", "frames_of_file", "parse_metadata"]
+__all__ = [
+    "MAX_BODY_BYTES",
+    "MAX_METADATA_BYTES",
+    "Frame",
+    "Readable",
+    "frames_of_buffer",
+    "frames_of_file",
+    "frames_received",
+    "messages_of",
+    "parse_metadata",
+]
 
 #: Largest message header accepted: a batch of 100k records has some 2 kB of it, a schema of 4,096 layers some 60 kB.
 MAX_METADATA_BYTES = 16 * 2**20
 # A body is read from a pipe in steps, so that a flipped length asks for no more memory than bytes that really come.
 _READ_STEP = 16 * 2**20
+
+#: Largest body that is received: far more than a batch of ours, and a bound on what a flipped length asks for.
+MAX_BODY_BYTES = 2**38
 
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
@@ -88,6 +101,61 @@ def frames_of_file(source: Readable) -> Iterator[Frame]:
         data = pa.py_buffer(head[: start - at] + metadata + body)
         yield _frame(header, data)
         at += data.size
+
+
+def frames_received(
+    fill: Callable[[memoryview], int], take: Callable[[int], tuple[memoryview, pa.Buffer]]
+) -> Iterator[Frame]:
+    """Frames of a connection, each received straight into memory that ``take`` lends.
+
+    ``fill`` fills what it is given, and says how much came before the end; ``take`` gives memory to write to, and the
+    buffer that stands for it. Raises as ``frames_of_buffer``.
+    """
+    at = 0
+    head = bytearray(8)
+    while True:
+        length, start = _prefix_of(bytes(head[: fill(memoryview(head))]), at)
+        if length == 0:
+            return
+        if start - at != 8:
+            raise FormatError("expected a message prefix of 8 bytes, got one of 4", kind=ErrorKind.NOT_ARROW)
+        metadata = bytearray(length)
+        if (came := fill(memoryview(metadata))) < length:
+            raise _truncated(f"a header of {length} bytes", came)
+        header = parse_metadata(bytes(metadata))
+        if header.body_length > MAX_BODY_BYTES:
+            raise FormatError(
+                f"expected a body of at most {MAX_BODY_BYTES} bytes, got {header.body_length}", kind=ErrorKind.TOO_LARGE
+            )
+        memory, data = take(8 + length + header.body_length)
+        memory[:8], memory[8 : 8 + length] = head, metadata
+        if (came := fill(memory[8 + length :])) < header.body_length:
+            raise _truncated(f"a body of {header.body_length} bytes", came)
+        del memory
+        yield _frame(header, data)
+        at += data.size
+        del data  # while the next one is waited for, only records hold the memory
+
+
+def messages_of(buffer: pa.Buffer) -> Generator[Frame, None, bool]:
+    """Frames of a part of a stream in memory, cut between messages; returns whether it ended the stream.
+
+    Raises as ``frames_of_buffer``.
+    """
+    view = memoryview(buffer)
+    at = 0
+    while at < len(view):
+        length, start = _prefix_of(bytes(view[at : at + 8]), at)
+        if length == 0:
+            _refuse_rest(len(view) - start)
+            return True
+        header = parse_metadata(bytes(view[start : start + length]))
+        stop = start + length + header.body_length
+        if stop > len(view):
+            raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
+        yield _frame(header, buffer.slice(at, stop - at))
+        at = stop
+    return False
 
 
 def _read(source: Readable, size: int) -> bytes:
