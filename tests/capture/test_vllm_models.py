@@ -135,7 +135,7 @@ def forward_rows(model: Any, spec: RouteSpec, token_ids: Any) -> NDArray[np.int3
     ids=[f"{one.name}-{one.dtype}" for one in FAMILIES],
 )
 def test_rows_of_a_family_are_those_of_transformers(
-    family: Family, tmp_path: Path, record_property: Callable[[str, object], None]
+    family: Family, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     """The engine's spec, and every row of three sampled sequences at temperature 1."""
     model = family.build(tmp_path)
@@ -149,7 +149,7 @@ def test_rows_of_a_family_are_those_of_transformers(
         expected_SLK = forward_rows(model, spec, record.token_ids)[:-1]
         same.append((expected_SLK == np.sort(record.routes[:-1], axis=2)).all(axis=2))
     share = float(np.concatenate(same).mean())
-    record_property("equal_rows", f"{family.name} {family.dtype}: {share:.2%}")
+    record_testsuite_property(f"equal rows, {family.name} {family.dtype}", f"{share:.2%}")
     assert family.equal <= share
     # the engine against itself: a token's row is the same generated and read
     assert 0.8 <= probe(llm, spec).agreement
