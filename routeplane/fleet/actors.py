@@ -11,7 +11,7 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -46,14 +46,14 @@ class ActorHandle:
         """The actor's process on its node."""
         return self._pid
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *, arguments: Sequence[Any] = ()) -> Any:
         """Call a method and await it. Errors of ours arrive as themselves; a dead actor is FleetError (ACTOR_LOST)."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayError as error:
             raise _ours(error, self.name) from error
 
-    def call_blocking(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+    def call_blocking(self, method: str, *, arguments: Sequence[Any] = (), timeout: float | None = None) -> Any:
         """The same from a thread. Raises FleetError (NOT_READY) where it takes longer than ``timeout`` seconds."""
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
@@ -106,7 +106,7 @@ class EngineHandle(ActorHandle):
 
     async def reserve(self) -> EndpointState:
         """Listen now; the URL is known from here on."""
-        state: EndpointState = await self.call("reserve", self._port())
+        state: EndpointState = await self.call("reserve", arguments=[self._port()])
         self._reserved = state
         return state
 
@@ -122,7 +122,7 @@ class EngineHandle(ActorHandle):
 
     async def drain(self, timeout: float) -> int:
         """Wait for what is in flight; how many requests are left."""
-        return int(await self.call("drain", timeout))
+        return int(await self.call("drain", arguments=[timeout]))
 
     async def restart(self) -> EngineStatus:
         """End what is left of the engine, and bring up another in its place, at its old URL."""
@@ -150,25 +150,20 @@ class EnvironmentHandle(ActorHandle):
         """Answer one example. Raises RouteplaneError for bad data, FleetError (ENVIRONMENT) for the environment's own
         failures, (ACTOR_LOST) where the actor is gone.
         """
-        return await self.call("rollout", example)
+        return await self.call("rollout", arguments=[example])
 
     async def is_healthy(self) -> bool:
         """Whether it can answer now."""
         return bool(await self.call("is_healthy"))
 
 
-def start_actor(
-    worker: type,
-    *arguments: Any,
-    name: str,
-    options: Mapping[str, Any] | None = None,
-) -> Any:
+def start_actor(worker: type, arguments: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
     """A Ray actor of ``worker(*arguments)``; ``options`` are Ray's (resources, scheduling_strategy, runtime_env).
 
     Actors are not restarted behind our back: a restarted one would have lost its engine, its socket and its state.
     """
     settings = {"num_cpus": 0, **(options or {}), "max_restarts": 0, "max_task_retries": 0}
-    return ray.remote(worker).options(name=None, **settings).remote(*arguments)
+    return ray.remote(worker).options(**settings).remote(*arguments)
 
 
 def start_engine(
@@ -176,7 +171,7 @@ def start_engine(
 ) -> EngineHandle:
     """The actor of one engine shard, not reserved yet. The caller closes the handle."""
     title = name or f"engine-{shard}"
-    actor = start_actor(EngineWorker, config, shard, name=title, options=options)
+    actor = start_actor(EngineWorker, [config, shard], options=options)
     return EngineHandle(actor, title, config=config, shard=shard, options=options or {})
 
 
@@ -206,16 +201,14 @@ async def build_environment_actor(
     built = build_config(config, endpoints, captured=captured, known=known)
     actor = start_actor(
         EnvironmentWorker,
-        built,
-        factory,
-        name=name,
+        [built, factory],
         options={"max_concurrency": MAX_ROLLOUTS, **(options or {}), "runtime_env": _runtime_env(options, venv)},
     )
     handle = EnvironmentHandle(actor, name, config=built)
     try:
         await handle.call("start")
         if tokenizer is not None:
-            await handle.call("set_tokenizer", pickle.dumps(tokenizer))
+            await handle.call("set_tokenizer", arguments=[pickle.dumps(tokenizer)])
     except BaseException:
         handle.close()
         raise

@@ -79,7 +79,7 @@ class EngineWorker:
         self._served: ServedApp | None = None
         self._probe: Any = None
 
-    async def reserve(self, port: int | None = None) -> EndpointState:
+    async def reserve(self, port: int | None) -> EndpointState:
         """Listen now, answer 503 until ``serve``. ``port``: the old one, for an engine that comes back to its URL."""
         if self._endpoint is None:
             self._endpoint = reserve(self._config.host, self._config.port_range, port=port)

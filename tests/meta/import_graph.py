@@ -145,6 +145,7 @@ THIRD_PARTY = {
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
+    "uvicorn": ("fleet",),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }
