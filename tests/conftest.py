@@ -77,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Watch the run, in the process that sees all workers' reports."""
     if config.getoption("--field-rows") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_FieldRows(config.option.markexpr))
+    if config.getoption("--engine-matrix"):
+        config.pluginmanager.register(_EngineMatrix())
 
 
 class _FieldRows:

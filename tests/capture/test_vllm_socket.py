@@ -45,7 +45,7 @@ async def crossed(engine: AsyncEngine, counter: Counter, **shipping: Any) -> tup
 
 
 def test_no_route_byte_crosses_with_the_writer_inside(tmp_path: Path) -> None:
-    """A recorded request sends what one without capture sends, and a ticket; the engine's end makes the stream whole."""
+    """A recorded request sends what one without capture sends, and a ticket; the engine's end ends the stream."""
     target = tmp_path / "routes.arrows"
     config = {"routeplane": {"sink": "routeplane.stream.new_stream", "target": str(target)}}
     with running_async_engine(
