@@ -48,6 +48,9 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "Inside the engine (`RouteScheduler`)": {
         "records, tickets, no rows in answers": (f"{_IN}test_a_sequence_is_a_record_and_its_answer_a_ticket",),
+        "no route byte on the engine's socket": (
+            "tests/capture/test_vllm_socket.py::test_no_route_byte_crosses_with_the_writer_inside",
+        ),
         "a batch of many": (f"{_IN}test_concurrent_sequences_keep_their_rows_apart",),
         "several choices": (f"{_IN}test_choices_are_samples_of_a_group",),
         "shipping by request": (f"{_IN}test_requests_that_ask_for_nothing_ship_nothing",),
