@@ -326,7 +326,7 @@ CHANGES: dict[str, tuple[str, str, str, str]] = {
     "a report left out": ("reports", "## `ReplayReport`", "## `Replay`", "ReplayReport"),
     "an option too few": ("cli", "| `--alarms` |", "| `--alarm` |", "validate: arguments"),
     "another default": ("cli", "| `--seed` | `0` |", "| `--seed` | `1` |", "demo --seed: default"),
-    "a choice too few": ("cli", "`transformers` or `vllm`: who", "`transformers`: who", "demo --engine: choices"),
+    "a choice too few": ("cli", "`vllm` or `vllm-scheduler`: who", "`vllm`: who", "demo --engine: choices"),
     "a command that is none": ("cli", "## `routeplane info`", "## `routeplane show`", "commands"),
     "a module left out": ("modules", "| `routeplane.spans` |", "| `routeplane.span` |", "routeplane.spans"),
     "modules out of order": ("modules", "| `routeplane.errors` |", "| `routeplane.cli` |", "modules"),
