@@ -31,7 +31,7 @@ from routeplane.stream.addresses import Address, SinkOptions, SourceOptions, par
 from routeplane.stream.connection import ConnectedReader, ConnectedWriter, Note
 from routeplane.stream.frames import Frame, messages_of
 from routeplane.stream.pool import BufferPool, Lease, lend
-from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler
+from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler, lost
 
 if TYPE_CHECKING:
     from routeplane.record import RecordKey
@@ -122,6 +122,8 @@ class _SharedLine(SocketLine):
         try:
             self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             socket.send_fds(connection, [struct.pack("<Q", size)], [file])
+        except OSError as error:
+            raise lost(error, timeout_s=timeout_s) from error
         finally:
             os.close(file)
         self._memory = memoryview(self._map)
