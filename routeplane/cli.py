@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ _EPILOG = """examples:
   routeplane diff run.arrows other.arrows where the two choose other experts
   routeplane explain run.arrows s-17 96   every hop of one token's rows
   routeplane report run.arrows            one HTML file: what is wrong first, pictures, the worst samples
+  routeplane serve --producers 8          carry the routes of eight producers to a trainer
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
 exit status: 0 good, 1 data invalid or different, 2 could not run"""
 
@@ -73,16 +75,57 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     convert.set_defaults(run=_convert)
     demo = commands.add_parser("demo", help="the main job on a small real model")
-    demo.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    demo.add_argument("--engine", choices=("transformers", "vllm", "vllm-scheduler"), default="transformers")
     demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
     demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
-    demo.add_argument("--transport", choices=("file",), default="file")
+    demo.add_argument("--transport", choices=("file", "flight", "ray"), default="file")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
     demo.set_defaults(run=_demo)
-    for command in (info, validate, convert, demo, *add_commands(commands)):
+    serve = _serve_parser(commands)
+    for command in (info, validate, convert, demo, serve, *add_commands(commands)):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
+
+
+def _serve_parser(commands: Any) -> Any:
+    serve = commands.add_parser("serve", help="carry one stream between processes over Arrow Flight")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=0)
+    serve.add_argument("--groups", nargs="+", default=["default"], help="consumer groups, each given every record")
+    serve.add_argument("--producers", type=int, help="how many end the stream; without it, an action ends it")
+    serve.add_argument("--max-bytes", type=int, default=2 * 2**30, help="payload held before producers wait")
+    serve.add_argument("--max-message-bytes", type=int, default=256 * 2**20, help="largest block")
+    serve.add_argument("--keep", action="store_true", help="acknowledged records stay until room is needed")
+    serve.add_argument("--spool", type=Path, help="folder that keeps what was accepted until it was acknowledged")
+    serve.add_argument("--token-file", type=Path, help="what clients must present")
+    serve.add_argument("--certificate", type=Path, help="PEM file, for TLS")
+    serve.add_argument("--private-key", type=Path, help="PEM file, for TLS")
+    serve.set_defaults(run=_serve)
+    return serve
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from routeplane.stream.flight_service import FlightService, ServiceOptions
+
+    service = ServiceOptions(
+        max_bytes=options.max_bytes,
+        max_message_bytes=options.max_message_bytes,
+        groups=tuple(options.groups),
+        producers=options.producers,
+        keep=options.keep,
+        spool=None if options.spool is None else str(options.spool),
+        token=None if options.token_file is None else options.token_file.read_text().strip(),
+        certificate=None if options.certificate is None else options.certificate.read_bytes(),
+        private_key=None if options.private_key is None else options.private_key.read_bytes(),
+    )
+    # blocked before any thread starts, so that all of them leave the two to this one
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    with FlightService(service, host=options.host, port=options.port) as running:
+        _print(options, {"location": running.location}, f"serving {running.location}")
+        sys.stdout.flush()
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -1,19 +1,21 @@
 """The main job on a small real model: generate and record, stream, read back in another process, score with replay.
 
 Three stages, each a process of its own that knows the others by files alone: ``engine`` writes the route stream,
-``trainer`` reads it and writes figures, and the parent prints them. Arguments travel as JSON on the command line of the
-child. Numbers are computed in ``routeplane.demo_engine``, and in ``routeplane.demo_scoring`` for every trainer, in an
-environment of its own where the trainer needs one.
+``trainer`` reads it and writes figures, and the parent prints them. Where no file carries the stream, a third process
+(``routeplane.demo_plane``) does. Arguments travel as JSON on the command line of the child. Numbers are computed in
+``routeplane.demo_engine``, and in ``routeplane.demo_scoring`` for every trainer, in an environment of its own where the
+trainer needs one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,9 @@ _VLLM_SETTINGS = (
     "HF_HUB_OFFLINE=1",
     "TORCHDYNAMO_DISABLE=1",
 )
+
+# What Ray reads at start-up: no usage report, and no warning of a default about accelerators that are not here.
+_RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0")
 
 
 #: Trainer -> the module that loads it.
@@ -51,22 +56,23 @@ class DemoOptions:
     """
 
     out: str
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm-scheduler"] = "transformers"
     trainer: Literal["transformers", "automodel", "megatron"] = "transformers"
     trainer_python: str = ""
-    transport: Literal["file"] = "file"
+    transport: Literal["file", "flight", "ray"] = "file"
     seed: int = 0
     sequences: int = 8
     prompt_tokens: int = 32
     max_tokens: int = 96
     layers: int = 12
     progress: bool = True
+    address: str | None = None  # of what carries the stream, where that is no file
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("engine", ("transformers", "vllm")),
+            ("engine", ("transformers", "vllm", "vllm-scheduler")),
             ("trainer", tuple(_TRAINERS)),
-            ("transport", ("file",)),
+            ("transport", ("file", "flight", "ray")),
         ):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
@@ -78,8 +84,8 @@ class DemoOptions:
 
     @property
     def stream(self) -> str:
-        """The route stream that the engine leaves and the trainer reads."""
-        return str(Path(self.out) / "routes.arrows")
+        """The route stream that the engine leaves and the trainer reads: a path, or an address."""
+        return self.address or str(Path(self.out) / "routes.arrows")
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
@@ -89,8 +95,11 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     """
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    engine = _stage("routeplane.demo_engine", options, settings=_VLLM_SETTINGS if options.engine == "vllm" else ())
-    trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)
+    with _carrier(options) as (carried, stream_bytes):
+        settings = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+        engine = _stage("routeplane.demo_engine", carried, settings=settings)
+        trainer = _stage(_TRAINERS[options.trainer], carried, settings=_TRAINER_SETTINGS, python=options.trainer_python)
+        size = stream_bytes()
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {
         "engine": options.engine,
@@ -99,9 +108,36 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "seed": options.seed,
         **engine,
         **trainer,
-        "stream_bytes": Path(options.stream).stat().st_size,
+        "stream_bytes": size,
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
     }
+
+
+@contextlib.contextmanager
+def _carrier(options: DemoOptions) -> Iterator[tuple[DemoOptions, Callable[[], int]]]:
+    """The options for both stages, and how many bytes were carried: by a file, or by a process of its own, which lives
+    until its stdin ends."""
+    if options.transport == "file":
+        yield options, lambda: Path(options.stream).stat().st_size
+        return
+    command = ["env", *_RAY_SETTINGS, sys.executable, "-m", "routeplane.demo_plane", json.dumps(asdict(options))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as plane:
+
+        def said(name: str) -> Any:
+            line = "" if plane.stdout is None else plane.stdout.readline()
+            if not line:
+                raise RouteplaneError(
+                    f"expected a {options.transport} plane that says its {name}, got its end (its words are above)",
+                    kind=ErrorKind.CHILD_FAILED,
+                )
+            return json.loads(line)[name]
+
+        def carried_bytes() -> int:
+            if plane.stdin is not None:
+                plane.stdin.close()
+            return int(said("stream_bytes"))
+
+        yield replace(options, address=said("address")), carried_bytes
 
 
 def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...], python: str = "") -> dict[str, Any]:

@@ -87,7 +87,8 @@ class _FieldRows:
         self._passed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = report.nodeid.partition("[")[0]
+        # xdist names a test's group behind its name
+        test = report.nodeid.partition("[")[0].partition("@")[0]
         if report.failed:
             self._failed.add(test)
         elif report.when == "call" and report.passed:

@@ -96,7 +96,7 @@ def test_shifts_go_all_the_way_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"engine": "sglang"}, {"trainer": "nanotron"}, {"transport": "ray"}, {"engine": None}]
+    "options", [{"engine": "sglang"}, {"trainer": "nanotron"}, {"transport": "smoke"}, {"engine": None}]
 )
 def test_options_that_are_not_there_are_refused(options: dict[str, Any]) -> None:
     """By name, with what there is."""

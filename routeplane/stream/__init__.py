@@ -26,7 +26,14 @@ __all__ = ["IpcReader", "IpcWriter", "MemoryStream", "StreamReport", "new_stream
 
 # Scheme of an address -> the module here whose ``transport(address)`` makes its Transport; imported on first use, for
 # some need an extra.
-_SCHEMES: Mapping[str, str] = {"shm": "shared", "tcp": "sockets", "unix": "sockets"}
+_SCHEMES: Mapping[str, str] = {
+    "grpc": "flight",
+    "grpc+tls": "flight",
+    "ray": "ray",
+    "shm": "shared",
+    "tcp": "sockets",
+    "unix": "sockets",
+}
 
 
 def new_stream(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from routeplane.stream.endpoints import RecordReader, RecordWriter
     from routeplane.stream.protocol import ReadPolicy
 
-__all__ = ["Address", "SinkOptions", "SourceOptions", "Transport", "parse_address"]
+__all__ = ["Address", "SinkOptions", "SourceOptions", "Transport", "parse_address", "yes_or_no"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,3 +91,11 @@ def parse_address(text: str) -> Address:
     return Address(
         scheme=parts.scheme, host=parts.hostname or "", port=port, path=unquote(parts.path), query=dict(query)
     )
+
+
+def yes_or_no(address: Address, name: str, *, default: bool = True) -> bool:
+    """An option of an address that is ``true`` or ``false``. Raises UsageError."""
+    text = address.query.get(name, str(default).lower())
+    if text not in ("true", "false"):
+        raise refused(f"{name}=true or {name}=false", text)
+    return text == "true"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from routeplane.columns import write_batch
+from routeplane.schema import parse_schema
+from routeplane.stream.batches import decoded
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
 from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, TrailerCounter
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from routeplane.schema import Encoding
     from routeplane.spec import RouteSpec
 
-__all__ = ["IpcCodec", "encode_block", "trailer_batch"]
+__all__ = ["IpcCodec", "batch_of_stream", "encode_block", "stream_of_batch", "trailer_batch"]
 
 
 def trailer_batch(schema: pa.Schema) -> pa.RecordBatch:
@@ -37,11 +39,38 @@ def encode_block(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: E
     counter.add_batch()
     for record in records:
         counter.add_record(record.checksum, record.num_tokens)
+    return _framed(batch, counter)
+
+
+def _framed(batch: pa.RecordBatch, counter: TrailerCounter) -> pa.Buffer:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
         writer.write_batch(trailer_batch(batch.schema), custom_metadata={TRAILER_KEY: counter.trailer().to_json()})
     return sink.getvalue()
+
+
+def stream_of_batch(batch: pa.RecordBatch) -> pa.Buffer:
+    """A validated batch that came by itself, as a whole stream."""
+    header = parse_schema(batch.schema)
+    counter = TrailerCounter(header.spec, header.encoding)
+    counter.add_batch()
+    tokens = batch.column("token_ids").value_lengths().to_pylist()
+    for checksum, count in zip(batch.column("checksum").to_pylist(), tokens, strict=True):
+        counter.add_record(checksum, count)
+    return _framed(batch, counter)
+
+
+def batch_of_stream(source: Any) -> pa.RecordBatch:
+    """The one batch of a whole stream or file, validated; a view of it. Raises FormatError."""
+    frames, _ = frames_of(source)
+    schema_frame, batch_frame, *_ = frames
+    schema = decoded(lambda: pa.ipc.read_schema(pa.ipc.read_message(schema_frame.data)), "schema")
+    batch: pa.RecordBatch = decoded(
+        lambda: pa.ipc.read_record_batch(pa.ipc.read_message(batch_frame.data), schema), "record batch"
+    )
+    decoded(lambda: batch.validate(full=True), "record batch")
+    return batch
 
 
 class IpcCodec:

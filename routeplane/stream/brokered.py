@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from routeplane.errors import ErrorKind, TransportError, TruncatedError, UsageError, refused
+from routeplane.errors import ErrorKind, RouteplaneError, TransportError, TruncatedError, UsageError, refused
 from routeplane.record import RouteRecord
 from routeplane.stream.delivery import Block, Outbox, Session
 from routeplane.stream.endpoints import RecordReader, RecordWriter
@@ -116,25 +116,37 @@ class BrokeredWriter(RecordWriter):
         if self._held_bytes >= self._max_bytes:
             self.flush()
 
-    def _send(self) -> None:
-        """Put what the broker does not have; over a new session where the old one broke."""
+    def _send(self, then: Callable[[], None] = lambda: None) -> None:
+        """Put what the broker does not have, and then the rest; over a new session where the old one broke."""
+        broken: RouteplaneError | None = None
         for attempt in range(self._retries + 1):
             try:
-                if attempt:
-                    self._session = self._port.attach(
-                        self._producer, first=self._outbox.acknowledged, before=self._outbox.before
-                    )
+                if broken is not None:
+                    self._session = self._again(broken)
                 for block in self._outbox.unsent(self._session.next_sequence):
                     self._session = self._port.put(self._session, block, timeout_s=self._timeout_s)
                 self._outbox.acknowledge(self._session.acknowledged)
+                then()
                 return
             except (TransportError, UsageError) as error:
-                broken = error.kind in (ErrorKind.CONNECTION, ErrorKind.FENCED)
-                if not broken or attempt == self._retries:
+                if error.kind not in (ErrorKind.CONNECTION, ErrorKind.FENCED) or attempt == self._retries:
                     raise
+                if error is broken:
+                    raise
+                broken = error
+
+    def _again(self, broken: RouteplaneError) -> Session:
+        """Another session. A broker that was made anew does not know the old one either, but lets this one begin."""
+        try:
+            return self._port.attach(self._producer, first=self._outbox.acknowledged, before=self._outbox.before)
+        except UsageError:
+            raise broken from None  # somebody else goes on under this name
 
     def _finish(self) -> None:
         self.flush()
+        self._send(self._end)
+
+    def _end(self) -> None:
         self._port.close(self._session, totals=self._outbox.totals)
         if self._linger:
             self._port.wait_acknowledged(self._session, through=self._outbox.next_sequence, timeout_s=self._timeout_s)

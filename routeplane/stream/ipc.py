@@ -7,19 +7,20 @@ and decoding of batches is ``columns``; where bytes go and come from is ``files`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from routeplane.columns import column_types, read_records, salvage, write_batch
+from routeplane.columns import column_types, write_batch
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record import RouteRecord
 from routeplane.schema import Encoding, StreamHeader, arrow_schema, parse_schema
+from routeplane.stream.batches import BatchRecords, decoded
 from routeplane.stream.endpoints import RecordReader, RecordWriter
 from routeplane.stream.frames import Frame
-from routeplane.stream.protocol import TRAILER_KEY, Quarantined, ReadPolicy, Trailer, TrailerCounter
+from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
@@ -72,14 +73,20 @@ class IpcWriter(RecordWriter):
 
     def _flush(self) -> None:
         """Write the held records as one batch, if any."""
-        if not self._held:
-            return
-        batch = write_batch(self._held, self._spec, encoding=self._encoding)
+        if self._held:
+            self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding))
+            self._held, self._held_bytes, self._held_values = [], 0, 0
+
+    def _write(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
         self._writer().write_batch(batch)
         self._counter.add_batch()
-        for record in self._held:
+        for record in records:
             self._counter.add_record(record.checksum, record.num_tokens)
-        self._held, self._held_bytes, self._held_values = [], 0, 0
+
+    def write_encoded(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
+        """Records that were checked, and encoded by ``columns.write_batch``, as the one batch of this stream."""
+        self._columns = column_types(records[0])
+        self._write(records, batch)
 
     def _schema(self) -> pa.Schema:
         return arrow_schema(self._spec, self._encoding, columns=self._columns or ())
@@ -117,14 +124,13 @@ class IpcReader(RecordReader):
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
         if first.kind != "schema":
             raise FormatError(f"expected an Arrow schema first, got a {first.kind} message", kind=ErrorKind.NOT_ARROW)
-        self._schema: pa.Schema = _decode(lambda: pa.ipc.read_schema(pa.ipc.read_message(first.data)), "schema")
+        self._schema: pa.Schema = decoded(lambda: pa.ipc.read_schema(pa.ipc.read_message(first.data)), "schema")
         self._header = parse_schema(self._schema)
         super().__init__(self._header.spec, policy)
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
         self._frames, self._declared = _known_whole(frames, policy) if walkable else (frames, None)
         self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
-        self._keys: set[RecordKey] = set()
-        self._position = 0
+        self._checked = BatchRecords(self._header, policy)
 
     @property
     def header(self) -> StreamHeader:
@@ -182,7 +188,7 @@ class IpcReader(RecordReader):
             batch.validate(full=True)
             return batch
 
-        return _decode(decode, "record batch")
+        return decoded(decode, "record batch")
 
     def _accept_trailer(self, frame: Frame, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
@@ -191,52 +197,15 @@ class IpcReader(RecordReader):
         self._report = replace(self._report, complete=True)
 
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
-        checksums = batch.column("checksum").to_pylist()
-        tokens = batch.column("token_ids").value_lengths().to_pylist()
-        for index, read in enumerate(self._records_of(batch)):
-            self._counter.add_record(checksums[index], tokens[index])
-            error = read if isinstance(read, DataError) else self._fault(read)
-            if error is not None and self._policy.on_corrupt == "raise":
-                raise error
-            record = read if error is None else self._set_aside(batch, index, error)
-            self._position += 1
-            if isinstance(record, RouteRecord):
-                self._keys.add(record.key)
-                yield record
+        select = None if self._policy.verify or self._layer_ids is None else self.spec
+        for record in self._checked.records(batch, select=select, seen=self._counter.add_record):
+            self._count_quarantined()
+            yield record
+        self._count_quarantined()
 
-    def _records_of(self, batch: pa.RecordBatch) -> Iterator[RouteRecord | DataError]:
-        """Whole records, verified; where nobody asks for that, the selected layers alone are copied and checked."""
-        verify = self._policy.verify
-        select = None if verify or self._layer_ids is None else self.spec
-        return read_records(batch, self._header, verify=verify, select=select)
-
-    def _fault(self, record: RouteRecord) -> DataError | None:
-        if record.key in self._keys:
-            return DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
-        return None
-
-    def _set_aside(self, batch: pa.RecordBatch, index: int, error: DataError) -> RouteRecord | None:
-        """Keep the bytes, count, and give what can stand in: the record without its rows, or nothing."""
-        kept = salvage(batch, index, header=self._header)
-        if kept is not None and kept.key in self._keys:
-            kept = None
-        item = Quarantined(
-            index=self._position,
-            key=RecordKey(*(batch.column(name)[index].as_py() for name in RecordKey._fields)),
-            error=error,
-            raw=_one_row(batch, index),
-            yielded=kept is not None,
-        )
-        self._report = replace(self._report, quarantined=(*self._report.quarantined, item))
-        return kept
-
-
-def _one_row(batch: pa.RecordBatch, index: int) -> bytes:
-    """A row as an Arrow IPC stream of its own; a slice would keep, and pickle, the whole batch."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch.take(pa.array([index])))
-    return bytes(sink.getvalue().to_pybytes())
+    def _count_quarantined(self) -> None:
+        if len(self._report.quarantined) < len(self._checked.quarantined):
+            self._report = replace(self._report, quarantined=self._checked.quarantined)
 
 
 def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[Frame], str | None]:
@@ -260,13 +229,3 @@ def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[
 def _raising(error: TruncatedError) -> Iterator[Frame]:
     yield from ()
     raise error
-
-
-def _decode(work: Callable[[], Any], what: str) -> Any:
-    """Run a pyarrow decoder over bytes from outside; whatever it objects to is a damaged stream."""
-    try:
-        return work()
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise FormatError(
-            f"expected a valid Arrow {what}, got a damaged one: {error}", kind=ErrorKind.CORRUPT_BATCH
-        ) from error

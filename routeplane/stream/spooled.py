@@ -1,6 +1,6 @@
 """A stream that outlives its process: a local stream whose blocks, acknowledgements and ends are on disk.
 
-Also what services take: a broker over a folder. The folder itself is ``spool``.
+Also what services take: a ledger over a folder. The folder itself is ``spool``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from routeplane.errors import ErrorKind, FormatError
-from routeplane.schema import choose_encoding
+from routeplane.schema import Encoding, choose_encoding
 from routeplane.spec import RouteSpec
 from routeplane.stream.addresses import SinkOptions
 from routeplane.stream.blocks import IpcCodec
@@ -28,10 +28,10 @@ from routeplane.stream.ledger import Ledger
 from routeplane.stream.memory import LocalStream
 from routeplane.stream.spool import Spool
 
-__all__ = ["SpoolStream", "spooled_broker"]
+__all__ = ["SpoolStream", "load_spec", "save_spec", "spooled_ledger"]
 
 
-def spooled_broker(
+def spooled_ledger(
     spool: Spool,
     *,
     max_bytes: int,
@@ -41,8 +41,9 @@ def spooled_broker(
     keep: bool = False,
     clock: Callable[[], float] = time.monotonic,
     load: Callable[[Path], Any] | None = None,
-) -> Broker:
-    """A broker that goes on where the folder stands. The arguments are ``Ledger``'s.
+) -> Ledger:
+    """A ledger that goes on where the folder stands, for a broker with the folder as its store. The arguments are
+    ``Ledger``'s.
 
     ``load``: from a block's file to the payload that the ledger shall hold; by default the path itself.
     """
@@ -61,7 +62,33 @@ def spooled_broker(
     found = spool.recover()
     blocks = found.blocks if load is None else tuple(replace(each, payload=load(each.payload)) for each in found.blocks)
     ledger.restore(found.state, blocks)
-    return Broker(ledger, store=spool)
+    return ledger
+
+
+def save_spec(folder: Path, spec: RouteSpec, encoding: Encoding) -> None:
+    """Note what a folder's stream is of, where that is not known yet. Raises TransportError (NO_ROOM)."""
+    path = folder / "spec.json"
+    if path.exists():
+        return
+    target = PublishedPath(path)
+    try:
+        target.file.write(f"{encoding}\n{spec.to_json()}".encode())
+        target.publish()
+    except OSError as error:
+        target.discard()
+        raise no_room(path, error) from error
+
+
+def load_spec(folder: Path) -> tuple[RouteSpec, Encoding] | None:
+    """What ``save_spec`` noted, if anything. Raises FormatError."""
+    path = folder / "spec.json"
+    if not path.exists():
+        return None
+    text, _, document = path.read_text(encoding="utf-8").partition("\n")
+    encoding: Encoding | None = "plain" if text == "plain" else "narrow" if text == "narrow" else None
+    if encoding is None:
+        raise FormatError(f"expected an encoding, got {text!r} @ {folder}", kind=ErrorKind.ENCODING)
+    return RouteSpec.from_json(document), encoding
 
 
 class SpoolStream(LocalStream):
@@ -88,7 +115,7 @@ class SpoolStream(LocalStream):
         self._folder, self._gathered = Path(folder), block_bytes
         self._spool = Spool(folder)
         try:
-            self._broker = spooled_broker(
+            ledger = spooled_ledger(
                 self._spool,
                 max_bytes=max_bytes,
                 groups=groups,
@@ -96,32 +123,21 @@ class SpoolStream(LocalStream):
                 lease_s=lease_s,
                 clock=clock,
             )
-            if (self._folder / "spec.json").exists():
-                self._made = self._known()
+            self._broker = Broker(ledger, store=self._spool)
+            known = load_spec(self._folder)
+            if known is not None:
+                self._made = self._made_of(*known)
         except BaseException:
             self._spool.close()
             raise
 
-    def _known(self) -> tuple[Broker, RouteSpec, Codec]:
-        text = (self._folder / "spec.json").read_text(encoding="utf-8")
-        encoding, _, document = text.partition("\n")
-        if encoding not in ("plain", "narrow"):
-            raise FormatError(f"expected an encoding, got {encoding!r} @ {self._folder}", kind=ErrorKind.ENCODING)
-        spec = RouteSpec.from_json(document)
-        chosen: Literal["plain", "narrow"] = "plain" if encoding == "plain" else "narrow"
-        return self._broker, spec, IpcCodec(spec, encoding=chosen)
+    def _made_of(self, spec: RouteSpec, encoding: Encoding) -> tuple[Broker, RouteSpec, Codec]:
+        return self._broker, spec, IpcCodec(spec, encoding=encoding)
 
     def _make(self, spec: RouteSpec, options: SinkOptions) -> tuple[Broker, RouteSpec, Codec]:
         chosen = choose_encoding(options.encoding or "plain", spec)
-        path = self._folder / "spec.json"
-        target = PublishedPath(path)
-        try:
-            target.file.write(f"{chosen}\n{spec.to_json()}".encode())
-            target.publish()
-        except OSError as error:
-            target.discard()
-            raise no_room(path, error) from error
-        return self._known()
+        save_spec(self._folder, spec, chosen)
+        return self._made_of(spec, chosen)
 
     def _block_bytes(self, options: SinkOptions) -> int:
         return min(self._gathered, options.max_bytes)

@@ -76,7 +76,18 @@ STAGE_OF = {
     "inspect": "inspect",
     "fleet": "fleet",
     "convert": "convert",
-    **dict.fromkeys(("demo", "demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron"), "demo"),
+    **dict.fromkeys(
+        (
+            "demo",
+            "demo_engine",
+            "demo_plane",
+            "demo_scoring",
+            "demo_trainer",
+            "demo_automodel",
+            "demo_megatron",
+        ),
+        "demo",
+    ),
     "cli": "cli",
     "cli_inspect": "cli",
     "testing": "testing",
@@ -124,15 +135,17 @@ THIRD_PARTY = {
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
-    "google_crc32c": ("archive",),  # comes with zarr
+    "google_crc32c": ("archive",),  # this and the next come with zarr
+    "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report"),
-    "rich": ("inspect.tables",),
+    "rich": ("cli", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
+    "uvicorn": ("fleet",),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }
@@ -147,6 +160,7 @@ DEFERRED = {
     "convert": "an archive needs an extra that a stream does not",
     "cli_inspect": "a command loads only what it runs",
     "demo_engine": "the engine is chosen by an argument",
+    "demo_plane": "what carries the stream is chosen by an argument",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "validate": "the kernels are used where numba is installed",
