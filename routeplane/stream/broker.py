@@ -244,6 +244,10 @@ class Broker:
         """See ``Ledger.report``."""
         return self._change(self._ledger.report)
 
+    def released(self) -> list[Block]:
+        """See ``Ledger.released``. What was not asked for is forgotten at the next change."""
+        return self._change(self._ledger.released)
+
     def tick(self) -> None:
         """Look at the ledger's clock now, for owners of another clock than the machine's."""
         self._change(self._ledger.tick)
