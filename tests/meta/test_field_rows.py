@@ -1,4 +1,4 @@
-"""Every public bug report of parts A to F, and of transports (N), is caught by a named test, or says why nothing here can catch it.
+"""Every public bug report of parts A to F and N is caught by a named test, or says why nothing here can catch it.
 
 ``tests/field_rows.json`` is the map. That the named tests also ran and passed is checked at the end of the run that
 ``make test`` starts (``--field-rows``, see ``tests/conftest.py``).
