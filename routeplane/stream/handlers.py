@@ -191,7 +191,7 @@ class Handlers:
 
     # -- payloads ----------------------------------------------------------------------------------------------------
 
-    def put(self, command: Mapping[str, Any], schema: pa.Schema, batch: pa.RecordBatch) -> bytes:
+    def put(self, command: Mapping[str, Any], *, schema: pa.Schema, batch: pa.RecordBatch) -> bytes:
         """A block, room for which was reserved."""
         self.header_of(schema)
         decoded(lambda: batch.validate(full=True), "record batch")

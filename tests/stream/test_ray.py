@@ -18,7 +18,6 @@ from routeplane.stream.ray import PlaneOptions, RayPlane
 from routeplane.testing.contracts import DeliveryContract
 from tests.ray_cluster import local_cluster
 
-
 # one worker for all files that start a cluster: at most one at a time
 pytestmark = pytest.mark.xdist_group("ray")
 

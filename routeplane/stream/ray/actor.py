@@ -97,7 +97,7 @@ class PlaneActor:
         """Whether there is room for a block now."""
         return bool(await self._until(lambda: self._gate.reserve(session, block, timeout_s=0.0) or None, wait_s))
 
-    async def put(self, session: Session, block: Block, payload: Any) -> Session:
+    async def put(self, session: Session, block: Block, *, payload: Any) -> Session:
         """A block, room for which was reserved. Its array is put again here, so that this actor owns it."""
         if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.nbytes > block.nbytes:
             raise refused(f"a uint8 array of at most {block.nbytes} bytes", f"a {type(payload).__name__}")
