@@ -6,6 +6,7 @@ order, acknowledgement, sending again, ends and counts happens here, once.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -150,6 +151,11 @@ class BrokeredWriter(RecordWriter):
         if self._linger:
             self._port.wait_acknowledged(self._session, through=self._outbox.next_sequence, timeout_s=self._timeout_s)
             self._outbox.acknowledge(self._outbox.next_sequence)
+
+    def _fail(self) -> None:
+        self._held = []
+        with contextlib.suppress(TransportError, UsageError):
+            self._port.disconnect(self._session)
 
     def _discard(self) -> None:
         self._held = []

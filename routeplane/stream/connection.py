@@ -7,10 +7,11 @@ is a ``Line``'s business: ``sockets`` and ``shared``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -95,11 +96,14 @@ class ConnectedWriter(IpcWriter):
         super()._flush()
         self._line.file.flush()
 
-    def _hear(self, *, wait: bool) -> None:
-        for what, number in self._line.notes(wait=wait):
+    def _hear(self, *, wait: bool) -> bool:
+        """Take in what came back; whether anything did."""
+        heard = self._line.notes(wait=wait)
+        for what, number in heard:
             if what in (Note.ACKNOWLEDGED, Note.ENDED):
                 self._let_go(number)
                 self._ended = self._ended or what == Note.ENDED
+        return bool(heard)
 
     def _let_go(self, through: int) -> None:
         if through > self._done + len(self._unacknowledged):
@@ -124,6 +128,14 @@ class ConnectedWriter(IpcWriter):
             # a consumer that acknowledged everything, and hung up before it came to the end, has lost nothing
         self._line.close()
 
+    def _fail(self) -> None:
+        self._held = []
+        # a consumer that died may have acknowledged more than was heard
+        with contextlib.suppress(TransportError):
+            while self._hear(wait=False):
+                pass
+        self._line.discard()
+
     def _discard(self) -> None:
         self._held = []
         try:
@@ -141,7 +153,7 @@ class ConnectedWriter(IpcWriter):
 class Received:
     """What a consumer has acknowledged, over all connections: what a producer sends again is known by its key."""
 
-    def __init__(self, *, keys: dict[RecordKey, int] | None = None) -> None:
+    def __init__(self, *, keys: Mapping[RecordKey, int] | None = None) -> None:
         self.checksums: dict[RecordKey, int] = dict(keys or {})
 
     def has(self, record: RouteRecord) -> bool:

@@ -49,7 +49,8 @@ class RecordWriter(ABC):
         """Verify and hand over one record.
 
         Raises DataError, SpecError or UsageError before anything of it is written, and then the stream goes on. Where
-        the transport itself fails (a full disk, a reader that left), the stream is aborted: half of a batch may be out.
+        the transport itself fails (a full disk, a reader that left), the stream takes no more: half of a batch may be
+        out. What was acknowledged before stays acknowledged.
         """
         if not self._open:
             raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
@@ -65,7 +66,8 @@ class RecordWriter(ABC):
         try:
             self._put(record)
         except BaseException:
-            self.abort()
+            self._open = False
+            self._fail()
             raise
         self._keys.add(record.key)
 
@@ -80,7 +82,7 @@ class RecordWriter(ABC):
         try:
             self._finish()
         except BaseException:
-            self._discard()
+            self._fail()
             raise
 
     def abort(self) -> None:
@@ -104,6 +106,10 @@ class RecordWriter(ABC):
     @abstractmethod
     def _discard(self) -> None:
         """End the stream so that no reader takes it for whole."""
+
+    def _fail(self) -> None:
+        """The same, after the transport failed; what a reader was promised must not be taken back."""
+        self._discard()
 
     def __enter__(self) -> Self:
         return self

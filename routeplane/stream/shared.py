@@ -18,7 +18,7 @@ import struct
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,10 @@ from routeplane.stream.addresses import Address, SinkOptions, SourceOptions, par
 from routeplane.stream.connection import ConnectedReader, ConnectedWriter, Note
 from routeplane.stream.frames import Frame, messages_of
 from routeplane.stream.pool import BufferPool, Lease, lend
-from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler
+from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler, lost
 
 if TYPE_CHECKING:
+    from routeplane.record import RecordKey
     from routeplane.spec import RouteSpec
     from routeplane.stream.protocol import ReadPolicy
 
@@ -45,6 +46,8 @@ _INLINE = 2**64 - 1
 # Where sockets of names lie: gone after a reboot, and as their umask lets others reach them.
 _SOCKETS = Path("/dev/shm")
 _ALIGN = 64
+# A schema alone takes some kilobytes.
+_MIN_SEGMENT = 2**20
 # Larger batches gain nothing, and smaller ones leave more of the segment to others.
 _BATCH_BYTES = 4 * 2**20
 
@@ -90,6 +93,13 @@ class Extents:
 
 def _segment(size: int) -> int:
     """A file descriptor of so much memory, all of it there. Raises TransportError (NO_ROOM)."""
+    # anonymous memory files have no bound of their own, and the system's answer to too large a one is to kill somebody
+    most = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
+    if size > most:
+        raise TransportError(
+            f"expected a segment of at most half the memory, {most} bytes, got {size}: give a smaller max_bytes",
+            kind=ErrorKind.NO_ROOM,
+        )
     file = os.memfd_create("routeplane", os.MFD_CLOEXEC)
     try:
         # without this, memory that is not there shows as SIGBUS in the middle of a copy
@@ -112,6 +122,8 @@ class _SharedLine(SocketLine):
         try:
             self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             socket.send_fds(connection, [struct.pack("<Q", size)], [file])
+        except OSError as error:
+            raise lost(error, timeout_s=timeout_s) from error
         finally:
             os.close(file)
         self._memory = memoryview(self._map)
@@ -281,8 +293,12 @@ class _Place:
         encoding = choose_encoding(options.encoding or "plain", spec)
         connection = call(self._address, timeout_s=options.timeout_s)
         # twice what is on its way: half may be held by the reader
-        size = -(-2 * options.max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        line = _SharedLine(connection, size=size, timeout_s=options.timeout_s)
+        size = max(-(-2 * options.max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, _MIN_SEGMENT)
+        try:
+            line = _SharedLine(connection, size=size, timeout_s=options.timeout_s)
+        except BaseException:
+            connection.close()
+            raise
         return ConnectedWriter(line, spec, encoding=encoding, max_bytes=options.max_bytes, batch_bytes=_BATCH_BYTES)
 
     def open_source(self, policy: ReadPolicy, options: SourceOptions) -> ConnectedReader:
@@ -301,9 +317,9 @@ def transport(address: Address) -> _Place:
     return _Place(_socket_of(address))
 
 
-def listen(address: str) -> SharedListener:
+def listen(address: str, *, have: Mapping[RecordKey, int] | None = None) -> SharedListener:
     """Listen at ``shm://name``, for several streams one after the other. Raises TransportError, UsageError."""
     parsed = parse_address(address)
     if parsed.scheme != "shm":
         raise refused("shm://name", repr(address))
-    return SharedListener(_socket_of(parsed))
+    return SharedListener(_socket_of(parsed), have=have)

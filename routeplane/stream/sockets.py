@@ -11,7 +11,7 @@ import select
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from routeplane.stream.frames import frames_received
 from routeplane.stream.pool import BufferPool
 
 if TYPE_CHECKING:
+    from routeplane.record import RecordKey
     from routeplane.spec import RouteSpec
     from routeplane.stream.protocol import ReadPolicy
 
@@ -229,7 +230,7 @@ class Listener:
     ``have``: the same for what an earlier process acknowledged, key -> checksum. Close it, or leave ``with``.
     """
 
-    def __init__(self, address: Address, *, have: dict[Any, int] | None = None) -> None:
+    def __init__(self, address: Address, *, have: Mapping[RecordKey, int] | None = None) -> None:
         self._asked = address
         self._server = listening(address)
         self._received = Received(keys=have)
@@ -295,7 +296,7 @@ def connected(
         raise
 
 
-def listen(address: str, *, have: dict[Any, int] | None = None) -> Listener:
+def listen(address: str, *, have: Mapping[RecordKey, int] | None = None) -> Listener:
     """Listen at ``tcp://host:port`` (port 0: any that is free) or ``unix:///path``.
 
     Raises TransportError where that cannot be, UsageError for another address.

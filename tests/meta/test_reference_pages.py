@@ -30,6 +30,7 @@ from routeplane.inspect.collect import collect
 from routeplane.inspect.diff import RouteDiff
 from routeplane.ports import Report
 from routeplane.prefetch import PrefetchReport
+from routeplane.prefixes import PromptReport
 from routeplane.replay.handle import ReplayReport
 from routeplane.spec import RouteSpec
 from routeplane.stream import StreamReport, new_stream
@@ -136,6 +137,7 @@ REPORTS: dict[str, Report] = {
     "LedgerReport": LedgerReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
+    "PromptReport": PromptReport(),
     "PrefetchReport": PrefetchReport(),
     "DeskReport": DeskReport(),
     "MiddlewareReport": MiddlewareReport(),
