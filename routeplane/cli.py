@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     convert.set_defaults(run=_convert)
     demo = commands.add_parser("demo", help="the main job on a small real model")
-    demo.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    demo.add_argument("--engine", choices=("transformers", "vllm", "vllm-scheduler"), default="transformers")
     demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
     demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
     demo.add_argument("--transport", choices=("file", "flight", "ray"), default="file")

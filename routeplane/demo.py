@@ -57,7 +57,7 @@ class DemoOptions:
     """
 
     out: str
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm-scheduler"] = "transformers"
     trainer: Literal["transformers", "automodel", "megatron"] = "transformers"
     trainer_python: str = ""
     transport: Literal["file", "flight", "ray"] = "file"
@@ -71,7 +71,7 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("engine", ("transformers", "vllm")),
+            ("engine", ("transformers", "vllm", "vllm-scheduler")),
             ("trainer", tuple(_TRAINERS)),
             ("transport", ("file", "flight", "ray")),
         ):
@@ -98,7 +98,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     started = time.perf_counter()
     with _carrier(options) as (carried, stream_bytes):
         common = _RAY_SETTINGS if options.transport == "ray" else ()
-        own = _VLLM_SETTINGS if options.engine == "vllm" else ()
+        own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
         engine = _stage("routeplane.demo_engine", carried, settings=(*common, *own))
         settings = (*common, *_TRAINER_SETTINGS)
         trainer = _stage(_TRAINERS[options.trainer], carried, settings=settings, python=options.trainer_python)

@@ -110,6 +110,9 @@ class ErrorKind(StrEnum):
     NOT_READY = "not_ready"  # it did not answer in its time
     START_FAILED = "start_failed"  # some task of a plan failed; the problems name each
     PLAN = "plan"  # tasks that wait for each other, or for one that is not there
+    ACTOR_LOST = "actor_lost"  # its process is gone
+    ACTOR_FAILED = "actor_failed"  # it raised what is none of ours
+    ENVIRONMENT = "environment"  # an environment's own code failed, or was called out of turn
     # delivery
     PRODUCER_TAKEN = "producer_taken"  # a producer of that name is alive
     FENCED = "fenced"  # declared lost, and replaced since

@@ -105,29 +105,19 @@ def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int1
     The caller has checked all that, and that the slots exist.
     """
     tokens, layers, top_k = rows.shape
-    row_bytes = top_k * rows.itemsize
-    whole = slots == tuple(range(layers))
     # one run over all tokens where nothing is left out
-    runs_R2 = _runs_of((0,), tokens * layers) if whole else _runs_of(slots, 1)
-    stride = layers * row_bytes
-    row = (rows.dtype.type(0),) * top_k
-    _lay(
-        rows.ctypes.data,
-        out.ctypes.data,
-        1 if whole else tokens,
-        stride,
-        runs_R2.ctypes.data,
-        len(runs_R2),
-        row,
-    )
+    whole = slots == tuple(range(layers))
+    runs_R2 = np.asarray([[0, tokens * layers]]) if whole else _runs_of(slots)
+    row, stride = (rows.dtype.type(0),) * top_k, layers * top_k * rows.itemsize
+    times, runs = 1 if whole else tokens, len(runs_R2)
+    _lay(rows.ctypes.data, out.ctypes.data, times, stride, runs_R2.ctypes.data, runs, row)
 
 
 @lru_cache(maxsize=64)
-def _runs_of(slots: tuple[int, ...], count: int) -> NDArray[np.int64]:
-    """Neighbouring slots as ``[first, rows]``, in order; ``count``: rows of the one run where there is one slot."""
+def _runs_of(slots: tuple[int, ...]) -> NDArray[np.int64]:
+    """Neighbouring slots as ``[first, rows]``, in order."""
     starts = [at for at, slot in enumerate(slots) if at == 0 or slot != slots[at - 1] + 1]
-    stops = [*starts[1:], len(slots)]
-    runs = [[slots[a], (b - a) * count] for a, b in zip(starts, stops, strict=True)]
+    runs = [[slots[a], b - a] for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
     runs_R2 = np.asarray(runs, dtype=np.int64)
     runs_R2.flags.writeable = False
     return runs_R2

@@ -246,3 +246,39 @@ def test_a_refused_batch_costs_the_pool_nothing() -> None:
         collate([*make(9, turn="i4"), *make(9)], SPEC, buffers=pool)
 
     assert held == pool.nbytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pinned memory
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="refused where there is no accelerator alone")
+def test_pinning_without_an_accelerator_is_refused() -> None:
+    """When the pool is made, and not when the first batch needs memory."""
+    with pytest.raises(UsageError, match="accelerator") as failure:
+        BatchBuffers(pin=True)
+
+    assert failure.value.kind is ErrorKind.ARGUMENT
+
+
+def test_pinned_pools_make_their_memory_where_torch_pins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pooled tensor comes from memory that was asked for pinned, and the batch is the same."""
+    asked: list[np.ndarray[Any, Any]] = []
+
+    def pinned(size: int) -> np.ndarray[Any, Any]:
+        asked.append(np.empty(size, dtype=np.uint8))
+        return asked[-1]
+
+    monkeypatch.setattr("routeplane.buffers.pinned_bytes", pinned)
+    pool = BatchBuffers(pin=True)
+    records = make(5, 9, turn="int32")
+    batch, plain = collate(records, SPEC, buffers=pool), collate(records, SPEC)
+    held = [(block.ctypes.data, block.ctypes.data + block.nbytes) for block in asked]
+
+    assert all(
+        torch.equal(value, tensors(plain)[name]) or value.is_floating_point() for name, value in tensors(batch).items()
+    )
+    for name in ("routes", "token_ids", "generation_mask", "logprobs", "turn"):
+        first, last = span(tensors(batch)[name])
+        assert any(low <= first and last <= high for low, high in held), name

@@ -101,13 +101,12 @@ class ChunkReader:
 
     async def _one(self, wanted: Range) -> NDArray[Any]:
         array = self._array(wanted.array)
-        rows = slice(wanted.start, wanted.stop)
         if wanted.start == wanted.stop:
             layers, *rest = (*array.shape[1:],) or (0,)
             width = layers if wanted.slots is None else wanted.slots[1] - wanted.slots[0]
             return np.empty((0, width, *rest) if array.ndim > 1 else (0,), dtype=array.dtype)
-        selection = rows if wanted.slots is None else (rows, slice(*wanted.slots))
-        return np.asarray(await array.getitem(selection))
+        rows = slice(wanted.start, wanted.stop)
+        return np.asarray(await array.getitem(rows if wanted.slots is None else (rows, slice(*wanted.slots))))
 
     def _array(self, name: str) -> Any:
         # an array that was opened before a fork is another process's

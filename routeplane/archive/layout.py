@@ -171,10 +171,11 @@ def _sharding(chunk_shape: tuple[int, ...]) -> dict[str, Any]:
         "name": "sharding_indexed",
         "configuration": {
             "chunk_shape": list(chunk_shape),
-            # crc32c comes last, hence is compared first: nothing damaged is ever decompressed
+            # Two checksums. crc32c is what zarr compares, before it decompresses anything; zarrs (0.2.3) compares it
+            # where a shard is read whole, and leaves it out where a part is. zstd's own is compared by every decoder.
             "codecs": [
                 little,
-                {"name": "zstd", "configuration": {"level": 1, "checksum": False}},
+                {"name": "zstd", "configuration": {"level": 1, "checksum": True}},
                 {"name": "crc32c"},
             ],
             "index_codecs": [little, {"name": "crc32c"}],

@@ -109,7 +109,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         """One record, or its tokens ``[a, b)``, or some of its layers; memory is the caller's.
 
         Equal to ``archive[key].slice(a, b).select(layer_ids)``, and reads only the chunks that hold it. A whole record
-        is compared with its checksum; of a range the chunks are (by crc32c), and it gets a checksum of its own. Raises
+        is compared with its checksum; of a range the chunks are, and it gets a checksum of its own. Raises
         KeyError, UsageError for a range outside the record, SpecError for a layer that is not there, and as the class.
         """
         run, row = self._locate(key)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
-import pyarrow as pa
+from numcodecs import zstd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,9 +55,10 @@ def _blocks(rows: NDArray[Any], layout: ArrayLayout) -> Iterator[NDArray[Any]]:
 def _compressed(block: NDArray[Any], layout: ArrayLayout) -> Iterator[bytes]:
     little = block.astype(layout.dtype.newbyteorder("<"), copy=False)
     columns = np.ascontiguousarray(np.moveaxis(little, 1, 0)) if layout.split else little[None]
-    codec = pa.Codec("zstd", compression_level=1)
     for column in columns:
-        yield _checked(codec.compress(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data, asbytes=True))
+        yield _checked(
+            bytes(zstd.compress(np.ascontiguousarray(column).reshape(-1).view(np.uint8), level=1, checksum=True))
+        )
 
 
 def _checked(data: bytes) -> bytes:

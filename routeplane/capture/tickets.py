@@ -184,7 +184,7 @@ class TicketDesk:
                 raise self._unknown(ticket)
             _, record = self._held[ticket.key]
             call = call_of_ticket(record, ticket)
-            self._forget(ticket.key, "redeemed before")
+            self._forget(ticket.key, "was redeemed")
             self._counts["redeemed"] += 1
             return call
 
@@ -204,7 +204,7 @@ class TicketDesk:
         with self._lock:
             self._open = False
             for key in list(self._held):
-                self._forget(key, "dropped by abort")
+                self._forget(key, "was dropped by abort")
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """Which container a path means, and how each is opened and made: streams, archives, Parquet.
 
-By suffix: ``.arrows`` a stream, ``.zarr`` an archive, ``.parquet`` Parquet. An archive is loaded only where one is meant,
-since it needs an extra.
+By suffix: ``.arrows`` a stream, ``.zarr`` an archive, ``.parquet`` Parquet. An archive is loaded only where one is
+meant, since it needs an extra.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def kind_of(place: str) -> Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A source. ``digest``: names its content, None where only reading it can tell. ``total``: its records, likewise."""
+    """A source. ``digest``: names its content, None where only reading it can tell. ``total``: its records,
+    likewise."""
 
     source: Any
     spec: RouteSpec

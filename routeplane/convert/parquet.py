@@ -1,7 +1,7 @@
 """Records as Parquet, one row each, under the schema of a stream: for tables, SQL and whoever reads no Arrow stream.
 
-Owns the file: row groups of bounded size, page checksums, and the trailer in the footer's metadata. What a row means, and
-whether it is legal, is ``columns`` and ``record``.
+Owns the file: row groups of bounded size, page checksums, and the trailer in the footer's metadata. What a row means,
+and whether it is legal, is ``columns`` and ``record``.
 """
 
 from __future__ import annotations
@@ -83,12 +83,14 @@ class ParquetWriter(RecordWriter):
     def _finish(self) -> None:
         self._flush()
         writer = self._writer()
-        writer.add_key_value_metadata({TRAILER_KEY.decode(): self._counter.trailer().to_json()})
+        writer.add_key_value_metadata({TRAILER_KEY: self._counter.trailer().to_json()})
         writer.close()
         self._target.publish()
 
     def _discard(self) -> None:
         self._held = []
+        if self._file is not None:
+            self._file.is_open = False  # else it would write a footer when it is collected, into a closed file
         self._target.discard()
 
 
@@ -122,12 +124,13 @@ class ParquetReader(RecordReader):
 
     def _trailer(self) -> Trailer:
         found = self._decode(lambda: self._file.metadata.metadata or {})
-        if TRAILER_KEY not in found:
+        key = TRAILER_KEY.encode()
+        if key not in found:
             raise FormatError(
-                f"expected the metadata {TRAILER_KEY.decode()}, got none @ {self._where}",
+                f"expected the metadata {TRAILER_KEY}, got none @ {self._where}",
                 kind=ErrorKind.NOT_ROUTEPLANE,
             )
-        return Trailer.from_json(found[TRAILER_KEY].decode("utf-8", "replace"))
+        return Trailer.from_json(found[key].decode("utf-8", "replace"))
 
     def _arrive(self) -> Iterator[RouteRecord]:
         counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)

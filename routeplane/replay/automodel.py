@@ -316,12 +316,12 @@ def _engine_reasons(engine: str) -> list[str]:
 def _model_reasons(architectures: tuple[str, ...], registry: Container[str] | None, *, force_hf: bool) -> list[str]:
     if force_hf:
         return ["force_hf, whose gates are those of Transformers (routeplane.replay.transformers)"]
+    if architectures and _BLIND_ARCHITECTURES.match(architectures[0]):
+        return [f"architecture {architectures[0]}, whose gates never ask a handle"]
     if registry is not None and not architectures:
         return ["a model configuration without architectures"]
     if registry is not None and architectures[0] not in registry:
         return [f"architecture {architectures[0]}, which Automodel does not build itself"]
-    if architectures and _BLIND_ARCHITECTURES.match(architectures[0]):
-        return [f"architecture {architectures[0]}, whose gates never ask a handle"]
     return []
 
 

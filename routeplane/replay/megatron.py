@@ -291,13 +291,21 @@ def _gate(path: str, module: nn.Module) -> Gate:
 
 
 def _refuse_unknown(modules: Mapping[str, nn.Module], routers: Mapping[str, nn.Module]) -> None:
-    for path, module in modules.items():
-        name = _own_class(module)
-        blind = _MOE_LAYER.search(name) and not any(each.startswith(f"{path}.") for each in routers)
-        if blind or (_ROUTER_LIKE.search(name) and path not in routers):
-            raise ReplayError(
-                f"expected routers of class {_ROUTER}, got {name} @ {path or 'the model'}", kind=ErrorKind.NO_SEAM
-            )
+    unknown = [path for path, module in modules.items() if _routes_unknown(path, module, routers)]
+    # a router inside a layer says more than the layer
+    inner = [path for path in unknown if not any(other.startswith(f"{path}.") for other in unknown)]
+    if inner:
+        raise ReplayError(
+            f"expected routers of class {_ROUTER}, got {_own_class(modules[inner[0]])} @ {inner[0] or 'the model'}",
+            kind=ErrorKind.NO_SEAM,
+        )
+
+
+def _routes_unknown(path: str, module: nn.Module, routers: Mapping[str, nn.Module]) -> bool:
+    name = _own_class(module)
+    if _ROUTER_LIKE.search(name):
+        return path not in routers
+    return bool(_MOE_LAYER.search(name)) and not any(each.startswith(f"{path}.") for each in routers)
 
 
 def _refuse_bypassed(gate: Gate, module: nn.Module) -> None:

@@ -391,6 +391,30 @@ def test_a_sink_is_made_by_name_when_it_is_needed(name: str) -> None:
     assert 502 == post(app, CHAT.request, form="ticket").status_code
 
 
+def test_a_sink_made_by_name_is_closed_with_the_server() -> None:
+    """The end of the server's lifespan closes it, after the application's own end, so that a stream gets its
+    trailer."""
+    app, _ = server(CHAT, sink="tests.capture.test_middleware:make_desk")
+    incoming: list[Any] = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    sent: list[str] = []
+
+    async def receive() -> Any:
+        if len(incoming) == 1:
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                reply = await client.post("/v1/chat/completions", json=CHAT.request, headers={HEADER: "ticket"})
+            sent.append(str(reply.status_code))
+        return incoming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    asyncio.run(app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send))
+
+    assert ["lifespan.startup.complete", "200", "lifespan.shutdown.complete"] == sent
+    assert 502 == post(app, CHAT.request, form="ticket").status_code
+
+
 def test_the_spec_of_a_vllm_server_is_its_own() -> None:
     """Without a spec, the configuration that vLLM keeps at its application is read."""
     app, _ = server(CHAT, spec=None)

@@ -64,7 +64,7 @@ def test_a_redeemed_call_is_the_very_call(
     assume(generated or prompt > first)
     rows = prompt + max(generated - 1, 0)
     fields: dict[str, Any] = {}
-    if data.draw(st.booleans()):
+    if generated and data.draw(st.booleans()):
         loss = data.draw(st.sampled_from(["aborted", "lost"]))
         stop = data.draw(st.integers(0, rows))
         whole = turn(0, prompt, generated).routes
@@ -106,7 +106,7 @@ def test_a_ticket_is_redeemed_once() -> None:
     ticket = issue(at, call)
 
     assert call.checksum == at.redeem(ticket).checksum
-    with pytest.raises(UsageError, match="redeemed before") as caught:
+    with pytest.raises(UsageError, match="was redeemed") as caught:
         at.redeem(ticket)
     assert ErrorKind.CLOSED == caught.value.kind
     assert (1, 1, 1, 0, 0) == (

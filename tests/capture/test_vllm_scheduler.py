@@ -15,6 +15,7 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
+from routeplane.calls import ModelCall
 from routeplane.capture.vllm import RouteScheduler, probe, shipping_args, start_engine
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, UsageError
 from routeplane.ports import RouteTicket
@@ -108,12 +109,19 @@ def test_a_sequence_is_a_record_and_its_answer_a_ticket(writing: Writing) -> Non
     assert sampled == pytest.approx(record.logprobs[len(SHORT) :].tolist(), rel=1e-6)
     assert {"finish_reason": "length", "logprobs_mode": "raw"} == dict(record.attributes)
     assert ("a", 2, 0) == ticket.key == record.key
-    assert (record.checksum, 0, 22, str(writing.streams()[-1])) == (
-        ticket.checksum,
-        ticket.start,
-        ticket.stop,
-        ticket.stream,
+    assert (0, 21, str(writing.streams()[-1])) == (ticket.start, ticket.stop, ticket.stream)
+    # the checksum is the call's, made again from what the record holds
+    prompt = len(SHORT)
+    call = ModelCall(
+        prompt_ids=record.token_ids[:prompt],
+        generation_ids=record.token_ids[prompt:],
+        routes=record.routes[:21],
+        layer_ids=SPEC.layer_ids,
+        weights_version=5,
+        call_id=ticket.call_id,
+        logprobs=record.logprobs[prompt:],
     )
+    assert call.checksum == ticket.checksum
 
 
 def test_concurrent_sequences_keep_their_rows_apart(writing: Writing) -> None:
@@ -320,7 +328,7 @@ def test_one_name_twice_is_refused_where_one_stream_holds_both(writing: Writing,
     [record] = open_stream(tmp_path / "all.arrows")
 
     assert "twice" in second.kv_transfer_params["routeplane_error"]
-    assert record.checksum == ticket_of(first).checksum
+    assert record.key == ticket_of(first).key
     assert (1, {"duplicate_key": 1}) == (report.records, dict(report.refusals))
 
 

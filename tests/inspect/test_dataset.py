@@ -24,7 +24,6 @@ from routeplane.stream import new_stream, open_stream
 from tests.ray_cluster import local_cluster
 from tests.stream.streams import SPEC, contents, record, stream_of
 
-
 # one worker for all files that start a cluster: at most one at a time
 pytestmark = pytest.mark.xdist_group("ray")
 

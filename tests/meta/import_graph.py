@@ -135,15 +135,17 @@ THIRD_PARTY = {
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
-    "google_crc32c": ("archive",),  # comes with zarr
+    "google_crc32c": ("archive",),  # this and the next come with zarr
+    "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report"),
-    "rich": ("inspect.tables",),
+    "rich": ("cli", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
+    "uvicorn": ("fleet",),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }

@@ -17,7 +17,7 @@ from routeplane.record import RouteRecord
 from routeplane.replay import transformers as gates
 from routeplane.spans import Capture, Span
 from tests.replay.plain_batch import random_routes
-from tests.replay.tiny_models import BY_NAME, NUM_ROWS, logits_of, recorded
+from tests.replay.tiny_models import BY_NAME, NUM_ROWS, checkpoint_layers, logits_of, recorded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,7 +131,7 @@ def test_an_unfinished_recording_cannot_be_read() -> None:
 def test_a_recorded_forward_may_train() -> None:
     """Recording under checkpointing, with gradients: recomputation repeats the choice that was recorded."""
     model = QWEN3.build()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, reentrant=False)
     with gates.record(model) as handle, recorded(model) as seen:
         with handle.recording(None) as own:
             loss = logits_of(model).square().mean()

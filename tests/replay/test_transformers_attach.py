@@ -25,6 +25,7 @@ from tests.replay.tiny_models import (
     MAIN_FAMILIES,
     NUM_ROWS,
     Family,
+    checkpoint_layers,
     live_choice,
     logits_of,
     own_routes,
@@ -127,7 +128,7 @@ def test_a_router_that_does_not_select_is_refused_in_its_first_forward() -> None
 def test_detach_leaves_the_model_as_it_was() -> None:
     """No hook, no instance attribute and no bit of the logits differ; twice is once; the handle refuses use."""
     model = QWEN3.build()
-    model.activation_checkpointing_enable()
+    checkpoint_layers(model, reentrant=False)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     hooks = {name: (*module._forward_pre_hooks, *module._forward_hooks) for name, module in model.named_modules()}
     expected = logits_of(model)

@@ -15,7 +15,7 @@ from torch import nn
 from routeplane.replay.transformers import attach, find_gates
 from routeplane.testing.contracts.replay import ReplayContract
 from routeplane.testing.contracts.replay_harness import Firing
-from tests.replay.tiny_models import BY_NAME, NUM_ROWS, Family, live_choice, recorded, token_ids
+from tests.replay.tiny_models import BY_NAME, NUM_ROWS, Family, checkpoint_layers, live_choice, recorded, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,7 +124,7 @@ class TransformersContract(ReplayContract):
 
     def enable_recompute(self, model: Any, variant: str) -> None:
         """Every layer."""
-        model.activation_checkpointing_enable({"use_reentrant": variant == "reentrant"})
+        checkpoint_layers(model, reentrant=variant == "reentrant")
 
 
 class TestQwen3Moe(TransformersContract):

@@ -13,6 +13,7 @@ import torch
 
 from routeplane.errors import DataError, ErrorKind, ReplayError
 from routeplane.replay import transformers as gates
+from routeplane.testing.contracts.replay_harness import feature
 from tests.replay.plain_batch import random_routes
 from tests.replay.tiny_models import (
     FAMILIES,
@@ -34,11 +35,11 @@ GPT_OSS = MAIN_FAMILIES[4]
 # ---- the gates follow -----------------------------------------------------------------------------------------------
 
 
+@feature("bfloat16")
 @each_family
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_own_routes_replay_bit_for_bit(family: Family, dtype: torch.dtype) -> None:
+def test_own_routes_replay_bit_for_bit_in_bfloat16(family: Family) -> None:
     """Forcing what the gates would choose anyway changes not one bit of the logits, and counts no flip."""
-    model = family.build(dtype=dtype)
+    model = family.build(dtype=torch.bfloat16)
     expected = logits_of(model)
     batch = own_routes(model, family.spec)
     with gates.attach(model, family.spec) as handle:
@@ -50,7 +51,8 @@ def test_own_routes_replay_bit_for_bit(family: Family, dtype: torch.dtype) -> No
     ]
 
 
-@main_families
+@feature("experts kernels")
+@each_family
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 def test_every_experts_implementation_follows(family: Family, experts: str) -> None:
     """The routes decide the same output whichever kernel runs the experts."""

@@ -25,6 +25,7 @@ __all__ = [
     "MAIN_FAMILIES",
     "NUM_ROWS",
     "Family",
+    "checkpoint_layers",
     "live_choice",
     "logits_of",
     "own_routes",
@@ -268,6 +269,12 @@ FAMILIES = (
 
 
 BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def checkpoint_layers(model: Any, *, reentrant: bool) -> None:
+    """Checkpoint every layer, under whichever of the two names the release has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
 
 
 def token_ids(seed: int) -> torch.Tensor:

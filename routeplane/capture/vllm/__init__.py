@@ -13,7 +13,7 @@ from routeplane.errors import ErrorKind, MissingExtraError
 
 if TYPE_CHECKING:
     from routeplane.capture.vllm.geometry import spec_from_vllm
-    from routeplane.capture.vllm.offline import generate_records, start_engine
+    from routeplane.capture.vllm.offline import generate_records, generate_tickets, start_engine, stop_engine
     from routeplane.capture.vllm.outputs import LogprobsMode, calls_from_output, merge_deltas, record_output
     from routeplane.capture.vllm.probing import ProbeReport, probe, probe_async
     from routeplane.capture.vllm.reports import LedgerReport, WritingReport
@@ -35,6 +35,7 @@ __all__ = [
     "call_from_workers",
     "calls_from_output",
     "generate_records",
+    "generate_tickets",
     "merge_deltas",
     "probe",
     "probe_async",
@@ -42,6 +43,7 @@ __all__ = [
     "shipping_args",
     "spec_from_vllm",
     "start_engine",
+    "stop_engine",
 ]
 
 _HOME = "routeplane.capture.vllm."
@@ -61,7 +63,7 @@ def __getattr__(name: str) -> Any:
             module = _load("scheduler")
         case "shipping_args":
             module = _load("shipping")
-        case "generate_records" | "start_engine":
+        case "generate_records" | "generate_tickets" | "start_engine" | "stop_engine":
             module = _load("offline")
         case "LogprobsMode" | "calls_from_output" | "merge_deltas" | "record_output":
             module = _load("outputs")

@@ -8,6 +8,7 @@ Axes: R rows of one step, D decoder layers of the engine, L captured layers, K s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.calls import ModelCall, RowLoss
-from routeplane.capture.recorder import RouteRecorder, WeightsChange
+from routeplane.capture.recorder import WeightsChange, split_versions
+from routeplane.capture.single import record_of_call
 from routeplane.capture.vllm.reports import LedgerReport
 from routeplane.capture.vllm.shipping import Shipping, WriterConfig
 from routeplane.capture.wire import rows_from_layers
@@ -88,7 +90,9 @@ class RouteLedger:
         self._spec, self._config, self._rank = spec, config, rank
         self._mode = logprobs_mode.removesuffix("_logprobs")
         self._index = self._in_stream = 0
-        self._report = LedgerReport()
+        self._records = self._skipped = 0
+        self._refusals: Counter[str] = Counter()
+        self._rows: Counter[str] = Counter()
         self._sink: RouteSink | None = self._open_sink()
 
     def open(
@@ -113,7 +117,7 @@ class RouteLedger:
             self.inline.add(request_id)
             return
         if not shipping.capture:
-            self._count(skipped=1)
+            self._skipped += 1
             return
         self._settle_versions(shipping.weights_version)
         flight = Flight(shipping, prompt_ids or (), first_row=first_row, media=media)
@@ -151,17 +155,17 @@ class RouteLedger:
         try:
             if flight.refusal is not None:
                 raise flight.refusal
-            record = self._record(flight, request_id, reason)
+            call, record = self._record(flight, request_id, reason)
+            ticket = self._ticket(call, record)
             self._write(record)
-            ticket = self._ticket(record, flight)
         except RouteplaneError as error:
-            self._count(refused=error)
+            self._refusals[str(error.kind)] += 1
             return {"routeplane_error": str(error)}
-        self._count(records=1, coverage=record.coverage())
+        self._count(record)
         self._roll()
         return {"routeplane": ticket.to_json()}
 
-    def _record(self, flight: Flight, request_id: str, reason: str) -> RouteRecord:
+    def _record(self, flight: Flight, request_id: str, reason: str) -> tuple[ModelCall, RouteRecord]:
         sample_id, group = flight.shipping.name_of(request_id)
         rows_RDK = flight.layers()
         prompt, fed = len(flight.prompt_ids), len(flight.prompt_ids) + max(len(flight.tokens) - 1, 0)
@@ -175,13 +179,6 @@ class RouteLedger:
             else rows_from_layers(rows_RDK, self._spec, first_row=flight.first_row, call=sample_id)
         )
         cached = prompt - 1 if flight.cached is None else flight.cached
-        recorder = RouteRecorder(
-            self._spec,
-            sample_id=sample_id,
-            attempt=flight.shipping.attempt,
-            group=group,
-            attributes={"finish_reason": reason, **({"logprobs_mode": self._mode} if flight.logprobs else {})},
-        )
         call = ModelCall(
             prompt_ids=np.asarray(flight.prompt_ids),
             generation_ids=np.asarray(flight.tokens, dtype=np.int64),
@@ -195,17 +192,26 @@ class RouteLedger:
             cached=0 if routes_RLK is None else min(cached, flight.first_row + len(routes_RLK)),
             loss=loss,
         )
-        recorder.add_call(call, changes=flight.changes)
-        return recorder.assembly().records[0]
+        record = record_of_call(
+            call,
+            self._spec,
+            sample_id=sample_id,
+            attempt=flight.shipping.attempt,
+            group=group,
+            attributes={"finish_reason": reason, **({"logprobs_mode": self._mode} if flight.logprobs else {})},
+        )
+        if flight.changes:
+            record = split_versions(record, {call.call_id: flight.changes}, prompts={call.call_id: prompt})
+        return call, record
 
-    def _ticket(self, record: RouteRecord, flight: Flight) -> RouteTicket:
+    def _ticket(self, call: ModelCall, record: RouteRecord) -> RouteTicket:
         return RouteTicket(
             stream=self._config.stream_of(rank=self._rank, index=self._index),
             key=record.key,
-            call_id=record.spans[0].call,
-            start=flight.first_row,
-            stop=record.num_tokens,
-            checksum=record.checksum,
+            call_id=call.call_id,
+            start=call.first_row,
+            stop=call.rows_stop,
+            checksum=call.checksum,
         )
 
     # ---- the stream ---------------------------------------------------------------------------------------------
@@ -240,23 +246,17 @@ class RouteLedger:
 
     def report(self) -> LedgerReport:
         """What was done so far."""
-        return self._report
-
-    def _count(
-        self,
-        *,
-        records: int = 0,
-        skipped: int = 0,
-        refused: RouteplaneError | None = None,
-        coverage: Coverage | None = None,
-    ) -> None:
-        found = LedgerReport(
-            records=records,
-            skipped=skipped,
-            refusals=MappingProxyType({} if refused is None else {str(refused.kind): 1}),
-            coverage=Coverage() if coverage is None else coverage,
+        return LedgerReport(
+            records=self._records,
+            skipped=self._skipped,
+            refusals=MappingProxyType(dict(self._refusals)),
+            coverage=Coverage(records=self._records, rows=MappingProxyType(dict(self._rows))),
         )
-        self._report = self._report.merge(found)
+
+    def _count(self, record: RouteRecord) -> None:
+        self._records += 1
+        for capture in record.captures:
+            self._rows[capture.state] += capture.stop - capture.start
 
 
 def build_sink(name: str, target: Any, *, spec: RouteSpec, options: Mapping[str, Any]) -> RouteSink:

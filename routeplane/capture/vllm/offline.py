@@ -14,13 +14,15 @@ from vllm import LLM, EngineArgs, SamplingParams
 from routeplane.capture.requests import check_requests, sample_names
 from routeplane.capture.vllm.geometry import captures_routes, model_config_of, require_moe
 from routeplane.capture.vllm.outputs import record_output
+from routeplane.capture.vllm.shipping import KEY, shipping_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError
+from routeplane.ports import RouteTicket
 
 if TYPE_CHECKING:
     from routeplane.record import RouteRecord
     from routeplane.spec import RouteSpec
 
-__all__ = ["generate_records", "start_engine"]
+__all__ = ["generate_records", "generate_tickets", "start_engine", "stop_engine"]
 
 # Which arguments of the engine decide what its model is.
 _MODEL_OPTIONS = ("dtype", "hf_overrides", "revision", "skip_tokenizer_init", "trust_remote_code")
@@ -89,22 +91,11 @@ def generate_records(
             "expected an engine with enable_return_routed_experts=True, got one without", kind=ErrorKind.CAPTURE_OFF
         )
     llm.reset_prefix_cache()
-    outputs = llm.generate(
-        [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts],
-        [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed + index,
-                logprobs=0,
-                ignore_eos=True,
-                stop_token_ids=[] if eos_token_id is None else [eos_token_id],
-                detokenize=False,
-            )
-            for index in range(len(prompts))
-        ],
-        use_tqdm=progress,
-    )
+    sampling = [
+        _sampling(max_tokens=max_tokens, temperature=temperature, seed=seed + index, eos_token_id=eos_token_id)
+        for index in range(len(prompts))
+    ]
+    outputs = llm.generate(_inputs(prompts), sampling, use_tqdm=progress)
     records: list[RouteRecord] = []
     for name, output in zip(names, outputs, strict=True):
         # The engine numbers requests over its lifetime; the sample's own name makes equal runs equal records.
@@ -117,3 +108,66 @@ def generate_records(
             logprobs_mode=config.logprobs_mode,
         )
     return records
+
+
+def generate_tickets(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    weights_version: int = 0,
+    eos_token_id: int | None = None,
+    sample_ids: Sequence[str] | None = None,
+    progress: bool = False,
+) -> list[RouteTicket]:
+    """``generate_records`` with an engine whose scheduler writes (``RouteScheduler``): records go to its stream as
+    sequences end, and what comes back says where they are.
+
+    Raises CaptureError where an answer has no ticket: the engine has no writer, or it refused the sequence.
+    """
+    names = sample_names(sample_ids, len(prompts))
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    llm.reset_prefix_cache()
+    sampling = []
+    for index, name in enumerate(names):
+        params = _sampling(max_tokens=max_tokens, temperature=temperature, seed=seed + index, eos_token_id=eos_token_id)
+        params.extra_args = shipping_args(sample_id=name, weights_version=weights_version)
+        sampling.append(params)
+    outputs = llm.generate(_inputs(prompts), sampling, use_tqdm=progress)
+    tickets = []
+    for name, output in zip(names, outputs, strict=True):
+        said = output.kv_transfer_params or {}
+        if KEY not in said:
+            raise CaptureError(
+                f"expected a ticket of scheduler_cls='routeplane.capture.vllm.RouteScheduler', got "
+                f"{said.get(f'{KEY}_error', 'none')} @ sample {name}",
+                kind=ErrorKind.CAPTURE_OFF,
+            )
+        tickets.append(RouteTicket.from_json(said[KEY]))
+    return tickets
+
+
+def stop_engine(llm: LLM) -> None:
+    """Shut the engine down, so that a writer inside it ends its stream: an abandoned ``LLM`` publishes nothing.
+
+    Ends what all engines of one process share.
+    """
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _inputs(prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
+
+
+def _sampling(*, max_tokens: int, temperature: float, seed: int, eos_token_id: int | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        logprobs=0,
+        ignore_eos=True,
+        stop_token_ids=[] if eos_token_id is None else [eos_token_id],
+        detokenize=False,
+    )

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from vllm import RequestOutput
 
-from routeplane.assembly import assemble
 from routeplane.calls import ModelCall, RowLoss
+from routeplane.capture.single import record_of_call
 from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 
@@ -124,15 +124,15 @@ def record_output(
     records: list[RouteRecord] = []
     for choice, call in zip(request_output.outputs, calls, strict=True):
         mode = {} if call.logprobs is None else {"logprobs_mode": logprobs_mode.removesuffix("_logprobs")}
-        assembly = assemble(
-            [call],
+        record = record_of_call(
+            call,
             spec,
             sample_id=f"{name}/{choice.index}" if several else name,
             attempt=attempt,
             group=group if group is not None or not several else name,
             attributes=mode,
         )
-        records.extend(assembly.records)
+        records.append(record)
     return records
 
 

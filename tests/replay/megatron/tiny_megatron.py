@@ -110,12 +110,24 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
     return TransformerConfig(**{**base, **options})
 
 
+class PlainNorm:
+    """A norm for sequence-parallel models, whose gradient nobody adds up: Megatron's own refuses to be one."""
+
+    def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
+        """Torch's."""
+        return nn.RMSNorm(hidden_size, eps=eps)
+
+
 def build(options: Mapping[str, Any], *, seed: int = 0, **more: Any) -> Any:
     """A model in training mode with random weights, routers included; ``more`` goes to GPTModel."""
     config = config_of(options)
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=more.get("vp_stage")
     )
+    if config.sequence_parallel:
+        for layer in layers.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PlainNorm
+        layers.layer_norm = PlainNorm
     torch.manual_seed(seed)
     model = GPTModel(
         config=config,

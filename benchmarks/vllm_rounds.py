@@ -1,0 +1,134 @@
+"""The rounds behind ``bench_vllm``, in a process of their own: the engine reads its environment when it starts.
+
+Prints one JSON object: name -> list of CPU seconds per engine step, one per round, all ways in each round. Every way
+generates the same 64 sequences; engines differ in their scheduler alone and live side by side. CPU time of the process
+is that of the engine, the front end and the writer together.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from routeplane.capture.vllm import record_output, shipping_args, spec_from_vllm, start_engine, stop_engine
+from routeplane.stream import new_stream
+
+SEQUENCES, PROMPT, GENERATED = 64, 16, 48
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+class Discarding(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are not followed
+    """Capture on, and every row thrown away where ``RouteScheduler`` takes it."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's own, without rows."""
+        made = super().update_from_output(scheduler_output, model_runner_output)
+        for client in made.values():
+            for output in client.outputs:
+                output.routed_experts = None
+        return made
+
+
+def _engines(folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).save_pretrained(folder / "model")
+    common: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 1024}
+    writer = {"sink": "routeplane.stream.new_stream", "target": str(folder / "inside.arrows")}
+    model = str(folder / "model")
+    return {
+        "plain": start_engine(model, **common),
+        "discarding": start_engine(model, scheduler_cls=Discarding, **common),
+        "writing": start_engine(
+            model,
+            scheduler_cls="routeplane.capture.vllm.RouteScheduler",
+            additional_config={"routeplane": writer},
+            **common,
+        ),
+    }
+
+
+def _rounds(count: int) -> dict[str, list[float]]:
+    folder = Path(tempfile.mkdtemp(prefix="routeplane-bench-"))
+    engines = _engines(folder)
+    spec = spec_from_vllm(engines["plain"])
+    prompts = [
+        {"prompt_token_ids": [4 + (7 * at + 13 * one) % 500 for at in range(PROMPT)]} for one in range(SEQUENCES)
+    ]
+    serial = iter(range(10**9))
+
+    def generate(engine: str) -> list[Any]:
+        number = next(serial)
+        llm = engines[engine]
+        llm.reset_prefix_cache()
+        params = [
+            SamplingParams(
+                max_tokens=GENERATED,
+                temperature=1.0,
+                seed=one,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=shipping_args(sample_id=f"{number}-{one}", weights_version=1),
+            )
+            for one in range(SEQUENCES)
+        ]
+        made: list[Any] = llm.generate(prompts, params, use_tqdm=False)
+        return made
+
+    with new_stream(folder / "beside.arrows", spec) as sink:
+
+        def beside() -> None:
+            number = next(serial)
+            for output in generate("plain"):
+                for record in record_output(output, spec, sample_id=f"{number}-{output.request_id}", weights_version=1):
+                    sink.write(record)
+
+        ways: dict[str, Callable[[], object]] = {
+            "discarded inside": lambda: generate("discarding"),
+            "written inside": lambda: generate("writing"),
+            "discarded beside": lambda: generate("plain"),
+            "written beside": beside,
+        }
+        spent: dict[str, list[float]] = {name: [] for name in ways}
+        order, shuffle = list(ways), random.Random(0).shuffle
+        for counted in [False] * 2 + [True] * count:
+            shuffle(order)
+            for name in order:
+                started = time.process_time()
+                ways[name]()
+                if counted:
+                    spent[name].append((time.process_time() - started) / (GENERATED + 1))
+    stop_engine(engines["writing"])
+    return spent
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write("\n" + json.dumps(_rounds(int(sys.argv[1]))) + "\n")

@@ -1,0 +1,167 @@
+"""An engine as an actor: reserved in milliseconds, loaded in minutes, probed before its first request.
+
+``EngineWorker`` runs in the actor's process and event loop; ``EngineConfig`` is what it is told. Knows no plan and no
+other actor. Ray makes an actor of it in ``actors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from routeplane.errors import ErrorKind, FleetError, UsageError
+from routeplane.fleet.endpoints import Endpoint, EndpointState, ServerState, reserve
+from routeplane.fleet.processes import Process, children_of
+from routeplane.fleet.serving import ServedApp, serve_app
+
+if TYPE_CHECKING:
+    from routeplane.spec import RouteSpec
+
+__all__ = ["EngineConfig", "EngineStatus", "EngineWorker"]
+
+
+def _nothing() -> Mapping[str, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One shard of an engine.
+
+    ``model``: a folder as ``save_pretrained`` writes it. ``spec``: what its routes mean; None captures nothing, and
+    then nobody may demand routes. ``host``, ``port_range``: where it listens. ``options``: further arguments of vLLM's
+    server. ``middleware``: dotted name of ``make(app, spec, shard) -> app``, such as one that ships routes. ``hook``:
+    dotted name of a function that vLLM runs in *every* worker process after the load (``collective_rpc``), not in
+    rank 0 alone. ``min_agreement``: as in ``probe``.
+    """
+
+    model: str
+    spec: RouteSpec | None
+    host: str = "127.0.0.1"
+    port_range: tuple[int, int] = (20_000, 21_000)
+    served_name: str = "policy"
+    options: Mapping[str, Any] = field(default_factory=_nothing)
+    middleware: str | None = None
+    hook: str | None = None
+    min_agreement: float = 0.5
+
+    def __post_init__(self) -> None:
+        # plain dictionaries cross processes, proxies do not
+        object.__setattr__(self, "options", dict(self.options))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """What a shard says of itself. ``probed_rows`` and ``agreement``: of the probe, None without capture.
+
+    ``processes``: those of its engine, which must be gone after ``close``.
+    """
+
+    endpoint: EndpointState
+    probed_rows: int | None
+    agreement: float | None
+    processes: tuple[Process, ...]
+
+
+class EngineWorker:
+    """One engine: ``reserve()`` is cheap, ``load()`` heavy, ``serve()`` opens, ``drain()`` and ``close()`` end it."""
+
+    def __init__(self, config: EngineConfig, shard: int) -> None:
+        self._config = config
+        self._shard = shard
+        self._endpoint: Endpoint | None = None
+        self._engine: Any = None
+        self._served: ServedApp | None = None
+        self._probe: Any = None
+
+    async def reserve(self, port: int | None) -> EndpointState:
+        """Listen now, answer 503 until ``serve``. ``port``: the old one, for an engine that comes back to its URL."""
+        if self._endpoint is None:
+            self._endpoint = reserve(self._config.host, self._config.port_range, port=port)
+        return self._state()
+
+    async def state(self) -> EndpointState:
+        """URL and state of this shard. Raises FleetError (CLOSED) before ``reserve``."""
+        return self._state()
+
+    def _state(self) -> EndpointState:
+        endpoint = self._require_endpoint()
+        state = endpoint.state
+        if self._served is not None and (self._served.ended or self._engine.engine.errored):
+            state = ServerState.DEGRADED
+        return EndpointState(shard=self._shard, url=endpoint.url, state=state)
+
+    async def load(self) -> None:
+        """Load the weights, run the hook in every worker, and probe: routes come back as promised, before step 0.
+
+        Raises as ``capture.vllm.serving.load_engine`` and ``probe`` do.
+        """
+        from routeplane.capture.vllm.serving import load_engine
+
+        config = self._config
+        self._engine = await load_engine(
+            config.model, spec=config.spec, served_name=config.served_name, options=config.options
+        )
+        if config.hook is not None:
+            await self._engine.engine.collective_rpc(_find(config.hook))
+        self._probe = await self._engine.probe(min_agreement=config.min_agreement)
+
+    async def serve(self) -> EngineStatus:
+        """Take over the reserved socket with vLLM's OpenAI server. Raises FleetError (NOT_READY) before ``load``."""
+        if self._engine is None:
+            raise FleetError("expected an engine that was loaded, got none", kind=ErrorKind.NOT_READY)
+        app = await self._engine.build_app()
+        if self._config.middleware is not None:
+            app = _find(self._config.middleware)(app, self._config.spec, self._shard)
+        self._served = await serve_app(app, self._require_endpoint())
+        return await self.status()
+
+    async def status(self) -> EngineStatus:
+        """Endpoint, what the probe saw, and the engine's processes."""
+        return EngineStatus(
+            endpoint=self._state(),
+            probed_rows=None if self._probe is None else self._probe.rows,
+            agreement=None if self._probe is None else self._probe.agreement,
+            processes=children_of(os.getpid()),
+        )
+
+    async def drain(self, timeout: float) -> int:
+        """Wait until no request is in flight, for ``timeout`` seconds at most; how many are left."""
+        if self._engine is None:
+            return 0
+        try:
+            async with asyncio.timeout(timeout):
+                while self._engine.unfinished():
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pass
+        return int(self._engine.unfinished())
+
+    async def close(self) -> None:
+        """End server, engine and socket, in that order. Idempotent."""
+        served, self._served = self._served, None
+        if served is not None:
+            await served.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _require_endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            raise FleetError("expected an endpoint that was reserved, got none", kind=ErrorKind.CLOSED)
+        return self._endpoint
+
+
+def _find(name: str) -> Any:
+    """The function of a dotted name, ``package.module:function``. Raises UsageError."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"expected a name like package.module:function, got {name!r}", kind=ErrorKind.ARGUMENT)
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,288 @@
+"""Attaching to Megatron-Core models: which routers are found, what is refused, what stays as it was.
+
+Axes: B sequences, S positions, N token rows, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import nn
+
+from routeplane.batch import collate
+from routeplane.errors import ErrorKind, ReplayError, UsageError
+from routeplane.replay import megatron as gates
+from routeplane.replay.handle import ReplayHandle
+from routeplane.testing.builders import watermarked_record, watermarked_spec
+from routeplane.testing.contracts.replay_harness import unlike_rows
+from tests.replay.megatron.tiny_megatron import FAMILIES, HIDDEN, TokenBatch, build, config_of, inputs_of, recorded
+
+pytestmark = pytest.mark.megatron
+
+PLAIN = FAMILIES[0]
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def batch_of(seed: int, *, missing: float = 0.2) -> TokenBatch:
+    """Rows for the tokens of a seed."""
+    rows = unlike_rows(PLAIN.spec, 12, seed=100 + seed, missing=missing)
+    return TokenBatch(rows=rows, token_ids=inputs_of(seed).tokens)
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    """Of the tokens of a seed."""
+    loss: torch.Tensor = model(*inputs_of(seed).arguments()).square().mean()
+    return loss
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every gradient."""
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+# ---- which routers --------------------------------------------------------------------------------------------------
+
+
+def test_routers_of_multi_token_prediction_are_left_out() -> None:
+    """Megatron's own list has them, with the number of a layer that does not exist."""
+    options = {"mtp_num_layers": 1, "moe_enable_routing_replay": True}
+    config = config_of(options)
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    listed = len(RouterReplay.global_router_replay_instances)
+    model = build(options, mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False))
+    assert 3 == len(RouterReplay.global_router_replay_instances) - listed
+    assert [0, 1] == [gate.layer_id for gate, _ in gates.find_gates(model)]
+    gates.attach(model, PLAIN.spec).detach()
+
+
+def test_wrapped_chunks_are_walked() -> None:
+    """DDP and Float16Module put the model one step down; gates are named by where they stand."""
+    wrapped = nn.ModuleDict({"module": build(PLAIN.options)})
+    assert ["module.decoder.layers.0.mlp.router", "module.decoder.layers.1.mlp.router"] == [
+        gate.name for gate, _ in gates.find_gates(wrapped)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]}, "sinkhorn"),
+        ({"moe_router_fusion": True}, "moe_router_fusion"),
+        ({"moe_router_force_load_balancing": True}, "random"),
+        ({"overlap_moe_expert_parallel_comm": True}, "two microbatches in one forward"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, "whole layers"),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router"}, "CUDA graphs of moe_router"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_configurations_that_bypass_the_selection_are_refused(options: Mapping[str, Any], what: str) -> None:
+    """Before loading by ``check_setup``, and by ``attach``, which names the router."""
+    with pytest.raises(UsageError, match=what) as before:
+        gates.check_setup({**PLAIN.options, **options})
+    assert ErrorKind.ARGUMENT == before.value.kind
+    model = build(PLAIN.options)
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ReplayError, match=rf"{what}.*decoder\.layers\.0\.mlp\.router") as caught:
+        gates.attach(model, PLAIN.spec)
+    assert ErrorKind.NO_SEAM == caught.value.kind
+
+
+def test_check_setup_lists_every_reason_and_lets_the_rest_pass() -> None:
+    """All problems at once; CUDA graphs of attention alone, and recomputation, are fine."""
+    gates.check_setup(config_of({**PLAIN.options, **FULL}), engine="sglang")
+    gates.check_setup({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]})
+    with pytest.raises(UsageError) as caught:
+        gates.check_setup({"moe_router_fusion": True, "moe_router_force_load_balancing": True}, engine="megatron")
+    assert 3 == len(caught.value.problems)
+
+
+def test_a_router_of_another_class_is_refused_by_name() -> None:
+    """Also a MoE layer without any router that is known, and a model without one."""
+    model = build(PLAIN.options)
+    router = model.decoder.layers[1].mlp.router
+    router.__class__ = type("LearnedRouter", (type(router),), {})
+    with pytest.raises(ReplayError, match=r"got LearnedRouter @ decoder\.layers\.1\.mlp\.router") as caught:
+        gates.attach(model, PLAIN.spec)
+    assert ErrorKind.NO_SEAM == caught.value.kind
+    model.decoder.layers[1].mlp.router = nn.Identity()
+    with pytest.raises(ReplayError, match=r"got MoELayer @ decoder\.layers\.1\.mlp"):
+        gates.attach(model, PLAIN.spec)
+    with pytest.raises(ReplayError, match="got Linear without one"):
+        gates.attach(nn.Linear(2, 2), PLAIN.spec)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_are_in_megatrons_order_already() -> None:
+    """``[T]`` tokens go in as one row of the model, ``[T, 1, H]`` inside."""
+    model = build(PLAIN.options)
+    batch = TokenBatch(rows=batch_of(1).rows, token_ids=inputs_of(1).tokens.reshape(-1))
+    with gates.attach(model, PLAIN.spec) as handle, recorded(model) as seen, handle.replaying(batch):
+        model(*inputs_of(1, count=1, width=12).arguments())
+    for layer, (firing,) in seen.items():
+        expected = batch.layer(layer).long()
+        forced_N = expected[:, 0] >= 0
+        assert expected[forced_N].sort().values.tolist() == firing.ids_NK[forced_N].sort().values.tolist()
+
+
+def test_a_padded_batch_is_turned() -> None:
+    """Row ``b*S + s`` of a RouteBatch stands at ``s*B + b``; padded or packed, nobody has to say so."""
+    spec = watermarked_spec(layers=(0, 1), top_k=3)
+    records = [watermarked_record(sample, num_tokens=length, spec=spec) for sample, length in enumerate((5, 3, 4))]
+    order = gates.row_order(collate(records, spec, layout="padded"))
+    assert order is not None
+    assert [b * 5 + s for s in range(5) for b in range(3)] == order.tolist()
+    assert gates.row_order(collate(records, spec, layout="packed")) is None
+
+
+def test_rows_that_are_not_those_of_the_tokens_are_refused() -> None:
+    """Megatron itself takes eight rows for sixteen tokens, and half of the tokens get no expert."""
+    model = build(PLAIN.options)
+    batch = TokenBatch(rows=batch_of(1).rows, token_ids=inputs_of(1, width=4).tokens)
+    with (
+        gates.attach(model, PLAIN.spec) as handle,
+        pytest.raises(ReplayError, match=r"each of 8 tokens.*got 12") as caught,
+    ):
+        with handle.replaying(batch):
+            pytest.fail("the body must not run")
+    assert ErrorKind.ROW_COUNT == caught.value.kind
+
+
+# ---- Megatron's own replay ------------------------------------------------------------------------------------------
+
+
+def test_megatrons_own_replay_works_before_during_and_after() -> None:
+    """Its object answers where the handle is not replaying, and comes back; its list is neither read nor grown."""
+    listed = list(RouterReplay.global_router_replay_instances)
+    model = build({**PLAIN.options, "moe_enable_routing_replay": True})
+    own: list[Any] = [router.router_replay for _, router in gates.find_gates(model)]
+    assert [*listed, *own] == RouterReplay.global_router_replay_instances
+    with gates.attach(model, PLAIN.spec) as handle, torch.no_grad():
+        for router in own:
+            router.set_router_replay_action(RouterReplayAction.RECORD)
+        live = loss_of(model, 1)
+        with handle.replaying(batch_of(1, missing=0.0)):
+            assert not torch.equal(live, loss_of(model, 1))
+        for router in own:
+            router.set_target_indices(router.get_recorded_indices())
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        assert torch.equal(live, loss_of(model, 1))
+    assert own == [router.router_replay for _, router in gates.find_gates(model)]
+    assert [*listed, *own] == RouterReplay.global_router_replay_instances
+    assert [1, 1] == [len(router.replay_backward_list) for router in own]
+
+
+# ---- recomputation --------------------------------------------------------------------------------------------------
+
+
+def steps(model: nn.Module, handle: ReplayHandle, *, live_first: bool, together: bool) -> dict[str, torch.Tensor]:
+    """One live and one replayed microbatch, in either order; backward after each, or of the sum."""
+    losses = []
+    for seed in (0, 1) if live_first else (1, 0):
+        if seed:
+            with handle.replaying(batch_of(seed)):
+                losses.append(loss_of(model, seed))
+        else:
+            losses.append(loss_of(model, seed))
+        if not together:
+            torch.autograd.backward(losses.pop())
+    if together:
+        torch.autograd.backward(torch.stack(losses).sum())
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("live_first", [True, False], ids=["live first", "live second"])
+@pytest.mark.parametrize(
+    "options",
+    [FULL, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}],
+    ids=["full", "selective"],
+)
+def test_a_live_microbatch_in_flight_stays_live(options: Mapping[str, Any], live_first: bool) -> None:
+    """Its recomputation is live and the other's is replayed, whichever comes first: told by what goes in."""
+    model, reference = build({**PLAIN.options, **options}), build(PLAIN.options)
+    with gates.attach(reference, PLAIN.spec) as handle:
+        expected = steps(reference, handle, live_first=live_first, together=False)
+    with gates.attach(model, PLAIN.spec) as handle:
+        found = steps(model, handle, live_first=live_first, together=True)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_retained_graph_recomputes_twice() -> None:
+    """A second backward pass over the same graph repeats the same forward: its gradient is twice the first."""
+    model = build({**PLAIN.options, **FULL})
+    with gates.attach(model, PLAIN.spec) as handle:
+        with handle.replaying(batch_of(1)):
+            loss = loss_of(model, 1)
+        with handle.replaying(batch_of(2)):
+            loss_of(model, 2)
+        torch.autograd.backward(loss, retain_graph=True)
+        once = gradients_of(model)
+        torch.autograd.backward(loss)
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, 2 * once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_recomputation_after_detach_is_refused() -> None:
+    """It would run live in silence; the guards that say so go with the graph."""
+    model = build({**PLAIN.options, **FULL})
+    with gates.attach(model, PLAIN.spec) as handle, handle.replaying(batch_of(1)):
+        loss = loss_of(model, 1)
+    with pytest.raises(ReplayError, match="stay attached until backward") as caught:
+        torch.autograd.backward(loss)
+    assert ErrorKind.DETACHED == caught.value.kind
+    del loss, caught
+    gc.collect()
+    with torch.no_grad():
+        # what Megatron's dispatchers keep of a forward goes with the next one
+        loss_of(model, 1)
+        loss_of(model, 1)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_an_interrupted_recomputation_leaves_nothing_open() -> None:
+    """A person stops it inside a layer, where no hook runs: the next microbatch is replayed, the next live one live."""
+    model = build({**PLAIN.options, **FULL})
+    with torch.no_grad():
+        live = loss_of(model, 1)
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with gates.attach(model, PLAIN.spec) as handle:
+        with handle.replaying(batch_of(1)):
+            loss = loss_of(model, 1)
+        hook = model.decoder.layers[1].mlp.experts.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            torch.autograd.backward(loss)
+        hook.remove()
+        with torch.no_grad():
+            assert torch.equal(live, loss_of(model, 1))
+        with handle.replaying(batch_of(1)):
+            again = loss_of(model, 1)
+        assert torch.equal(loss, again)
+        torch.autograd.backward(again)
+    assert [2, 2] == [gate.consumed for gate in handle.report().gates]
+
+
+def test_a_router_called_by_itself_is_refused_like_any_other() -> None:
+    """One call more than the other routers is an error on leaving, and names them."""
+    model = build(PLAIN.options)
+    with gates.attach(model, PLAIN.spec) as handle:
+        replaying = handle.replaying(batch_of(1))
+        replaying.__enter__()
+        loss_of(model, 1)
+        model.decoder.layers[0].mlp.router(torch.zeros(12, 1, HIDDEN))
+        with pytest.raises(ReplayError, match=r"layers\.1\.mlp\.router") as caught:
+            replaying.__exit__(None, None, None)
+    assert ErrorKind.GATE_FIRED == caught.value.kind
