@@ -48,8 +48,6 @@ _SOCKETS = Path("/dev/shm")
 _ALIGN = 64
 # A schema alone takes some kilobytes.
 _MIN_SEGMENT = 2**20
-# Larger batches gain nothing, and smaller ones leave more of the segment to others.
-_BATCH_BYTES = 4 * 2**20
 
 
 class Extents:
@@ -299,7 +297,7 @@ class _Place:
         except BaseException:
             connection.close()
             raise
-        return ConnectedWriter(line, spec, encoding=encoding, max_bytes=options.max_bytes, batch_bytes=_BATCH_BYTES)
+        return ConnectedWriter(line, spec, encoding=encoding, max_bytes=options.max_bytes)
 
     def open_source(self, policy: ReadPolicy, options: SourceOptions) -> ConnectedReader:
         with SharedListener(self._address) as listener:
