@@ -269,6 +269,7 @@ class _Port:
     def put(self, session: Session, block: Block, *, timeout_s: float | None = None) -> Session:
         described = messages.dump_block(block)
         self._ask_until("reserve", "room", timeout_s=timeout_s, session=session, block=described)
+        del described["keys"]  # which stand in the batch
         descriptor = fl.FlightDescriptor.for_command(messages.dump(session=session, block=described))
 
         def work(client: Any, options: Any) -> Any:
