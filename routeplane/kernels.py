@@ -19,7 +19,7 @@ Axes: S tokens, L layers, K top-k slots, P rows of the table of limits, R runs o
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
@@ -56,24 +56,16 @@ def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
     first call for a type and K compiles, or loads what an earlier process compiled.
     """
     count, top_k = rows.size // rows.shape[2], rows.shape[2]
-    lanes = _VECTOR_BYTES // rows.itemsize
-    step = lanes // top_k * _VECTORS
-    limits_PK, period = _limits(widths, top_k, rows.dtype.char, step)
-    row = (rows.dtype.type(0),) * top_k
-    # the last vector of a step reads past its rows, up to its own width
-    spare = -(-lanes // top_k)
-    steps = max(0, (count - spare) // step)
-    if not _steps_are_legal(rows.ctypes.data, steps, limits_PK.ctypes.data, period, 0, row):
+    how = _plan(widths, top_k, rows.dtype.char)
+    steps = max(0, (count - how.spare) // how.step)
+    if not _steps_are_legal(rows.ctypes.data, steps, how.address, how.period, 0, how.row):
         return False
-    done = steps * step
-    tail = np.empty((-(-(count - done) // step) * step + spare, top_k), dtype=rows.dtype)
+    done = steps * how.step
+    steps = -(-(count - done) // how.step)
+    tail = np.empty((steps * how.step + how.spare, top_k), dtype=rows.dtype)
     tail.view(f"i{rows.itemsize}").fill(-1)
     tail[: count - done] = rows.reshape(-1, top_k)[done:]
-    return bool(
-        _steps_are_legal(
-            tail.ctypes.data, (len(tail) - spare) // step, limits_PK.ctypes.data, period, done % period, row
-        )
-    )
+    return bool(_steps_are_legal(tail.ctypes.data, steps, how.address, how.period, done % how.period, how.row))
 
 
 def count_present(rows: NDArray[Any], widths: tuple[int, ...], *, first: int, most: int) -> tuple[int, bool]:
@@ -84,17 +76,13 @@ def count_present(rows: NDArray[Any], widths: tuple[int, ...], *, first: int, mo
     ``rows_are_legal``.
     """
     count, top_k = rows.size // rows.shape[2], rows.shape[2]
-    lanes = _VECTOR_BYTES // rows.itemsize
-    step = lanes // top_k * _VECTORS
-    # the last vector of a step reads past its rows, up to its own width
-    steps = min(most, count - first - -(-lanes // top_k)) // step
+    how = _plan(widths, top_k, rows.dtype.char)
+    steps = min(most, count - first - how.spare) // how.step
     if steps <= 0:
         return 0, False
-    limits_PK, period = _limits(widths, top_k, rows.dtype.char, step)
-    row = (rows.dtype.type(0),) * top_k
     address = rows.ctypes.data + first * top_k * rows.itemsize
-    done = int(_present_steps(address, steps, limits_PK.ctypes.data, period, first % period, row))
-    return done * step, done < steps
+    done = int(_present_steps(address, steps, how.address, how.period, first % how.period, how.row))
+    return done * how.step, done < steps
 
 
 def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int16]) -> None:
@@ -123,17 +111,28 @@ def _runs_of(slots: tuple[int, ...]) -> NDArray[np.int64]:
     return runs_R2
 
 
-@lru_cache(maxsize=64)
-def _limits(widths: tuple[int, ...], top_k: int, kind: str, step: int) -> tuple[NDArray[Any], int]:
-    """The largest legal id of each lane, for a step that begins at any of ``period`` rows; and the period.
+class _Plan(NamedTuple):
+    """How rows of one type and K are looked at: what a call would otherwise work out each time."""
 
-    The period holds whole tokens and at least one step, so that one subtraction keeps the phase in range.
-    """
+    step: int  # rows of a step
+    spare: int  # rows that must follow a step: its last vector reads past its rows, up to its own width
+    limits: NDArray[Any]  # the largest legal id of each lane, for a step that begins at any of ``period`` rows
+    address: int  # of the limits
+    period: int  # whole tokens and at least one step, so that one subtraction keeps the phase in range
+    row: tuple[Any, ...]
+
+
+@lru_cache(maxsize=64)
+def _plan(widths: tuple[int, ...], top_k: int, kind: str) -> _Plan:
+    dtype = np.dtype(kind)
+    lanes = _VECTOR_BYTES // dtype.itemsize
+    step = lanes // top_k * _VECTORS
     period = len(widths) * -(-step // len(widths))
     rows_P = np.arange(period + step + _VECTOR_BYTES) % len(widths)
     limits_PK = np.repeat(np.asarray(widths)[rows_P, None] - 1, top_k, axis=1).astype(kind)
     limits_PK.flags.writeable = False
-    return limits_PK, period
+    row = (dtype.type(0),) * top_k
+    return _Plan(step, -(-lanes // top_k), limits_PK, limits_PK.ctypes.data, period, row)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

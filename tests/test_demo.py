@@ -173,6 +173,23 @@ def test_a_stage_without_figures_is_an_error_that_names_it(
     assert ErrorKind.CHILD_FAILED == caught.value.kind
 
 
+def test_a_trainer_runs_in_the_environment_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own module, by the interpreter given; the engine by this one."""
+    options = DemoOptions(out=str(tmp_path), trainer="megatron", trainer_python=str(tmp_path / "its python"))
+    for name, script in {
+        "python": 'echo \'{"records": 1, "seconds": {}}\'',
+        "its python": f'echo "$2" > \'{tmp_path}/module\'; echo \'{{"tokens": 3, "seconds": {{}}}}\'',
+    }.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    Path(options.stream).write_bytes(b"four")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    figures = run_demo(options)
+    assert "routeplane.demo_megatron" == (tmp_path / "module").read_text().strip()
+    assert ("megatron", 1, 3, 4) == tuple(figures[key] for key in ("trainer", "records", "tokens", "stream_bytes"))
+
+
 # ---- a small run ----------------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {"seed": 5, "layers": 4, "sequences": 3, "max_tokens": 24, "progress": False}
