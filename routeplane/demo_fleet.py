@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from routeplane.fleet.environment import EnvironmentConfig
     from routeplane.fleet.timeline import Timeline
 
-__all__ = ["Conversations", "TrainerWorker", "fleet_plan", "main", "make_environment"]
+__all__ = ["Conversations", "TrainerWorker", "fleet_plan", "main", "make_environment", "prepare"]
 
 #: Turns of one rollout, tokens that the engine adds in each, and tokens that the "tool" answers with.
 TURNS, TURN_TOKENS, TOOL_TOKENS = 3, 24, 8
@@ -230,7 +230,7 @@ def _address(*, linger: bool) -> str:
 
 
 async def _run(options: DemoOptions) -> dict[str, Any]:
-    spec = await asyncio.to_thread(_prepare, options)
+    spec = await asyncio.to_thread(prepare, options)
     seconds: dict[str, float] = {}
     fleet = await start_async(fleet_plan(options, spec), on_change=_say if options.progress else None)
     try:
@@ -255,7 +255,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
     }
 
 
-def _prepare(options: DemoOptions) -> RouteSpec:
+def prepare(options: DemoOptions) -> RouteSpec:
     """Weights and a tokenizer of bytes, in the folder that engine and trainer load from."""
     build_model(options)
     vocabulary = {f"b{index}": index for index in range(256)}
