@@ -80,6 +80,7 @@ STAGE_OF = {
         (
             "demo",
             "demo_engine",
+            "demo_environment",
             "demo_fleet",
             "demo_plane",
             "demo_scoring",
