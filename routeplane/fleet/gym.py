@@ -118,8 +118,8 @@ class GymEnvironment:
         return answer
 
     def is_healthy(self) -> bool:
-        """Whether the servers' parent runs and each of them answers."""
-        if self._process is None or self._process.poll() is not None:
+        """Whether the servers came up, their parent runs and each of them answers."""
+        if self._process is None or self._process.poll() is not None or not self._urls:
             return False
         return all(_answers(url) for url in self._urls.values())
 

@@ -87,26 +87,30 @@ def test_urls_of_another_source_are_refused() -> None:
 def test_an_interpreter_without_gym_says_so() -> None:
     """The last words of the process that ended are in the error."""
     environment = make_environment(built({"gym_python": sys.executable}))
-    with pytest.raises(FleetError, match=r"ModuleNotFoundError: No module named '(nemo_gym|ray)'") as caught:
-        environment.start()
-    assert ErrorKind.ENVIRONMENT == caught.value.kind
-    assert not environment.is_healthy()
-    environment.close()
-    environment.close()
+    try:
+        with pytest.raises(FleetError, match=r"ModuleNotFoundError: No module named '(nemo_gym|ray)'") as caught:
+            environment.start()
+        assert ErrorKind.ENVIRONMENT == caught.value.kind
+        assert not environment.is_healthy()
+    finally:
+        environment.close()
+        environment.close()
 
 
 def test_servers_that_never_answer_end_in_their_time(tmp_path: Path) -> None:
     """The bound is the configuration's, and the process is gone."""
     silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    silent.write_text("#!/bin/sh\nread line\nread line\n")
     silent.chmod(0o755)
     environment = make_environment(built({"gym_python": str(silent), "gym_start_seconds": 0.2}))
-    with pytest.raises(FleetError, match=r"within 0\.2 s") as caught:
-        environment.start()
-    assert ErrorKind.NOT_READY == caught.value.kind
-    below = [process for process in children_of(os.getpid()) if b"tail" in command_of(process.pid)]
+    try:
+        with pytest.raises(FleetError, match=r"within 0\.2 s") as caught:
+            environment.start()
+        assert ErrorKind.NOT_READY == caught.value.kind
+        below = [process for process in children_of(os.getpid()) if str(tmp_path).encode() in command_of(process.pid)]
+    finally:
+        environment.close()
     assert 1 == len(below)
-    environment.close()
     assert has_ended(below[0])
 
 
