@@ -149,7 +149,7 @@ class TokenPlan:
         else:
             row_N, shape = shard.rows(slots.edges, layout=slots.layout)
             located = slots.locate(row_N)
-        content = {
+        content: dict[str, NDArray[Any]] = {
             **dict(zip(("record_N", "token_N", "position_N"), located, strict=True)),
             "sources": slots.sources,
             "lengths": slots.lengths,
