@@ -17,6 +17,7 @@ import numpy as np
 from routeplane.arrays import frozen_view
 from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.rows import absent_tokens
+from routeplane.validate import kernels_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,7 @@ __all__ = ["find_alarms"]
 # Rows of the first look at a layer. Few draws show fewer effective experts than there are, never more on average, so a
 # layer that shows enough has them; one that does not is looked at in full.
 _FIRST_LOOK = 16
+_NO_TOKENS = frozen_view(np.empty(0, dtype=np.int32))
 
 
 def find_alarms(
@@ -64,8 +66,22 @@ def find_alarms(
     choosing = _choosing(spec)
     if not choosing:
         return []
+    if absent is None:
+        absent = absent_tokens(routes)
+    kernels = kernels_for(routes, spec)
+    if kernels is not None and kernels.shows_enough(
+        routes,
+        absent=absent,
+        token_ids=_NO_TOKENS if token_ids is None else token_ids,
+        layer=choosing[0],
+        width=max(spec.experts_per_layer),
+        step=_step(longest_run),
+        least_rows=least_rows,
+        looks=_FIRST_LOOK,
+    ):
+        return []  # nearly always
     keep_S = np.ones(len(routes), dtype=np.bool_)
-    keep_S[absent_tokens(routes) if absent is None else absent] = False
+    keep_S[absent] = False
     if token_ids is not None and len(token_ids) > 1:
         keep_S[1:] &= token_ids[1:] != token_ids[:-1]
     kept = np.flatnonzero(keep_S)
@@ -106,12 +122,17 @@ def _run_alarm(
     return [Problem(kind=ErrorKind.IDENTICAL_ROWS, message=message, token=int(kept[start]), severity="alarm")]
 
 
+def _step(longest_run: int) -> int:
+    """How far apart rows may be so that any longer run holds two of them."""
+    return max(1, (longest_run + 1) // 2)
+
+
 def _stretches(rows_SK: NDArray[Any], kept: NDArray[np.int64], longer_than: int) -> Iterator[tuple[int, int]]:
     """Runs of one layer that are longer than that, ``[first, last)`` in ``kept``: each run in all layers is inside one.
 
     A longer run holds two neighbours of every ``step``-th row, so these are compared first: one row in 16 is read.
     """
-    step = max(1, (longer_than + 1) // 2)
+    step = _step(longer_than)
     looked_at_NK = rows_SK[kept[::step]]
     repeats = (looked_at_NK[1:] == looked_at_NK[:-1]).all(axis=1)
     if not repeats.any():

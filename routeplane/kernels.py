@@ -27,12 +27,14 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from routeplane.first_look import shows_enough
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal"]
+__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal", "shows_enough"]
 
 #: Largest top-k that a vector of int16 holds.
 MAX_TOP_K = 32
