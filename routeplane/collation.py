@@ -7,7 +7,7 @@ Axes: S tokens of a record, N rows of a batch, L layers, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,6 @@ def settle_states(
 
 def count_states(states_N: NDArray[np.int8], *, records: int) -> Coverage:
     """Rows by capture state; padding is not counted."""
-    # padding first, as NO_STATE is -1
-    counts = np.bincount(states_N + np.int8(1), minlength=len(STATES) + 1)[1:]
-    rows: Mapping[str, int] = MappingProxyType(dict(zip(STATES, counts.tolist(), strict=True)))
-    return Coverage(records=records, rows=rows)
+    # a pass over bytes for each: bincount would make int64 of them first
+    rows: dict[str, int] = {state: int(np.count_nonzero(states_N == place)) for place, state in enumerate(STATES)}
+    return Coverage(records=records, rows=MappingProxyType(rows))

@@ -60,7 +60,7 @@ def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
     count, top_k = rows.size // rows.shape[2], rows.shape[2]
     how = _plan(widths, top_k, rows.dtype.char)
     steps = max(0, (count - how.spare) // how.step)
-    if not _steps_are_legal(rows.ctypes.data, steps, how.address, how.period, 0, how.row):
+    if steps and not _steps_are_legal(rows.ctypes.data, steps, how.address, how.period, 0, how.row):
         return False
     done = steps * how.step
     steps = -(-(count - done) // how.step)
