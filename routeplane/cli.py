@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
     demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
     demo.add_argument("--transport", choices=("file", "flight", "ray"), default="file")
+    demo.add_argument("--fleet", action="store_true", help="all parts as actors of a Ray cluster, rollouts over HTTP")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
     demo.set_defaults(run=_demo)
@@ -195,6 +196,7 @@ def _demo(options: argparse.Namespace) -> int:
                 trainer=options.trainer,
                 trainer_python=options.trainer_python or "",
                 transport=options.transport,
+                fleet=options.fleet,
                 seed=options.seed,
                 progress=sys.stderr.isatty(),
             )

@@ -34,8 +34,9 @@ _VLLM_SETTINGS = (
     "TORCHDYNAMO_DISABLE=1",
 )
 
-# What Ray reads at start-up: no usage report, and no warning of a default about accelerators that are not here.
-_RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0")
+# What Ray reads at start-up: no usage report, no warning of a default about accelerators that are not here, and the
+# token that a cluster of one's own asks for (2.60 starts one with it, and joins none with it unless told).
+_RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0", "RAY_AUTH_MODE=token")
 
 
 #: Trainer -> the module that loads it.
@@ -67,6 +68,7 @@ class DemoOptions:
     layers: int = 12
     progress: bool = True
     address: str | None = None  # of what carries the stream, where that is no file
+    fleet: bool = False  # all of it as actors of one Ray cluster, rollouts over HTTP
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -95,10 +97,17 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     """
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
+    if options.fleet:
+        found = _stage("routeplane.demo_fleet", options, settings=_RAY_SETTINGS)
+        seconds = {**found.pop("seconds"), "total": time.perf_counter() - started}
+        chosen = {"engine": "vllm", "trainer": "transformers", "transport": "ray", "seed": options.seed}
+        return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
     with _carrier(options) as (carried, stream_bytes):
-        settings = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
-        engine = _stage("routeplane.demo_engine", carried, settings=settings)
-        trainer = _stage(_TRAINERS[options.trainer], carried, settings=_TRAINER_SETTINGS, python=options.trainer_python)
+        common = _RAY_SETTINGS if options.transport == "ray" else ()
+        own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+        engine = _stage("routeplane.demo_engine", carried, settings=(*common, *own))
+        settings = (*common, *_TRAINER_SETTINGS)
+        trainer = _stage(_TRAINERS[options.trainer], carried, settings=settings, python=options.trainer_python)
         size = stream_bytes()
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {
@@ -185,6 +194,7 @@ def format_table(figures: Mapping[str, Any]) -> str:
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in figures["seconds"].items())
     return "\n".join(
         [
+            *_timeline_lines(figures.get("timeline")),
             f"engine {figures['engine']} (bfloat16) -> {figures['transport']} -> "
             f"trainer {figures['trainer']} (float32), seed {figures['seed']}",
             f"  {figures['tokens']} tokens (captured {coverage['captured']}, cached {coverage['cached']}, "
@@ -197,3 +207,16 @@ def format_table(figures: Mapping[str, Any]) -> str:
             f"  stream {figures['stream_bytes']} bytes; seconds: {seconds}",
         ]
     )
+
+
+def _timeline_lines(timeline: Mapping[str, Any] | None) -> list[str]:
+    """What ran when, for a demo that was a fleet."""
+    if timeline is None:
+        return []
+    lines = [
+        f"  {task['name']:<12} {task['started']:>6.1f} s to {task['ended']:>6.1f} s"
+        + (f"  (waited for {task['waited_for']})" if task["waited_for"] else "")
+        for task in timeline["tasks"]
+    ]
+    serial = timeline["serial_seconds"]
+    return [f"fleet up in {timeline['seconds']:.1f} s; one after another: {serial:.1f} s", *lines, ""]

@@ -42,7 +42,7 @@ def _without_cuda() -> AbstractContextManager[object]:
 def load(options: DemoOptions) -> LoadedTrainer:
     """The model that the engine used, in float32, built with routing replay switched on."""
     config: Any = Qwen3MoeConfig.from_pretrained(options.model_dir, dtype=torch.float32)
-    gates.check_setup(engine=options.engine, architectures=config.architectures)
+    gates.check_setup(engine=options.engine.partition("-")[0], architectures=config.architectures)
     backend = BackendConfig(
         attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts="torch", dispatcher="torch"
     )

@@ -69,7 +69,7 @@ def load(options: DemoOptions) -> LoadedTrainer:
     folder = Path(options.model_dir)
     shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = _config(shape)
-    gates.check_setup(config, engine=options.engine)
+    gates.check_setup(config, engine=options.engine.partition("-")[0])
     model: Any = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from routeplane.replay.handle import ReplayHandle
     from routeplane.spec import RouteSpec
 
-__all__ = ["LoadedTrainer", "run_stage", "shifted_by_layer", "shifted_by_token"]
+__all__ = ["LoadedTrainer", "run_stage", "score_stream", "shifted_by_layer", "shifted_by_token"]
 
 # Tokens of one microbatch: small, so that the demo crosses a microbatch boundary.
 _MICROBATCH_TOKENS = 512
@@ -94,6 +94,11 @@ def _figures(name: str, difference_T: NDArray[np.float64]) -> dict[str, float]:
 def run_stage(arguments: Sequence[str], load: Callable[[DemoOptions], LoadedTrainer]) -> None:
     """Run the stage with the options given as JSON."""
     options = DemoOptions(**json.loads(arguments[0]))
+    sys.stdout.write(json.dumps(score_stream(options, load)) + "\n")
+
+
+def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrainer]) -> dict[str, Any]:
+    """Read the whole stream of ``options``, load the trainer and score; the figures, with ``seconds`` by step."""
     torch.set_num_threads(1)  # matrices this small lose by threads, and one order of sums gives one table per seed
     seconds: dict[str, float] = {}
     started = time.perf_counter()
@@ -119,7 +124,7 @@ def run_stage(arguments: Sequence[str], load: Callable[[DemoOptions], LoadedTrai
                     figures["flipped_share"] = replay.report().scalars()["routeplane/replay_flipped_share"]
     seconds["score"] = time.perf_counter() - started
     figures |= _counts(records, coverage)
-    sys.stdout.write(json.dumps({**figures, "seconds": seconds}) + "\n")
+    return {**figures, "seconds": seconds}
 
 
 def _counts(records: Sequence[RouteRecord], coverage: Coverage) -> dict[str, Any]:

@@ -145,7 +145,7 @@ OPTIONS = {
     "info": {"--help", "--json"},
     "validate": {"--help", "--json", "--alarms"},
     "convert": {"--help", "--json", "--encoding", "--overwrite"},
-    "demo": {"--help", "--json", "--engine", "--trainer", "--transport", "--seed", "--out"},
+    "demo": {"--help", "--json", "--engine", "--fleet", "--trainer", "--transport", "--seed", "--out"},
     "stats": {"--help", "--json", "--layer", "--samples", "--ray"},
     "diff": {"--help", "--json", "--layer", "--samples"},
     "explain": {"--help", "--json", "--layer"},

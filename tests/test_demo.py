@@ -173,6 +173,23 @@ def test_a_stage_without_figures_is_an_error_that_names_it(
     assert ErrorKind.CHILD_FAILED == caught.value.kind
 
 
+def test_a_trainer_runs_in_the_environment_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own module, by the interpreter given; the engine by this one."""
+    options = DemoOptions(out=str(tmp_path), trainer="megatron", trainer_python=str(tmp_path / "its python"))
+    for name, script in {
+        "python": 'echo \'{"records": 1, "seconds": {}}\'',
+        "its python": f'echo "$2" > \'{tmp_path}/module\'; echo \'{{"tokens": 3, "seconds": {{}}}}\'',
+    }.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    Path(options.stream).write_bytes(b"four")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    figures = run_demo(options)
+    assert "routeplane.demo_megatron" == (tmp_path / "module").read_text().strip()
+    assert ("megatron", 1, 3, 4) == tuple(figures[key] for key in ("trainer", "records", "tokens", "stream_bytes"))
+
+
 # ---- a small run ----------------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {"seed": 5, "layers": 4, "sequences": 3, "max_tokens": 24, "progress": False}
@@ -312,3 +329,22 @@ def test_replay_pays_at_full_size(tmp_path: Path, seed: int) -> None:
     assert figures["max_abs_diff_live"] >= 4 * figures["max_abs_diff_replay"]
     for control in ("shift_token", "shift_layer"):
         assert figures[f"mean_abs_diff_{control}"] >= 3 * figures["mean_abs_diff_live"]
+
+
+# ---- what carries the stream ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["flight", "ray"])
+def test_the_figures_do_not_depend_on_what_carries_the_stream(transport: Any, tmp_path: Path) -> None:
+    """Between processes over a service or a plane, the trainer scores what it scores from a file."""
+    small: dict[str, Any] = {"sequences": 2, "prompt_tokens": 8, "max_tokens": 8, "layers": 2, "progress": False}
+
+    file = run_demo(DemoOptions(out=str(tmp_path / "file"), **small))
+    carried = run_demo(DemoOptions(out=str(tmp_path / transport), transport=transport, **small))
+
+    own = {"transport", "seconds", "stream_bytes"}
+    assert {name: value for name, value in file.items() if name not in own} == {
+        name: value for name, value in carried.items() if name not in own
+    }
+    assert 0 < carried["stream_bytes"]

@@ -6,6 +6,7 @@ other sees it. Nothing that a commit names is ever written again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -147,14 +148,20 @@ def publish(store: ArchiveStore, base: Commit, *, run: RunEntry | None, check: C
         added = () if run is None else (run,)
         commit = replace(known, number=known.number + 1, runs=(*known.runs, *added))
         created = store.create(commit_key(commit.number), commit.to_json())
-        numbers = commit_numbers(store)
-        if created and numbers[-1] == commit.number:
-            for number in numbers:
-                if number <= commit.number - _KEPT:
-                    store.delete(commit_key(number))
-            return commit
-        if created:
-            # so far behind that the number had been taken, and dropped; the newest is never dropped, so it shows
-            store.delete(commit_key(commit.number))
         known = newest(store)
+        if created and run is not None and run in known.runs:
+            _drop_old(store, known.number)
+            return known  # this commit, or one that another writer built on it meanwhile
+        if created and known.number == commit.number:
+            return known
+        if created:
+            # so far behind that the number had been taken, and dropped since; the newest is never dropped, so it shows
+            store.delete(commit_key(commit.number))
         check(known)
+
+
+def _drop_old(store: ArchiveStore, number: int) -> None:
+    with contextlib.suppress(OSError):  # the commit stands, whatever becomes of old ones
+        for old in commit_numbers(store):
+            if old <= number - _KEPT:
+                store.delete(commit_key(old))

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from routeplane.archive.catalog import Catalog
-from routeplane.archive.commits import begin, publish
+from routeplane.archive.commits import begin, newest, publish
 from routeplane.archive.layout import (
     COMMITS,
     DEFAULT_SHARD_BYTES,
@@ -36,7 +36,7 @@ from routeplane.archive.layout import (
 from routeplane.archive.manifest import ArrayEntry, RunEntry, RunManifest, TablePart, file_hash
 from routeplane.archive.shards import ShardWriter
 from routeplane.archive.table import PART_ENTRIES, PART_RECORDS, Row, encode_rows, key_hash, row_of
-from routeplane.errors import DataError, ErrorKind, StoreError
+from routeplane.errors import DataError, ErrorKind, FormatError, StoreError, TruncatedError
 from routeplane.scalars import check_text
 from routeplane.stream.endpoints import RecordWriter
 
@@ -88,6 +88,7 @@ class ArchiveWriter(RecordWriter):
         self._table = _TableWriter(self._put_file)
         self._tokens = 0
         self._digest = xxhash.xxh3_64()
+        self._publishing = False
         self.commit: Commit | None = None
 
     @property
@@ -163,6 +164,7 @@ class ArchiveWriter(RecordWriter):
 
     def _finish(self) -> None:
         entry = self._seal() if self._tokens else None
+        self._publishing = True
         self.commit = publish(self._store, self._base, run=entry, check=self._check_against)
         self._held.close()
 
@@ -223,9 +225,21 @@ class ArchiveWriter(RecordWriter):
 
     def _discard(self) -> None:
         try:
-            self._store.delete(run_folder(self._run))
+            if not self._may_be_committed():
+                self._store.delete(run_folder(self._run))
         finally:
             self._held.close()
+
+    def _may_be_committed(self) -> bool:
+        """Whether the commit may be out, though what came behind it failed: then the run's files must stay."""
+        if not self._publishing:
+            return False
+        try:
+            return any(entry.name == self._run for entry in newest(self._store).runs)
+        except TruncatedError:
+            return False  # there is no commit at all
+        except (FormatError, OSError):
+            return True
 
 
 class _TableWriter:

@@ -77,7 +77,8 @@ def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tup
         raise DataError(f"expected text in the inline form, got {type(text).__name__}", kind=ErrorKind.DTYPE)
     if len(text) < _HEADER_TEXT or not text.startswith(INLINE_PREFIX):
         raise undecodable(f"text that begins with {INLINE_PREFIX} and a header", repr(text[:_HEADER_TEXT]))
-    _, digest, declared, first_row, rows, zeros = _HEADER.unpack(decode_base64(text[:_HEADER_TEXT]))
+    header = decode_base64(text[:_HEADER_TEXT], size=_HEADER.size)
+    _, digest, declared, first_row, rows, zeros = _HEADER.unpack(header)
     if digest != spec.digest:
         raise SpecError(
             f"expected routes of spec {spec.digest:016x} ({spec.model or 'unnamed'}), got those of {digest:016x}",

@@ -128,6 +128,7 @@ def _choice(
     message = as_mapping(choice.get("message"), "a message")
     routes = choice.get("routed_experts")
     routes = message.get("routed_experts") if routes is None else routes
+    routes = _engine_ticket(document, name) if routes is None and len(document["choices"]) == 1 else routes
     prompt = _ids((choice, message, document), "prompt_token_ids")
     generation = _ids((choice,), "token_ids")
     generation = _ids((message,), "generation_token_ids") if generation is None else generation
@@ -180,6 +181,17 @@ def finish_reason(choice: Mapping[str, Any]) -> str | None:
     if found is not None and not isinstance(found, str):
         raise DataError(f"expected a finish reason as text, got {type(found).__name__}", kind=ErrorKind.DTYPE)
     return found
+
+
+def _engine_ticket(document: Mapping[str, Any], name: str) -> str | None:
+    """The ticket that a writer inside the engine left (``capture.vllm.RouteScheduler``), for a single choice."""
+    said = as_mapping(document.get("kv_transfer_params"), "kv_transfer_params")
+    refusal, ticket = said.get("routeplane_error"), said.get("routeplane")
+    if refusal is not None:
+        raise CaptureError(f"the engine's writer made no record: {refusal} @ call {name}", kind=ErrorKind.CAPTURE_OFF)
+    if ticket is not None and not isinstance(ticket, str):
+        raise DataError(f"expected a ticket as text, got {type(ticket).__name__} @ call {name}", kind=ErrorKind.DTYPE)
+    return ticket
 
 
 def _ids(places: Sequence[Mapping[str, Any]], key: str) -> list[int] | None:

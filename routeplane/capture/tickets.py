@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, get_args
 
-from routeplane.assembly import assemble
 from routeplane.calls import ModelCall, RowLoss
+from routeplane.capture import single
 from routeplane.checksum import require_equal
 from routeplane.errors import DataError, ErrorKind, UsageError, refused
 from routeplane.ports import RouteTicket
@@ -35,8 +35,7 @@ _REMEMBERED = 4_096
 
 def record_of_call(call: ModelCall, spec: RouteSpec) -> RouteRecord:
     """The one-call record of a call, under the key ``(call_id, 0, 0)``."""
-    [record] = assemble([call], spec, sample_id=call.call_id).records
-    return record
+    return single.record_of_call(call, spec, sample_id=call.call_id)
 
 
 def ticket_for(call: ModelCall, *, stream: str) -> RouteTicket:

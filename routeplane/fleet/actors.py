@@ -127,7 +127,7 @@ class EngineHandle(ActorHandle):
     async def restart(self) -> EngineStatus:
         """End what is left of the engine, and bring up another in its place, at its old URL."""
         await asyncio.to_thread(self.close)
-        again = start_engine(self._config, self._shard, name=self.name, options=self._options)
+        again = await asyncio.to_thread(start_engine, self._config, self._shard, name=self.name, options=self._options)
         self._actor, self._node, self._pid, self._closed = again._actor, again._node, again._pid, False
         await self.reserve()
         await self.load()
@@ -204,7 +204,7 @@ async def build_environment_actor(
         [built, factory],
         options={"max_concurrency": MAX_ROLLOUTS, **(options or {}), "runtime_env": _runtime_env(options, venv)},
     )
-    handle = EnvironmentHandle(actor, name, config=built)
+    handle = await asyncio.to_thread(EnvironmentHandle, actor, name, config=built)
     try:
         await handle.call("start")
         if tokenizer is not None:

@@ -1,8 +1,8 @@
 """Records at rest as a Ray Data set, so that looking and filtering scale out. Ray reads, shuffles and filters, not we.
 
-A partition is a run of one stream's batches. The driver touches headers alone; each task maps its file, checks its own
-records, and gives them as ``plain`` rows whatever encoding they rest in. Streams are whole or refused, but a duplicate
-key shows only within a partition: ``routeplane validate`` reads a stream in one piece.
+A partition is a run of one stream's batches, or of an archive's keys. The driver touches headers alone; each task maps
+its file, checks its own records, and gives them as ``plain`` rows whatever encoding they rest in. Streams are whole or
+refused, but a duplicate key shows only within a partition: ``routeplane validate`` reads a stream in one piece.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from routeplane.columns import read_records, write_batch
+from routeplane.columns import column_types, read_records, write_batch
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, SpecError, TruncatedError, refused
-from routeplane.record import RouteRecord
-from routeplane.schema import StreamHeader, arrow_schema, parse_schema
+from routeplane.record import RecordKey, RouteRecord
+from routeplane.schema import FORMAT_VERSION, StreamHeader, arrow_schema, parse_schema
+from routeplane.spec import RouteSpec
 from routeplane.stream.endpoints import RecordReader
 from routeplane.stream.files import frames_of
 from routeplane.stream.frames import Frame
 from routeplane.stream.ipc import IpcReader
 from routeplane.stream.protocol import ReadPolicy
+from routeplane.stream.selection import Selection
 
 try:
     import ray.data
@@ -52,18 +54,20 @@ def dataset(
 ) -> ray.data.Dataset:
     """A ``ray.data.Dataset`` with one row per record, in the columns and types of format v1 (``plain``).
 
-    ``source``: a stream's path, or several; every node that reads must see them. ``layer_ids`` and ``tokens`` as in
+    ``source``: the path of a stream or of an archive (a folder; needs zarr), or several; every node that reads must see
+    them. ``layer_ids`` and ``tokens`` as in
     ``RouteSource.select``: whole records are verified before they are cut. ``verify=False`` skips comparing checksums,
     nothing else. Blocks are copies in Ray's object store.
 
     Filter with ``filter_batches``, or with ``Dataset.filter(expr=...)``; ``Dataset.filter(function)`` goes through
-    Python rows and destroys the types. Raises FormatError (TruncatedError) for a stream that is not whole, SpecError or
-    DataError where several differ in spec or token columns; a task raises DataError for a bad record.
+    Python rows and destroys the types. Raises FileNotFoundError, FormatError (TruncatedError) for a stream that is not
+    whole, SpecError or DataError where several differ in spec or token columns; a task raises DataError for a bad
+    record.
     """
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:
         raise refused("at least one path", "none")
-    streams = [_Stream.open(os.path.abspath(path)) for path in paths]
+    streams = [_opened(os.path.abspath(path)) for path in paths]
     for stream in streams[1:]:
         _require_alike(streams[0], stream)
     cut = _Cut(layer_ids=None if layer_ids is None else tuple(layer_ids), tokens=tokens, verify=verify)
@@ -120,6 +124,18 @@ class _Stream:
     header: StreamHeader
     batch_bytes: tuple[int, ...]
 
+    def tasks(self, share: int) -> Iterator[tuple[int, Any]]:
+        """The size in memory of each run of batches, and what reads it."""
+        for start in range(0, len(self.batch_bytes), share):
+            stop = min(start + share, len(self.batch_bytes))
+            size = sum(self.batch_bytes[start:stop]) * (2 if self.header.encoding == "narrow" else 1)
+            yield size, partial(_read, self.path, start, stop=stop)
+
+    @property
+    def parts(self) -> int:
+        """How finely it splits."""
+        return len(self.batch_bytes)
+
     @classmethod
     def open(cls, path: str) -> _Stream:
         if not Path(path).is_file():
@@ -130,19 +146,54 @@ class _Stream:
         return cls(path=path, header=header, batch_bytes=sizes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Archived:
+    """An archive: its path, what a stream of it would say, its keys, and about how many bytes each record has."""
+
+    path: str
+    header: StreamHeader
+    keys: tuple[RecordKey, ...]
+    record_bytes: int
+
+    def tasks(self, share: int) -> Iterator[tuple[int, Any]]:
+        """The size in memory of each run of keys, and what reads it."""
+        for start in range(0, len(self.keys), share):
+            keys = self.keys[start : start + share]
+            yield self.record_bytes * len(keys), partial(_read_archive, self.path, keys)
+
+    @property
+    def parts(self) -> int:
+        """How finely it splits."""
+        return len(self.keys)
+
+    @classmethod
+    def open(cls, path: str) -> _Archived:
+        from routeplane.archive import open_archive
+
+        archive = open_archive(path)
+        keys = tuple(archive)
+        columns = column_types(archive[keys[0]]) if keys else ()
+        header = StreamHeader(spec=archive.spec, encoding="plain", version=FORMAT_VERSION, columns=columns)
+        return cls(path=path, header=header, keys=keys, record_bytes=archive.nbytes // max(1, len(keys)))
+
+
+def _opened(path: str) -> _Stream | _Archived:
+    return _Archived.open(path) if Path(path).is_dir() else _Stream.open(path)
+
+
 def _batches(path: str) -> Iterator[Frame]:
     """The frames of a whole stream without its schema and its trailer."""
     frames = list(frames_of(path)[0])
     return iter(frames[1:-1])
 
 
-def _require_alike(first: _Stream, other: _Stream) -> None:
+def _require_alike(first: _Stream | _Archived, other: _Stream | _Archived) -> None:
     if first.header.spec != other.header.spec:
         raise SpecError(
             f"expected the spec of {first.path} in all streams, got another in {other.path}",
             kind=ErrorKind.SPEC_MISMATCH,
         )
-    if first.header.columns != other.header.columns and first.batch_bytes and other.batch_bytes:
+    if first.header.columns != other.header.columns and first.parts and other.parts:
         raise DataError(
             f"expected the token columns of {first.path} in all streams, {first.header.columns}, got "
             f"{other.header.columns} in {other.path}",
@@ -158,8 +209,8 @@ def _schema(header: StreamHeader, cut: _Cut) -> pa.Schema:
 class _RecordSource(ray.data.Datasource):  # type: ignore[misc]  # ray ships no types
     """What Ray asks of a source: how large it is, and tasks that read it."""
 
-    def __init__(self, streams: Sequence[_Stream], cut: _Cut, schema: pa.Schema) -> None:
-        self._streams = streams
+    def __init__(self, sources: Sequence[_Stream | _Archived], cut: _Cut, schema: pa.Schema) -> None:
+        self._sources = sources
         self._cut = cut
         self._schema = schema
 
@@ -169,32 +220,23 @@ class _RecordSource(ray.data.Datasource):  # type: ignore[misc]  # ray ships no 
 
     def estimate_inmemory_data_size(self) -> int:
         """Bytes once widened."""
-        return sum(_memory(stream, stream.batch_bytes) for stream in self._streams)
+        return sum(size for source in self._sources for size, _ in source.tasks(1))
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ray.data.ReadTask]:
-        """At most about ``parallelism`` tasks, none across two streams."""
-        share = max(1, -(-sum(len(stream.batch_bytes) for stream in self._streams) // max(1, parallelism)))
-        tasks = []
-        for stream in self._streams:
-            for start in range(0, len(stream.batch_bytes), share):
-                stop = min(start + share, len(stream.batch_bytes))
-                metadata = BlockMetadata(
-                    num_rows=None,
-                    size_bytes=_memory(stream, stream.batch_bytes[start:stop]),
-                    input_files=[stream.path],
-                    exec_stats=None,
-                )
-                read = partial(_read, stream.path, start, stop=stop, cut=self._cut, schema=self._schema)
-                tasks.append(
-                    ray.data.ReadTask(read, metadata, schema=self._schema, per_task_row_limit=per_task_row_limit)
-                )
-        return tasks
-
-
-def _memory(stream: _Stream, sizes: Sequence[int]) -> int:
-    return sum(sizes) * (2 if stream.header.encoding == "narrow" else 1)
+        """At most about ``parallelism`` tasks, none across two sources."""
+        share = max(1, -(-sum(source.parts for source in self._sources) // max(1, parallelism)))
+        return [
+            ray.data.ReadTask(
+                partial(read, cut=self._cut, schema=self._schema),
+                BlockMetadata(num_rows=None, size_bytes=size, input_files=[source.path], exec_stats=None),
+                schema=self._schema,
+                per_task_row_limit=per_task_row_limit,
+            )
+            for source in self._sources
+            for size, read in source.tasks(share)
+        ]
 
 
 def _read(path: str, start: int, *, stop: int, cut: _Cut, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -208,9 +250,24 @@ def _read(path: str, start: int, *, stop: int, cut: _Cut, schema: pa.Schema) -> 
     # the whole stream was seen to have its trailer; of a part nothing else can be known
     reader = IpcReader(part, ReadPolicy(on_truncated="keep", on_alarm="ignore", verify=cut.verify), walkable=False)
     spec = cut.apply(reader).spec
+    yield from _tables(reader, spec, schema=schema)
+
+
+def _read_archive(path: str, keys: Sequence[RecordKey], *, cut: _Cut, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Records of an archive as tables; runs in a task. Reads the chunks of the selected layers alone."""
+    from routeplane.archive import open_archive
+
+    archive = open_archive(path, verify=cut.verify)
+    tokens = Selection(tokens=cut.tokens)
+    cuts = (tokens.cut(archive.read(key, layer_ids=cut.layer_ids)) for key in keys)
+    spec = archive.spec if cut.layer_ids is None else archive.spec.select(cut.layer_ids)
+    yield from _tables((record for record in cuts if record is not None), spec, schema=schema)
+
+
+def _tables(records: Iterable[RouteRecord], spec: RouteSpec, *, schema: pa.Schema) -> Iterator[pa.Table]:
     given = False
-    for records in _blocks(reader):
-        yield pa.Table.from_batches([write_batch(records, spec, encoding="plain")])
+    for held in _blocks(records):
+        yield pa.Table.from_batches([write_batch(held, spec, encoding="plain")])
         given = True
     if not given:
         yield pa.table([pa.nulls(0, field.type) for field in schema], schema=schema)

@@ -19,14 +19,14 @@ from routeplane.inspect import measures
 from routeplane.inspect.statistics import KIND_NAMES, POSITION_BIN, RouteStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
     from routeplane.inspect.diff import RouteDiff
 
-__all__ = ["draw_pictures", "encode"]
+__all__ = ["draw_pictures", "draw_timeline", "encode"]
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"
 _WIDTH = 9.0
@@ -182,3 +182,30 @@ def _ticks(axis: Any, labels: list[str]) -> None:
     """At most some 24 labels, whatever the number of places."""
     step = -(-len(labels) // 24)
     axis.set_ticks(range(0, len(labels), step), labels[::step])
+
+
+def draw_timeline(tasks: Sequence[Mapping[str, Any]]) -> Figure:
+    """A start-up as bars over time, one task each: hatched while it waited, filled while it ran; arrows to what it
+    waited for. ``tasks``: as ``fleet``'s ``Timeline.to_dict()["tasks"]``.
+    """
+    colours = {"done": _BLUE, "failed": _RED, "cancelled": _GREY}
+    figure, axes = _figure(1.2 + 0.4 * len(tasks))
+    places = {task["name"]: place for place, task in enumerate(tasks)}
+    ends = {task["name"]: task["ended"] for task in tasks}
+    for place, task in enumerate(tasks):
+        started, ended = task["started"] or 0.0, task["ended"] or task["started"] or 0.0
+        axes.barh(place, started, height=0.12, color="#d8dee4")
+        axes.barh(place, max(ended - started, 0.0), left=started, height=0.6, color=colours.get(task["outcome"], _GREY))
+        axes.text(ended, place, f" {ended - started:.1f} s", va="center", fontsize=8)
+        if task["waited_for"] is not None and ends[task["waited_for"]] is not None:
+            axes.annotate(
+                "",
+                xy=(started, place),
+                xytext=(ends[task["waited_for"]], places[task["waited_for"]]),
+                arrowprops={"arrowstyle": "->", "color": _ORANGE},
+            )
+    axes.set_yticks(range(len(tasks)), [task["name"] for task in tasks])
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set(xlabel="seconds", title="Start-up: what ran when, and what it waited for")
+    return figure

@@ -5,5 +5,6 @@ gates: ``routeplane.replay.transformers``. Importing this package needs torch an
 """
 
 from routeplane.replay.handle import GateReport, ReplayHandle, ReplayReport
+from routeplane.replay.recording import RecordedRoutes
 
-__all__ = ["GateReport", "ReplayHandle", "ReplayReport"]
+__all__ = ["GateReport", "RecordedRoutes", "ReplayHandle", "ReplayReport"]

@@ -25,6 +25,7 @@ from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayHandle
+from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
 from routeplane.replay.transformers import checkpoint_sites
 from routeplane.shards import RankOf, Shard
@@ -32,7 +33,7 @@ from routeplane.shards import RankOf, Shard
 if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
 
-__all__ = ["attach", "check_setup", "find_gates", "rank_shard", "with_replay"]
+__all__ = ["attach", "check_setup", "find_gates", "rank_shard", "record", "with_replay"]
 
 #: Gate classes that ask their RouterReplay handle for the ids they use.
 KNOWN_GATES = frozenset({"Gate", "Gemma4Gate"})
@@ -103,6 +104,16 @@ def attach(
     for loss in losses:
         loss.install()
     return handle
+
+
+def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+    """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
+
+    The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
+    different K.
+    """
+    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model=type(model).__name__)
+    return attach(model, spec, aux=aux)
 
 
 def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:

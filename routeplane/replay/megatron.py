@@ -26,6 +26,7 @@ from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayBatch, ReplayHandle
+from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.regions import RegionHooks
 from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
 from routeplane.shards import RankOf, Shard
@@ -33,7 +34,7 @@ from routeplane.shards import RankOf, Shard
 if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
 
-__all__ = ["attach", "check_setup", "find_gates", "local_spec", "rank_shard", "row_order"]
+__all__ = ["attach", "check_setup", "find_gates", "local_spec", "rank_shard", "record", "row_order"]
 
 _ROUTER = "TopKRouter"
 _ROUTER_LIKE = re.compile(r"Router$")
@@ -85,6 +86,16 @@ def attach(
     install(stand_ins)
     regions.install([*_layers(model), *(module for _, module in gates)])
     return handle
+
+
+def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+    """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
+
+    The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
+    different K.
+    """
+    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model=type(model).__name__)
+    return attach(model, spec, aux=aux)
 
 
 def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:

@@ -7,18 +7,31 @@ Axes: N token rows, L layers, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import ErrorKind, ReplayError, UsageError
+from routeplane.spec import RouteSpec
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.replay.gate import Gate
     from routeplane.tensors import RouteBatch
 
-__all__ = ["RecordedRoutes"]
+__all__ = ["RecordedRoutes", "spec_of_gates"]
+
+
+def spec_of_gates(gates: Iterable[Gate], /, *, model: str) -> RouteSpec:
+    """The geometry that a live model's gates have. Raises ReplayError (NO_SEAM) for gates of different K."""
+    found = sorted((gate.layer_id, gate.num_experts, gate.top_k) for gate in gates)
+    layer_ids, widths, top_ks = zip(*found, strict=True)
+    if len(set(top_ks)) > 1:
+        raise ReplayError(
+            f"expected gates of one top-k, got {top_ks} in layers {layer_ids} @ {model}", kind=ErrorKind.NO_SEAM
+        )
+    num_experts = widths[0] if len(set(widths)) == 1 else widths
+    return RouteSpec(num_experts=num_experts, top_k=top_ks[0], layer_ids=layer_ids, model=model)
 
 
 class RecordedRoutes:

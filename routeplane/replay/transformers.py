@@ -22,6 +22,7 @@ from routeplane.replay.auxiliary import AuxiliaryHook
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import ForcedTopK, Gate, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayHandle
+from routeplane.replay.recording import spec_of_gates
 from routeplane.spec import RouteSpec
 
 __all__ = ["KNOWN_ROUTERS", "attach", "checkpoint_sites", "find_gates", "record"]
@@ -101,22 +102,14 @@ def attach(
     return handle
 
 
-def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+def record(model: nn.Module, *, aux: AuxChoice = "live", compiled: bool = False) -> ReplayHandle:
     """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
 
     The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
     different K.
     """
-    found = sorted((gate.layer_id, gate.num_experts, gate.top_k) for gate, _ in find_gates(model))
-    layer_ids, widths, top_ks = zip(*found, strict=True)
-    if len(set(top_ks)) > 1:
-        raise ReplayError(
-            f"expected gates of one top-k, got {top_ks} in layers {layer_ids} @ {type(model).__name__}",
-            kind=ErrorKind.NO_SEAM,
-        )
-    num_experts = widths[0] if len(set(widths)) == 1 else widths
-    spec = RouteSpec(num_experts=num_experts, top_k=top_ks[0], layer_ids=layer_ids, model=type(model).__name__)
-    return attach(model, spec, aux=aux)
+    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model=type(model).__name__)
+    return attach(model, spec, aux=aux, compiled=compiled)
 
 
 def _aux_modules(model: nn.Module) -> list[nn.Module]:

@@ -220,6 +220,25 @@ def test_a_writer_that_is_far_behind_loses_nothing(tmp_path: Path) -> None:
     assert 4 == len(list((where / "commits").glob("*.json"))) - 1
 
 
+def test_a_failure_behind_the_commit_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted when the commit is out and before the writer knows: the run is committed, so its files stay."""
+    where = saved(tmp_path / "a", sized([5]))
+    sink = new_run(where, SPEC, run="second")
+    sink.write(record(1, 6, spec=SPEC))
+    link = os.link
+
+    def interrupted(source: str, target: str) -> None:
+        link(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "link", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sink.close()
+
+    assert contents(sized([5, 6])) == contents(open_archive(where).values())
+    assert verify(where).intact
+
+
 def test_the_same_record_by_two_writers_is_refused(tmp_path: Path) -> None:
     """Neither saw the other's record when it wrote its own; the later one to commit does, and commits nothing."""
     where = saved(tmp_path / "a", sized([5]))

@@ -248,6 +248,7 @@ def _inline() -> Iterator[Malformed]:
     yield Malformed(name="inline: cut", payload=good[:-4])
     yield Malformed(name="inline: cut in the header", payload=good[:20])
     yield Malformed(name="inline: the mark alone", payload=INLINE_PREFIX)
+    yield Malformed(name="inline: padding in the header", payload=good[:47] + "=" + good[48:])
     yield Malformed(name="inline: longer", payload=good + "AAAA")
     yield Malformed(name="inline: line break", payload=good[:99] + "\n" + good[100:])
 

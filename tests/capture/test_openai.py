@@ -23,11 +23,14 @@ from routeplane.calls import ModelCall
 from routeplane.capture.chunks import calls_from_chunks
 from routeplane.capture.envelopes import encode_prime, encode_sglang
 from routeplane.capture.openai import calls_from_response
+from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
 from routeplane.capture.wire import decode_npy, encode_npy
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record import RouteRecord
 from tests.capture.payloads import SPEC, engine_rows
 from tests.capture.recorded import GENERATIONS, Exchange, exchange, exchanges
+from tests.turns import SPEC as TURNS
+from tests.turns import turn
 
 WHOLE = [
     pytest.param(one, id=f"{generation}, {one.name}")
@@ -353,6 +356,25 @@ def test_what_may_come_from_a_prefix_cache_is_said(usage: Any, cached: int) -> N
     [call] = calls_from_response({**single, "usage": usage}, SPEC, weights_version=1)
 
     assert cached == call.cached
+
+
+def test_a_ticket_of_the_engines_own_writer_is_redeemed() -> None:
+    """What RouteScheduler leaves beside the choices is a ticket like any other; what it refused is an error."""
+    call = turn(0, 3, 2)
+    desk = TicketDesk(TURNS, stream="s")
+    desk.write(record_of_call(call, TURNS))
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [3, 4], "routed_experts": None}
+    said = {"id": "c", "prompt_token_ids": [0, 1, 2], "choices": [choice]}
+    ticket = ticket_for(call, stream="s").to_json()
+
+    [back] = calls_from_response(
+        {**said, "kv_transfer_params": {"routeplane": ticket}}, TURNS, weights_version=9, redeem=desk.redeem
+    )
+    np.testing.assert_array_equal(call.routes, back.routes)
+    assert ("c", 0) == (back.call_id, back.weights_version)
+    with pytest.raises(CaptureError, match="no room") as caught:
+        calls_from_response({**said, "kv_transfer_params": {"routeplane_error": "no room"}}, TURNS, weights_version=9)
+    assert ErrorKind.CAPTURE_OFF == caught.value.kind
 
 
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)

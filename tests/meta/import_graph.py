@@ -81,6 +81,7 @@ STAGE_OF = {
         (
             "demo",
             "demo_engine",
+            "demo_fleet",
             "demo_plane",
             "demo_scoring",
             "demo_trainer",
@@ -116,7 +117,7 @@ KNOWS = {
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
-_DEMO = ("demo_engine", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron")
+_DEMO = ("demo_engine", "demo_fleet", "demo_scoring", "demo_trainer", "demo_automodel", "demo_megatron")
 # the contract of replay adapters runs models
 _REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 
@@ -129,16 +130,23 @@ THIRD_PARTY = {
     "numba": ("first_look", "kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
-    "transformers": ("capture.transformers", "replay.transformers", "demo_engine", "demo_trainer", "demo_automodel"),
+    "transformers": (
+        "capture.transformers",
+        "replay.transformers",
+        "demo_engine",
+        "demo_fleet",
+        "demo_trainer",
+        "demo_automodel",
+    ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet"),
+    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet", "demo_fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "matplotlib": ("inspect.plots", "inspect.report"),
+    "matplotlib": ("inspect.plots", "inspect.report", "demo_fleet"),
     "rich": ("cli", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
@@ -146,7 +154,8 @@ THIRD_PARTY = {
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
-    "uvicorn": ("fleet",),
+    "tokenizers": ("demo_fleet",),  # come with transformers
+    "uvicorn": ("fleet", "demo_fleet"),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }

@@ -110,14 +110,14 @@ ILLEGAL = {
         _changed("routeplane/validate.py", "def check():\n    import torch\n"),
         "routeplane/validate.py:2: routeplane.validate may not import torch; "
         "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'testing.contracts.replay', "
-        "'testing.contracts.replay_harness', 'demo_engine', 'demo_scoring', 'demo_trainer', "
+        "'testing.contracts.replay_harness', 'demo_engine', 'demo_fleet', 'demo_scoring', 'demo_trainer', "
         "'demo_automodel', 'demo_megatron') may",
     ),
     "third_party_by_name": (
         _changed("routeplane/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
         "routeplane/validate.py:2: routeplane.validate may not import torch; "
         "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'testing.contracts.replay', "
-        "'testing.contracts.replay_harness', 'demo_engine', 'demo_scoring', 'demo_trainer', "
+        "'testing.contracts.replay_harness', 'demo_engine', 'demo_fleet', 'demo_scoring', 'demo_trainer', "
         "'demo_automodel', 'demo_megatron') may",
     ),
     "third_party_by_a_detour": (

@@ -29,6 +29,7 @@ from routeplane.replay import automodel as gates
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_harness import feature, unlike_rows
 from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
+from tests.replay.reads import reads_of
 
 pytestmark = pytest.mark.automodel
 
@@ -341,3 +342,23 @@ def test_the_loads_that_update_a_bias_are_those_of_the_forced_ids() -> None:
     for layer in GLM4.layer_ids:
         load = model.model.layers[str(layer)].mlp.gate._cumulative_expert_load
         assert torch.bincount(rows.layer(layer).long().reshape(-1), minlength=8).tolist() == load.tolist()
+
+
+@pytest.mark.parametrize("aux", ["live", "forced"])
+def test_a_replayed_step_reads_no_more_than_a_live_one(aux: Any) -> None:
+    """Entering, forward, backward, leaving: no value is brought to the host that a live step leaves."""
+    model = QWEN3.build(experts="torch_mm")
+    rows = unlike_rows(QWEN3.spec, NUM_ROWS, seed=5, missing=0.3)
+
+    def step() -> None:
+        torch.autograd.backward(logits_of(model).square().mean())
+
+    live = reads_of(step)
+    with gates.attach(model, QWEN3.spec, aux=aux) as handle:
+
+        def replayed() -> None:
+            with handle.replaying(rows):
+                step()
+
+        found = reads_of(replayed)
+    assert live == found

@@ -22,6 +22,7 @@ from routeplane.replay.handle import ReplayHandle
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_harness import unlike_rows
 from tests.replay.megatron.tiny_megatron import FAMILIES, HIDDEN, TokenBatch, build, config_of, inputs_of, recorded
+from tests.replay.reads import reads_of
 
 pytestmark = pytest.mark.megatron
 
@@ -286,3 +287,48 @@ def test_a_router_called_by_itself_is_refused_like_any_other() -> None:
         with pytest.raises(ReplayError, match=r"layers\.1\.mlp\.router") as caught:
             replaying.__exit__(None, None, None)
     assert ErrorKind.GATE_FIRED == caught.value.kind
+
+
+# Megatron's own call, under torch 2.13
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_a_region_whose_input_was_exchanged_is_told_inside_its_replaying_alone() -> None:
+    """``distribute_saved_activations`` puts other storage in its place: elsewhere the recomputation is refused."""
+    model, reference = build({**PLAIN.options, **FULL}), build(PLAIN.options)
+    with gates.attach(reference, PLAIN.spec) as handle, handle.replaying(batch_of(1)):
+        torch.autograd.backward(loss_of(reference, 1))
+    model.config.distribute_saved_activations = True
+    with gates.attach(model, PLAIN.spec) as handle:
+        with handle.replaying(batch_of(1)):
+            torch.autograd.backward(loss_of(model, 1))
+        expected = gradients_of(reference)
+        for name, gradient in gradients_of(model).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+        with handle.replaying(batch_of(1)):
+            loss = loss_of(model, 1)
+        with pytest.raises(ReplayError, match=r"whose forward is unknown.*mlp\.router") as caught:
+            torch.autograd.backward(loss)
+    assert ErrorKind.UNBOUND_RECOMPUTE == caught.value.kind
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aux", ["live", "forced"])
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "recomputed"])
+def test_a_replayed_step_reads_no_more_than_a_live_one(options: Mapping[str, Any], aux: Any) -> None:
+    """Entering, forward, recomputation, backward, leaving: no value is brought to the host that a live step leaves."""
+    model = build({**PLAIN.options, **options})
+    batch = batch_of(1)
+
+    def step() -> None:
+        torch.autograd.backward(loss_of(model, 1))
+
+    live = reads_of(step)
+    with gates.attach(model, PLAIN.spec, aux=aux) as handle:
+
+        def replayed() -> None:
+            with handle.replaying(batch):
+                step()
+
+        found = reads_of(replayed)
+    assert live == found

@@ -1,0 +1,186 @@
+"""Actors on a real cluster: one builder for every set-up, typed errors across Ray, and nobody left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
+from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor
+from routeplane.fleet.endpoints import Endpoints, reserve
+from routeplane.fleet.processes import Process, children_of, is_alive, process_of
+from routeplane.fleet.startup import Plan, Task, TaskContext, start
+from routeplane.spec import RouteSpec
+from tests.ray_cluster import local_cluster
+
+# one worker for all files that start a cluster: at most one at a time
+pytestmark = pytest.mark.xdist_group("ray")
+
+SPEC = RouteSpec(num_experts=64, top_k=4, layer_ids=(0, 1))
+URLS = Endpoints.of(["http://127.0.0.1:1/v1"])
+FACTORY = "tests.fleet.workers:child"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A cluster whose driver has a secret in its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VIRTUAL_ENV", raising=False)
+        with local_cluster(object_store_bytes=100 * 2**20):
+            # set after the workers' parents started: only a copy of the driver's environment would carry it
+            patch.setenv("FLEET_TESTS_SECRET", "token")
+            yield
+
+
+def built(config: Mapping[str, Any], *, endpoints: Endpoints = URLS, **options: Any) -> EnvironmentHandle:
+    """The builder, from a test without a loop."""
+    options.setdefault("captured", SPEC)
+    return asyncio.run(build_environment_actor(config, endpoints, factory=FACTORY, **options))
+
+
+def asked(handle: EnvironmentHandle, example: Any = None) -> Any:
+    """One rollout."""
+    return asyncio.run(handle.rollout(example))
+
+
+def known(pid: int) -> Process:
+    """A process that runs now."""
+    found = process_of(pid)
+    assert found is not None
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One builder
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_set_up_gets_its_environment_from_one_function() -> None:
+    """GRPO with loaded engines, distillation without capture, a single controller whose engines still load."""
+    with reserve("127.0.0.1", (18_700, 18_800)) as deferred:
+        set_ups: dict[str, dict[str, Any]] = {
+            "grpo": {"endpoints": URLS, "captured": SPEC, "tokenizer": "the tokenizer"},
+            "distillation": {"endpoints": URLS, "captured": None, "tokenizer": "the tokenizer"},
+            "single-controller": {
+                "endpoints": Endpoints.of([deferred.url]),
+                "captured": SPEC,
+                "tokenizer": "the tokenizer",
+            },
+        }
+        seen = {}
+        for name, options in set_ups.items():
+            handle = built({"use_fastokens": True}, name=name, **options)
+            seen[name] = asked(handle)
+            handle.close()
+    assert {"grpo": True, "distillation": False, "single-controller": True} == {
+        name: answer["required"] for name, answer in seen.items()
+    }
+    assert (deferred.url,) == seen["single-controller"]["urls"]
+    assert {"the tokenizer"} == {answer["tokenizer"] for answer in seen.values()}
+
+
+def test_children_get_the_root_of_the_virtual_environment_and_no_copy_of_ours() -> None:
+    """VIRTUAL_ENV is a folder and not an interpreter; the driver's secrets stay with the driver."""
+    handle = built({}, options={"runtime_env": {"env_vars": {"FLEET_TESTS_GIVEN": "kept"}}})
+    answer = asked(handle)
+    handle.close()
+    assert [sys.prefix, sys.prefix] == answer["venv"]
+    assert (None, "kept") == (answer["secret"], answer["given"])
+
+
+def test_placement_is_kept() -> None:
+    """A node that is not there cannot be replaced by another."""
+    nowhere = NodeAffinitySchedulingStrategy("a" * 56, soft=False)
+    with pytest.raises(FleetError) as caught:
+        built({}, options={"scheduling_strategy": nowhere})
+    assert ErrorKind.ACTOR_LOST == caught.value.kind
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    handle = built({}, options={"scheduling_strategy": here})
+    assert asyncio.run(handle.is_healthy())
+    handle.close()
+
+
+def test_a_configuration_that_cannot_be_is_refused_before_an_actor_is_made() -> None:
+    """By the driver, where the caller can see it."""
+    with pytest.raises(UsageError, match="strangr"):
+        built({"strangr": 1}, known=())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Faults
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails_leaves_no_process_and_its_own_error() -> None:
+    """The first error is the one that is raised; the server below the actor is gone."""
+    with pytest.raises(FleetError, match="no such tool") as caught:
+        built({"fail": True})
+    assert ErrorKind.ENVIRONMENT == caught.value.kind
+    server = int(caught.value.message.partition("; server ")[2].split()[0].split("\n")[0])
+    found = process_of(server)
+    assert found is None or not is_alive(found)
+
+
+def test_errors_cross_as_what_they_are() -> None:
+    """Bad data is DataError; an actor that died is lost, and says so."""
+    handle = built({})
+    with pytest.raises(DataError) as data:
+        asked(handle, "data")
+    assert ErrorKind.ROUTES_MISSING == data.value.kind
+    assert asyncio.run(handle.is_healthy())
+    with pytest.raises(FleetError) as lost:
+        asked(handle, "die")
+    assert ErrorKind.ACTOR_LOST == lost.value.kind
+    handle.close()
+
+
+def test_close_ends_the_actor_and_everything_below_it() -> None:
+    """The environment leaves its server running; the handle does not."""
+    handle = built({})
+    answer = asked(handle)
+    processes = [known(answer["pid"]), known(answer["server"])]
+    handle.close()
+    handle.close()
+    assert [False, False] == [is_alive(process) for process in processes]
+    with pytest.raises(FleetError):
+        asked(handle)
+
+
+def test_a_killed_actor_is_closed_without_an_error() -> None:
+    """SIGKILL from outside: nothing is left to end in order."""
+    handle = built({})
+    process = known(asked(handle)["pid"])
+    below = children_of(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    handle.close()
+    assert not is_alive(process)
+    for each in below:  # a killed actor's children are nobody's: this test ends the one that it made
+        if is_alive(each):
+            os.kill(each.pid, signal.SIGKILL)
+
+
+def test_a_plan_that_fails_takes_its_actors_along() -> None:
+    """The environment is up when another task fails: its processes end, and the failure is the one that is told."""
+    processes: list[Process] = []
+
+    async def environment(context: TaskContext) -> None:
+        handle = await build_environment_actor({}, URLS, factory=FACTORY, captured=None)
+        context.defer(handle.close)
+        answer = await handle.rollout(None)
+        processes.extend([known(answer["pid"]), known(answer["server"])])
+
+    async def engine(context: TaskContext) -> None:
+        raise OSError("no such model")
+
+    tasks = (Task(name="environment", run=environment), Task(name="engine", run=engine, needs=("environment",)))
+    with pytest.raises(FleetError, match="task engine: OSError: no such model"):
+        start(Plan(tasks=tasks))
+    assert [False, False] == [is_alive(process) for process in processes]

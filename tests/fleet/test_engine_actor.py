@@ -1,0 +1,149 @@
+"""The engine's actor with a real vLLM: reserved before the load, probed after it, and back at its URL after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from routeplane.capture.openai import calls_from_response
+from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
+from routeplane.fleet.actors import start_engine
+from routeplane.fleet.endpoints import ServerState
+from routeplane.fleet.engine import EngineConfig
+from routeplane.fleet.processes import is_alive
+from routeplane.spec import RouteSpec
+from tests.capture.vllm_engine import QWEN3_MOE
+from tests.ray_cluster import local_cluster
+
+pytestmark = pytest.mark.vllm
+
+#: vLLM's own settings, in the actors alone.
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "auto",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+OPTIONS = {"runtime_env": {"env_vars": SETTINGS}}
+PROMPT = [5, 6, 7, 8]
+ENGINE = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A cluster for this file."""
+    with local_cluster(object_store_bytes=100 * 2**20):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoE in a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    made: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE))
+    made.eval().save_pretrained(folder)
+    return folder
+
+
+def spec_of(folder: Path) -> RouteSpec:
+    """The geometry of the saved model."""
+    return RouteSpec.from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def config_of(folder: Path, spec: RouteSpec | None, **options: Any) -> EngineConfig:
+    """One shard on loopback."""
+    return EngineConfig(model=str(folder), spec=spec, port_range=(18_800, 18_900), options={**ENGINE, **options})
+
+
+def completion(url: str) -> dict[str, Any]:
+    """Eight tokens from the server."""
+    body = {"model": "policy", "token_ids": PROMPT, "sampling_params": {"max_tokens": 8, "temperature": 1.0}}
+    request = urllib.request.Request(
+        url.replace("/v1", "/inference/v1/generate"),
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+        method="POST",
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        found: dict[str, Any] = json.loads(response.read())
+        return found
+
+
+def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
+    """The shape of the rows of a response's one call."""
+    [call] = calls_from_response(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
+    assert call.routes is not None
+    return call.routes.shape
+
+
+def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(model: Path) -> None:
+    """The life of a shard: 503 before it serves, routes of the spec afterwards, the same URL after SIGKILL."""
+    spec = spec_of(model)
+    engine = start_engine(config_of(model, spec, enable_scale_out=True), 3, options=OPTIONS)
+    try:
+
+        async def up() -> Any:
+            reserved = await engine.reserve()
+            assert (3, ServerState.RESERVED) == (reserved.shard, reserved.state)
+            with pytest.raises(urllib.error.HTTPError) as early:
+                await asyncio.to_thread(completion, reserved.url)
+            assert (503, "1") == (early.value.code, early.value.headers["Retry-After"])
+            early.value.close()
+            with pytest.raises(FleetError):
+                await engine.serve()  # nothing is loaded yet
+            await engine.load()
+            return await engine.serve()
+
+        status = asyncio.run(up())
+        assert ServerState.SERVING == status.endpoint.state
+        assert 1.0 == status.agreement
+        assert status.probed_rows > 0
+        assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(status.endpoint.url), spec)
+        assert 0 == asyncio.run(engine.drain(5.0))
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(FleetError) as lost:
+            asyncio.run(engine.drain(1.0))
+        assert ErrorKind.ACTOR_LOST == lost.value.kind
+        again = asyncio.run(engine.restart())
+        assert status.endpoint == again.endpoint
+        assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(again.endpoint.url), spec)
+    finally:
+        engine.close()
+    assert [] == [process for process in (*status.processes, *again.processes) if is_alive(process)]
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        completion(again.endpoint.url)
+
+
+def test_what_cannot_return_routes_is_refused_before_weights_load(model: Path, tmp_path: Path) -> None:
+    """A dense model, another geometry, capture turned off: each as its own error, across Ray."""
+    spec = spec_of(model)
+    settings: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    dense: Any = Qwen3ForCausalLM(Qwen3Config(**settings, **heads))
+    dense.save_pretrained(tmp_path)
+    wider = RouteSpec(num_experts=spec.experts_per_layer[0] + 1, top_k=spec.top_k, layer_ids=spec.layer_ids)
+    cases: list[tuple[EngineConfig, type[Exception], ErrorKind]] = [
+        (config_of(tmp_path, spec), SpecError, ErrorKind.DENSE_MODEL),
+        (config_of(model, wider), SpecError, ErrorKind.SPEC_MISMATCH),
+        (config_of(model, spec, enable_return_routed_experts=False), CaptureError, ErrorKind.CAPTURE_OFF),
+    ]
+    for config, error, kind in cases:
+        engine = start_engine(config, 0, options=OPTIONS)
+        with pytest.raises(error) as caught:
+            asyncio.run(engine.load())
+        engine.close()
+        assert kind == getattr(caught.value, "kind", None)

@@ -1,0 +1,59 @@
+"""What runs in the actors of the fleet's tests, found there by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+from routeplane.errors import DataError, ErrorKind
+from routeplane.fleet.environment import EnvironmentConfig
+
+
+class Child:
+    """An environment with a server process below it, as real ones have."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._server: subprocess.Popen[bytes] | None = None
+        self._tokenizer: Any = None
+
+    def start(self) -> None:
+        """Start the server; fail afterwards where the configuration says so."""
+        self._server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        if self._config.environment.get("fail"):
+            raise RuntimeError(f"no such tool; server {self._server.pid}")
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Keep it."""
+        self._tokenizer = tokenizer
+
+    def rollout(self, example: Any) -> Any:
+        """Say what this actor is; or fail, or die, as asked."""
+        if example == "data":
+            raise DataError("expected rows, got none", kind=ErrorKind.ROUTES_MISSING)
+        if example == "die":
+            os._exit(1)
+        return {
+            "pid": os.getpid(),
+            "server": 0 if self._server is None else self._server.pid,
+            "venv": [os.environ.get("VIRTUAL_ENV"), os.environ.get("UV_PROJECT_ENVIRONMENT")],
+            "secret": os.environ.get("FLEET_TESTS_SECRET"),
+            "given": os.environ.get("FLEET_TESTS_GIVEN"),
+            "tokenizer": self._tokenizer,
+            "urls": self._config.endpoints.urls,
+            "required": self._config.require_routes,
+        }
+
+    def is_healthy(self) -> bool:
+        """While the server runs."""
+        return self._server is not None and self._server.poll() is None
+
+    def close(self) -> None:
+        """Leave the server alone: whoever ends the actor must find it."""
+
+
+def child(config: EnvironmentConfig) -> Child:
+    """The factory."""
+    return Child(config)
