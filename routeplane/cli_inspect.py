@@ -145,10 +145,11 @@ def _collect(sources: SourceSet, options: argparse.Namespace) -> RouteStatistics
     spec = sources.spec.select(options.layer) if options.layer else sources.spec
     if options.ray:
         try:
-            from routeplane.inspect.reduce import collect_on_ray
+            from routeplane.inspect.reduce import collect_on_ray, joined_cluster
         except ImportError as error:
             raise _missing("ray", error) from error
-        return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
+        with joined_cluster():
+            return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
     return collect(sources.records(layer_ids=options.layer, samples=options.samples), spec)
 
 

@@ -159,8 +159,9 @@ def test_what_workers_cannot_open_is_refused(paths: Any, tmp_path: Path) -> None
     """Only paths can be read by several processes."""
     with pytest.raises((RouteplaneError, TypeError)):
         dataset(paths)
-    with pytest.raises(RouteplaneError):
-        dataset(tmp_path)
+    for path in (tmp_path, tmp_path / "nothing"):  # a folder that is no archive
+        with pytest.raises((RouteplaneError, FileNotFoundError)):
+            dataset(path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
