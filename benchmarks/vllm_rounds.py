@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from routeplane.capture.vllm import record_output, shipping_args, spec_from_vllm, start_engine, stop_engine
@@ -63,7 +63,9 @@ def _engines(folder: Path) -> dict[str, Any]:
     common: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 1024}
     writer = {"sink": "routeplane.stream.new_stream", "target": str(folder / "inside.arrows")}
     model = str(folder / "model")
+    bare = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False, "skip_tokenizer_init": True}
     return {
+        "off": LLM(model, **bare, **common),
         "plain": start_engine(model, **common),
         "discarding": start_engine(model, scheduler_cls=Discarding, **common),
         "writing": start_engine(
@@ -111,6 +113,7 @@ def _rounds(count: int) -> dict[str, list[float]]:
                     sink.write(record)
 
         ways: dict[str, Callable[[], object]] = {
+            "capture off": lambda: generate("off"),
             "discarded inside": lambda: generate("discarding"),
             "written inside": lambda: generate("writing"),
             "discarded beside": lambda: generate("plain"),

@@ -11,7 +11,7 @@ from routeplane.calls import ModelCall, merge_layers
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, Problem, RouteplaneError
 from routeplane.ports import RouteSink, RouteSource, RouteTicket
-from routeplane.prefixes import resolve
+from routeplane.prefixes import resolve, share_prompts
 from routeplane.record import Prefix, RecordKey, RouteRecord
 from routeplane.schema import FORMAT_VERSION
 from routeplane.spans import Capture, Span
@@ -49,4 +49,5 @@ __all__ = [
     "new_stream",
     "open_stream",
     "resolve",
+    "share_prompts",
 ]

@@ -27,7 +27,8 @@ __all__ = ["column_types", "read_records", "salvage", "stored_rows", "widen", "w
 
 
 def write_batch(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding) -> pa.RecordBatch:
-    """One RecordBatch of the given records; copies their arrays once. Records must share spec and token columns.
+    """One RecordBatch of the given records, which must share spec and token columns; copies their arrays once, and
+    views those of a single record.
 
     Raises SpecError or DataError naming the record that differs.
     """
@@ -82,7 +83,8 @@ def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> p
     lengths = [0 if array is None else len(array) for array in arrays]
     offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     present = [array for array in arrays if array is not None]
-    flat_T = np.concatenate(present) if present else np.empty(0, dtype=value_type.to_pandas_dtype())
+    # one record's array needs no other memory: a copy into fresh pages costs several times one into used ones
+    flat_T = present[0] if len(present) == 1 else np.concatenate([np.empty(0, value_type.to_pandas_dtype()), *present])
     mask = pa.array([array is None for array in arrays], pa.bool_()) if len(present) < len(arrays) else None
     return pa.LargeListArray.from_arrays(
         pa.array(offsets_B1.astype(np.int64), pa.int64()), pa.array(flat_T, value_type), mask=mask
@@ -92,11 +94,14 @@ def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> p
 def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encoding: Encoding) -> pa.LargeListArray:
     offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
     width = spec.num_layers * spec.top_k
-    dtype: Any = np.uint8 if encoding == "narrow" else np.int16
-    flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
-    for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
-        # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
-        flat_TW[start:stop] = array.reshape(-1, width).astype(dtype, copy=False)
+    if len(arrays) == 1 and encoding == "plain":
+        flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
+    else:
+        dtype: Any = np.uint8 if encoding == "narrow" else np.int16
+        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
+            # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
+            flat_TW[start:stop] = array.reshape(-1, width).astype(dtype, copy=False)
     storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_TW.reshape(-1)), width)
     rows = pa.ExtensionArray.from_storage(row_type(spec, encoding), storage)
     return pa.LargeListArray.from_arrays(pa.array(offsets_B1.astype(np.int64), pa.int64()), rows)

@@ -34,8 +34,9 @@ _VLLM_SETTINGS = (
     "TORCHDYNAMO_DISABLE=1",
 )
 
-# What Ray reads at start-up: no usage report, and no warning of a default about accelerators that are not here.
-_RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0")
+# What Ray reads at start-up: no usage report, no warning of a default about accelerators that are not here, and the
+# token that a cluster of one's own asks for (2.60 starts one with it, and joins none with it unless told).
+_RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0", "RAY_AUTH_MODE=token")
 
 
 #: Trainer -> the module that loads it.
@@ -102,9 +103,11 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         chosen = {"engine": "vllm", "trainer": "transformers", "transport": "ray", "seed": options.seed}
         return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
     with _carrier(options) as (carried, stream_bytes):
-        settings = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
-        engine = _stage("routeplane.demo_engine", carried, settings=settings)
-        trainer = _stage(_TRAINERS[options.trainer], carried, settings=_TRAINER_SETTINGS, python=options.trainer_python)
+        common = _RAY_SETTINGS if options.transport == "ray" else ()
+        own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+        engine = _stage("routeplane.demo_engine", carried, settings=(*common, *own))
+        settings = (*common, *_TRAINER_SETTINGS)
+        trainer = _stage(_TRAINERS[options.trainer], carried, settings=settings, python=options.trainer_python)
         size = stream_bytes()
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {

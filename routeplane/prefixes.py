@@ -1,19 +1,100 @@
-"""Joining records whose first rows stand in another one (a prompt shared by a group is carried once).
+"""A prompt that a group's records share is carried once: taking its rows out of the others, and joining them again.
 
-Knows records only; where they came from is the caller's business.
+Knows records only; where they came from, and go to, is the caller's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record import Prefix, RecordKey, RouteRecord
 
-__all__ = ["resolve"]
+__all__ = ["PromptReport", "SharedPrompts", "resolve", "share_prompts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReport:
+    """What sharing prompts did. ``own``: records of a group whose prompt rows were like no other's."""
+
+    shared: int = 0
+    own: int = 0
+    rows: int = 0
+    nbytes: int = 0
+
+    def merge(self, other: PromptReport) -> PromptReport:
+        """The sums of both."""
+        return PromptReport(
+            **{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(PromptReport)}
+        )
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {
+            f"{prefix}prompts_shared": float(self.shared),
+            f"{prefix}prompts_own": float(self.own),
+            f"{prefix}prompt_rows_saved": float(self.rows),
+            f"{prefix}prompt_bytes_saved": float(self.nbytes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrompts:
+    """Records in the order given, and what was done; ``resolve(records)`` gives the ones that were given."""
+
+    records: tuple[RouteRecord, ...]
+    report: PromptReport
+
+
+def share_prompts(records: Iterable[RouteRecord]) -> SharedPrompts:
+    """Refer to the prompt rows of an earlier record of the same group, where they are the same, token by token and row
+    by row.
+
+    The prompt is the first span, where that is one. Samples whose rows differ (another engine, a prefix cache, another
+    version of the weights) keep their own; so do records without a group, and those that refer to another already.
+    Verifies what it changes; checksums of deltas are new, ``resolve`` gives the old ones back.
+    """
+    holders: dict[tuple[str, int], list[RouteRecord]] = {}
+    found: list[RouteRecord] = []
+    report = PromptReport()
+    for record in records:
+        stop = record.spans[0].stop if record.spans[0].kind == "prompt" else 0
+        if record.group is None or record.prefix is not None or stop == 0:
+            found.append(record)
+            continue
+        known = holders.setdefault((record.group, stop), [])
+        holder = next((each for each in known if _same_prompt(each, record, stop=stop)), None)
+        if holder is None:
+            report = report.merge(PromptReport(own=1 if known else 0))
+            known.append(record)
+            found.append(record)
+        else:
+            found.append(_delta(record.verify(), holder, stop=stop))
+            saved = found[-1].routes.nbytes
+            report = report.merge(PromptReport(shared=1, rows=stop, nbytes=record.routes.nbytes - saved))
+    return SharedPrompts(records=tuple(found), report=report)
+
+
+def _same_prompt(holder: RouteRecord, record: RouteRecord, *, stop: int) -> bool:
+    return (
+        holder.spec == record.spec
+        and np.array_equal(holder.token_ids[:stop], record.token_ids[:stop])
+        and np.array_equal(holder.routes[:stop], record.routes[:stop])
+    )
+
+
+def _delta(record: RouteRecord, holder: RouteRecord, *, stop: int) -> RouteRecord:
+    prefix = Prefix(
+        sample_id=holder.sample_id,
+        attempt=holder.attempt,
+        segment=holder.segment,
+        stop=stop,
+        checksum=holder.checksum,
+    )
+    return replace(record, routes=record.routes[stop:], routes_start=stop, prefix=prefix, checksum=None)
 
 
 def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:

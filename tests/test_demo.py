@@ -329,3 +329,22 @@ def test_replay_pays_at_full_size(tmp_path: Path, seed: int) -> None:
     assert figures["max_abs_diff_live"] >= 4 * figures["max_abs_diff_replay"]
     for control in ("shift_token", "shift_layer"):
         assert figures[f"mean_abs_diff_{control}"] >= 3 * figures["mean_abs_diff_live"]
+
+
+# ---- what carries the stream ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["flight", "ray"])
+def test_the_figures_do_not_depend_on_what_carries_the_stream(transport: Any, tmp_path: Path) -> None:
+    """Between processes over a service or a plane, the trainer scores what it scores from a file."""
+    small: dict[str, Any] = {"sequences": 2, "prompt_tokens": 8, "max_tokens": 8, "layers": 2, "progress": False}
+
+    file = run_demo(DemoOptions(out=str(tmp_path / "file"), **small))
+    carried = run_demo(DemoOptions(out=str(tmp_path / transport), transport=transport, **small))
+
+    own = {"transport", "seconds", "stream_bytes"}
+    assert {name: value for name, value in file.items() if name not in own} == {
+        name: value for name, value in carried.items() if name not in own
+    }
+    assert 0 < carried["stream_bytes"]

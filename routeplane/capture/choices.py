@@ -19,6 +19,7 @@ import numpy as np
 from routeplane.arrays import as_integers
 from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.forms import WireForm, read_routes
+from routeplane.capture.requests import cached_rows
 from routeplane.capture.wire import LayerAxis
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 from routeplane.ports import RouteTicket
@@ -113,7 +114,7 @@ def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:
         logprobs=_logprobs(choice),
         media=reading.media,
         # below first_row there is no row that could have come from a cache
-        cached=0 if rows_RLK is None or bound <= first_row else min(bound, first_row + len(rows_RLK)),
+        cached=cached_rows(bound, rows_RLK, first_row=first_row),
         loss=loss,
         columns=choice.columns,
     )

@@ -1,4 +1,4 @@
-"""What every engine here asks of a request, checked before anything is generated.
+"""What every engine here asks of a request, checked before anything is generated, and what it says of its cache.
 
 Values only; knows no engine.
 """
@@ -6,12 +6,16 @@ Values only; knows no engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routeplane.errors import refused
 
-__all__ = ["check_requests", "sample_names"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["cached_rows", "check_requests", "sample_names"]
 
 
 def sample_names(given: Sequence[str] | None, count: int, *, stem: str = "sample") -> list[str]:
@@ -36,3 +40,13 @@ def check_requests(
         raise refused("a finite temperature of at least 0", repr(temperature))
     if seed < 0:
         raise refused("a seed of at least 0", repr(seed))
+
+
+def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) -> int:
+    """``ModelCall.cached`` where rows before ``bound`` may come from a prefix cache, and ``[first_row, ...)`` came.
+
+    0 where none of the rows that came does, so that one call has one form (and checksum) whoever reads it.
+    """
+    if rows_RLK is None or len(rows_RLK) == 0 or bound <= first_row:
+        return 0
+    return min(bound, first_row + len(rows_RLK))

@@ -81,7 +81,7 @@ class BatchRecords:
 class RecordsOfBatches:
     """The records of batches that came decoded, each validated in full before a buffer of it is viewed."""
 
-    def __init__(self, batches: Iterable[pa.RecordBatch], header: StreamHeader, policy: ReadPolicy) -> None:
+    def __init__(self, batches: Iterable[pa.RecordBatch], header: StreamHeader, *, policy: ReadPolicy) -> None:
         self._batches = batches
         self._records = BatchRecords(header, policy)
         self._count = 0

@@ -167,8 +167,9 @@ class Broker:
         with self._changed:
             self._let_go()
             work()
+            withdrawn = self._ledger.released()
             if self._store is not None:
-                self._store.ended(session.producer, end=end, withdrawn=self._ledger.released())
+                self._store.ended(session.producer, end=end, withdrawn=withdrawn)
             self._changed.notify_all()
 
     def disconnect(self, session: Session) -> None:
@@ -244,7 +245,7 @@ class Broker:
         return self._change(self._ledger.report)
 
     def released(self) -> list[Block]:
-        """See ``Ledger.released``; with a store, which gets them, it is empty."""
+        """See ``Ledger.released``. What was not asked for is forgotten at the next change."""
         return self._change(self._ledger.released)
 
     def tick(self) -> None:
@@ -262,7 +263,9 @@ class Broker:
             raise UsageError(f"expected an open stream, got one that was {self._shut}", kind=ErrorKind.CLOSED)
 
     def _let_go(self) -> None:
-        if self._store is not None and (blocks := self._ledger.released()):
+        # also where nobody is told: a list of what left would keep it all
+        blocks = self._ledger.released()
+        if self._store is not None and blocks:
             self._store.left(blocks)
 
     def _change(self, work: Callable[[], Result]) -> Result:

@@ -38,7 +38,7 @@ def save_ledger(
     finally:
         spool.close()
     if known is not None:
-        save_spec(written, *known)
+        save_spec(written, known[0], encoding=known[1])
     os.rename(written, folder)
     return blocks
 

@@ -34,6 +34,8 @@ __all__ = ["ABORTED_KEY", "NOTE", "Back", "ConnectedReader", "ConnectedWriter", 
 ABORTED_KEY = "routeplane.aborted"
 #: What goes back to the producer: what is meant, and a number.
 NOTE = struct.Struct("<QQ")
+# Larger batches gain nothing, and a record of this size travels alone, which spares gathering it into fresh pages.
+_BATCH_BYTES = 2 * 2**20
 
 
 class Note(enum.IntEnum):
@@ -66,12 +68,11 @@ class Line(Protocol):
 
 
 class ConnectedWriter(IpcWriter):
-    """The RouteSink of a connection. At most ``max_bytes`` of records are on their way, and half of that gathered."""
+    """The RouteSink of a connection. At most ``max_bytes`` of records are on their way; no more than half of that, or
+    2 MiB, is gathered for a batch. ``write``, ``drain`` and ``close`` wait for the consumer."""
 
-    def __init__(
-        self, line: Line, spec: RouteSpec, *, encoding: Encoding, max_bytes: int, batch_bytes: int | None = None
-    ) -> None:
-        super().__init__(line, spec, encoding=encoding, max_bytes=min(batch_bytes or max_bytes, max(max_bytes // 2, 1)))
+    def __init__(self, line: Line, spec: RouteSpec, *, encoding: Encoding, max_bytes: int) -> None:
+        super().__init__(line, spec, encoding=encoding, max_bytes=min(_BATCH_BYTES, max(max_bytes // 2, 1)))
         self._line, self._window = line, max_bytes
         self._unacknowledged: deque[RouteRecord] = deque()
         self._bytes = 0
@@ -83,6 +84,12 @@ class ConnectedWriter(IpcWriter):
         """Records that no consumer has acknowledged, oldest first: write them again, on a new stream, after a
         failure. A consumer that did get them knows them by their keys."""
         return tuple(self._unacknowledged)
+
+    def drain(self) -> None:
+        """Send what is gathered, and return when everything written is acknowledged. Raises TransportError."""
+        self._flush()
+        while self._unacknowledged:
+            self._hear(wait=True)
 
     def _put(self, record: RouteRecord) -> None:
         self._unacknowledged.append(record)

@@ -47,12 +47,14 @@ class PublishedPath:
         self._in_place = self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
         name = self._path if self._in_place else self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         self._written = name
-        self._file = open(name, "wb" if self._in_place else "xb")  # noqa: SIM115  closed by publish or discard
+        # unbuffered in place: whoever reads a FIFO is to have each batch when it was written
+        mode, buffering = ("wb", 0) if self._in_place else ("xb", -1)
+        self._file = open(name, mode, buffering)  # noqa: SIM115  closed by publish or discard
 
     @property
     def file(self) -> Any:
-        """The open file."""
-        return self._file
+        """The open file, writing all that it is given."""
+        return _WholeWrites(self._file) if self._in_place else self._file
 
     def publish(self) -> None:
         """Flush to disk, close, and rename into place."""

@@ -60,7 +60,7 @@ def transport(address: Address) -> FlightPlane:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FlightPlane:
     """The address of a service, for ``new_stream`` and ``open_stream``; connects when it is used.
 
@@ -69,10 +69,10 @@ class FlightPlane:
     otherwise when every group acknowledged all of it.
     """
 
-    location: str
-    token: str | None = field(default=None, repr=False, kw_only=True)
-    root_certificates: bytes | None = field(default=None, repr=False, kw_only=True)
-    linger: bool = field(default=True, kw_only=True)
+    location: str = field(kw_only=False)
+    token: str | None = field(default=None, repr=False)
+    root_certificates: bytes | None = field(default=None, repr=False)
+    linger: bool = True
 
     def new_sink(self, spec: RouteSpec, options: SinkOptions) -> FlightWriter:
         """A producer's end. Raises UsageError where one of its name is there; TransportError."""
@@ -176,7 +176,7 @@ class _Codec:
 
     def open(self, payload: tuple[pa.RecordBatch, bool], policy: ReadPolicy) -> RecordsOfBatches:
         batch, self.cut = payload
-        return RecordsOfBatches([batch], parse_schema(batch.schema), policy)
+        return RecordsOfBatches([batch], parse_schema(batch.schema), policy=policy)
 
 
 class _Port:
@@ -269,6 +269,7 @@ class _Port:
     def put(self, session: Session, block: Block, *, timeout_s: float | None = None) -> Session:
         described = messages.dump_block(block)
         self._ask_until("reserve", "room", timeout_s=timeout_s, session=session, block=described)
+        del described["keys"]  # which stand in the batch
         descriptor = fl.FlightDescriptor.for_command(messages.dump(session=session, block=described))
 
         def work(client: Any, options: Any) -> Any:
@@ -322,7 +323,7 @@ class _Port:
                 wait_s=min(_ASK_S, max(left, 0.0)),
                 selection=self.selection,
             )
-            progress = messages.progress_of(messages.document_of(parts[-1][1], "progress")["progress"])
+            progress = messages.progress_of(messages.document_of(parts[-1][1], names=["progress"])["progress"])
             blocks = tuple(_given(batch, text) for batch, text in parts[:-1])
             if blocks or progress.ended or left <= 0:
                 return Taken(blocks=blocks, progress=progress)
@@ -339,7 +340,7 @@ class _Port:
         return [
             record
             for batch, _ in parts[:-1]
-            for record in RecordsOfBatches([batch], parse_schema(batch.schema), policy)
+            for record in RecordsOfBatches([batch], parse_schema(batch.schema), policy=policy)
         ]
 
     def _got(self, **command: Any) -> list[tuple[Any, bytes]]:
@@ -353,7 +354,7 @@ class _Port:
 
 
 def _given(batch: pa.RecordBatch, text: bytes) -> Block:
-    document = messages.document_of(text, "block", "cut")
+    document = messages.document_of(text, names=["block", "cut"])
     return messages.block_of(document["block"], payload=(batch, bool(document["cut"])))
 
 

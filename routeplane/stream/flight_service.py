@@ -163,11 +163,11 @@ class _Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no ty
         """One block: the command names it, the one batch is its payload, the answer is the session."""
 
         def work() -> bytes:
-            command = messages.document_of(descriptor.command or b"", "session", "block")
+            command = messages.document_of(descriptor.command or b"", names=["session", "block"])
             chunks = [chunk.data for chunk in _chunks(reader)]
             if len(chunks) != 1:
                 raise TruncatedError(f"expected one batch, got {len(chunks)}", kind=ErrorKind.TRUNCATED)
-            return self._handlers.put(command, reader.schema, chunks[0])
+            return self._handlers.put(command, schema=reader.schema, batch=chunks[0])
 
         writer.write(_asked(work))
 
@@ -175,7 +175,7 @@ class _Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow ships no ty
         """Blocks for a consumer, or records by key. The last chunk has no rows: without it the answer was cut."""
 
         def work() -> Any:
-            command = messages.document_of(ticket.ticket, "op")
+            command = messages.document_of(ticket.ticket, names=["op"])
             work_of = {"take": self._handlers.take, "fetch": self._handlers.fetch}
             if command["op"] not in work_of:
                 raise refused(f"one of {sorted(work_of)}", repr(command["op"]))

@@ -110,7 +110,7 @@ class Gate(Broker):
     def note(self, spec: RouteSpec, encoding: Encoding) -> None:
         """Note in the folder, where there is one, what the stream is of."""
         if self._options.spool is not None:
-            save_spec(Path(self._options.spool), spec, encoding)
+            save_spec(Path(self._options.spool), spec, encoding=encoding)
 
     def checkpoint(self, folder: Path, known: tuple[RouteSpec, Encoding] | None) -> int:
         """See ``save_ledger``. Everybody waits meanwhile."""

@@ -165,7 +165,6 @@ class Handlers:
         """Done with a producer's blocks below a number."""
         member = messages.membership_of(document["member"])
         self.gate.acknowledge(member, producer=document["producer"], through=document["through"])
-        self.gate.released()  # nobody else holds these payloads: they are freed here
         return messages.dump()
 
     def leave(self, document: Mapping[str, Any]) -> bytes:
@@ -176,7 +175,6 @@ class Handlers:
     def retire(self, document: Mapping[str, Any]) -> bytes:
         """Let go of blocks of old weights."""
         retired = self.gate.retire(below=document["below"])
-        self.gate.released()
         return messages.dump(retired=retired)
 
     # -- people ------------------------------------------------------------------------------------------------------
@@ -191,11 +189,12 @@ class Handlers:
 
     # -- payloads ----------------------------------------------------------------------------------------------------
 
-    def put(self, command: Mapping[str, Any], schema: pa.Schema, batch: pa.RecordBatch) -> bytes:
+    def put(self, command: Mapping[str, Any], *, schema: pa.Schema, batch: pa.RecordBatch) -> bytes:
         """A block, room for which was reserved."""
         self.header_of(schema)
         decoded(lambda: batch.validate(full=True), "record batch")
-        block = messages.block_of(command["block"], payload=batch)
+        # the keys came with ``reserve``, and stand in the batch
+        block = messages.block_of({**command["block"], "keys": keys_of(batch)}, payload=batch)
         if batch.nbytes > block.nbytes:
             raise FormatError(
                 f"expected at most the {block.nbytes} bytes that were asked room for, got {batch.nbytes}",
@@ -203,7 +202,6 @@ class Handlers:
             )
         check_block(batch, block)
         session = self.gate.put(messages.session_of(command["session"]), block, timeout_s=_WAIT_S)
-        self.gate.released()  # kept ones that made room
         return messages.dump(session=session)
 
     def take(self, command: Mapping[str, Any]) -> tuple[pa.Schema, list[tuple[Any, bytes]]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -37,7 +37,7 @@ def dump(**entries: Any) -> bytes:
     return json.dumps(entries, default=asdict, separators=(",", ":"), allow_nan=False).encode()
 
 
-def document_of(data: Any, *names: str) -> dict[str, Any]:
+def document_of(data: Any, *, names: Sequence[str] = ()) -> dict[str, Any]:
     """A JSON object that has at least these names. Raises FormatError."""
     try:
         document = json.loads(bytes(data))
@@ -118,7 +118,7 @@ def dump_error(error: RouteplaneError) -> bytes:
 
 def error_of(data: bytes) -> RouteplaneError:
     """What ``dump_error`` made. A name or kind that this release does not know comes as a TransportError."""
-    document = document_of(data, "error", "kind", "message")
+    document = document_of(data, names=["error", "kind", "message"])
     message = str(document["message"])
     found: Any = getattr(errors, str(document["error"]), None)
     known = inspect.isclass(found) and issubclass(found, RouteplaneError)

@@ -31,7 +31,7 @@ from routeplane.stream.addresses import Address, SinkOptions, SourceOptions, par
 from routeplane.stream.connection import ConnectedReader, ConnectedWriter, Note
 from routeplane.stream.frames import Frame, messages_of
 from routeplane.stream.pool import BufferPool, Lease, lend
-from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler
+from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler, lost
 
 if TYPE_CHECKING:
     from routeplane.record import RecordKey
@@ -48,8 +48,6 @@ _SOCKETS = Path("/dev/shm")
 _ALIGN = 64
 # A schema alone takes some kilobytes.
 _MIN_SEGMENT = 2**20
-# Larger batches gain nothing, and smaller ones leave more of the segment to others.
-_BATCH_BYTES = 4 * 2**20
 
 
 class Extents:
@@ -122,6 +120,8 @@ class _SharedLine(SocketLine):
         try:
             self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             socket.send_fds(connection, [struct.pack("<Q", size)], [file])
+        except OSError as error:
+            raise lost(error, timeout_s=timeout_s) from error
         finally:
             os.close(file)
         self._memory = memoryview(self._map)
@@ -297,7 +297,7 @@ class _Place:
         except BaseException:
             connection.close()
             raise
-        return ConnectedWriter(line, spec, encoding=encoding, max_bytes=options.max_bytes, batch_bytes=_BATCH_BYTES)
+        return ConnectedWriter(line, spec, encoding=encoding, max_bytes=options.max_bytes)
 
     def open_source(self, policy: ReadPolicy, options: SourceOptions) -> ConnectedReader:
         with SharedListener(self._address) as listener:

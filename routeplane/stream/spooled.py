@@ -65,7 +65,7 @@ def spooled_ledger(
     return ledger
 
 
-def save_spec(folder: Path, spec: RouteSpec, encoding: Encoding) -> None:
+def save_spec(folder: Path, spec: RouteSpec, *, encoding: Encoding) -> None:
     """Note what a folder's stream is of, where that is not known yet. Raises TransportError (NO_ROOM)."""
     path = folder / "spec.json"
     if path.exists():
@@ -136,7 +136,7 @@ class SpoolStream(LocalStream):
 
     def _make(self, spec: RouteSpec, options: SinkOptions) -> tuple[Broker, RouteSpec, Codec]:
         chosen = choose_encoding(options.encoding or "plain", spec)
-        save_spec(self._folder, spec, chosen)
+        save_spec(self._folder, spec, encoding=chosen)
         return self._made_of(spec, chosen)
 
     def _block_bytes(self, options: SinkOptions) -> int:

@@ -64,13 +64,14 @@ class Reference:
 def full_forward(model: Any, token_ids: Any) -> Reference:
     """One forward over a whole sequence, unpadded and without a cache; routers restated by hand from their inputs."""
     chosen: dict[int, torch.Tensor] = {}
+    family = next(each for each in MAIN_FAMILIES if each.config == type(model.config).__name__)
 
     def restate(layer: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
         def keep(router: Any, args: tuple[torch.Tensor, ...]) -> None:
             hidden = args[0].reshape(-1, args[0].shape[-1])
             bias = getattr(router, "bias", None)
             logits_NE = hidden @ router.weight.T + (0 if bias is None else bias)
-            chosen[layer] = live_choice(router, logits_NE).sort().values
+            chosen[layer] = live_choice(family, router, logits_NE).sort().values
 
         return keep
 

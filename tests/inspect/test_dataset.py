@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pytest
 from ray.data.expressions import col
 
+from routeplane.archive import save_archive
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError
 from routeplane.inspect.dataset import dataset, filter_batches, records_of
 from routeplane.record import RouteRecord
@@ -93,6 +94,17 @@ def test_a_selection_is_the_one_of_a_reader(
     assert by_key(expected) == by_key(records_of(dataset(path, layer_ids=layer_ids, tokens=tokens)))
 
 
+def test_an_archive_is_read_beside_streams(tmp_path: Path) -> None:
+    """An archive's records come with those of streams, cut alike."""
+    records = [record(index, 4 + index) for index in range(7)]
+    save_archive(records[:4], tmp_path / "a.zarr", spec=SPEC)
+    paths = [tmp_path / "a.zarr", saved(tmp_path / "s", records[4:])]
+
+    assert by_key(records) == by_key(records_of(dataset(paths)))
+    expected = [item.slice(5, min(8, item.num_tokens)).select([4]) for item in records if item.num_tokens > 5]
+    assert by_key(expected) == by_key(records_of(dataset(paths, layer_ids=[4], tokens=(5, 8))))
+
+
 def test_a_data_set_of_nothing_has_a_schema(tmp_path: Path) -> None:
     """An empty stream gives an empty data set that can be counted and read."""
     found = dataset(saved(tmp_path / "s", []))
@@ -159,9 +171,10 @@ def test_what_workers_cannot_open_is_refused(paths: Any, tmp_path: Path) -> None
     """Only paths can be read by several processes."""
     with pytest.raises((RouteplaneError, TypeError)):
         dataset(paths)
-    for path in (tmp_path, tmp_path / "nothing"):  # a folder that is no archive
-        with pytest.raises((RouteplaneError, FileNotFoundError)):
-            dataset(path)
+    with pytest.raises(FileNotFoundError):
+        dataset(tmp_path)
+    with pytest.raises(RouteplaneError):
+        dataset(tmp_path / "absent")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

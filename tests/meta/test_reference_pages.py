@@ -30,6 +30,7 @@ from routeplane.inspect.collect import collect
 from routeplane.inspect.diff import RouteDiff
 from routeplane.ports import Report
 from routeplane.prefetch import PrefetchReport
+from routeplane.prefixes import PromptReport
 from routeplane.replay.handle import ReplayReport
 from routeplane.spec import RouteSpec
 from routeplane.stream import StreamReport, new_stream
@@ -136,6 +137,7 @@ REPORTS: dict[str, Report] = {
     "LedgerReport": LedgerReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
+    "PromptReport": PromptReport(),
     "PrefetchReport": PrefetchReport(),
     "DeskReport": DeskReport(),
     "MiddlewareReport": MiddlewareReport(),
@@ -326,7 +328,7 @@ CHANGES: dict[str, tuple[str, str, str, str]] = {
     "a report left out": ("reports", "## `ReplayReport`", "## `Replay`", "ReplayReport"),
     "an option too few": ("cli", "| `--alarms` |", "| `--alarm` |", "validate: arguments"),
     "another default": ("cli", "| `--seed` | `0` |", "| `--seed` | `1` |", "demo --seed: default"),
-    "a choice too few": ("cli", "`transformers` or `vllm`: who", "`transformers`: who", "demo --engine: choices"),
+    "a choice too few": ("cli", "`vllm` or `vllm-scheduler`: who", "`vllm`: who", "demo --engine: choices"),
     "a command that is none": ("cli", "## `routeplane info`", "## `routeplane show`", "commands"),
     "a module left out": ("modules", "| `routeplane.spans` |", "| `routeplane.span` |", "routeplane.spans"),
     "modules out of order": ("modules", "| `routeplane.errors` |", "| `routeplane.cli` |", "modules"),

@@ -260,8 +260,8 @@ def check_cut(listener: Any, target: str, *, nbytes: int) -> None:
                 sink.close()
             except TransportError as error:
                 errors.append(error)
-            unacknowledged = tuple(sink.unacknowledged)
-    sent = [*unacknowledged, *SMALL[_position(unacknowledged) :]]
+            unacknowledged = () if sink is None else tuple(sink.unacknowledged)
+    sent = SMALL if sink is None else [*unacknowledged, *SMALL[_position(unacknowledged) :]]
     if errors:
         assert {ErrorKind.CONNECTION} >= {error.kind for error in errors if isinstance(error, TransportError)}
     again: list[RouteplaneError] = []

@@ -266,6 +266,28 @@ def test_a_fifo_stays_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["pipe"]
 
 
+def test_a_batch_leaves_through_a_fifo_when_it_was_written(tmp_path: Path) -> None:
+    """Nothing waits in a buffer for the next one: the reader has the record while the writer is still open."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    came: list[str] = []
+    first = threading.Event()
+
+    def read() -> None:
+        with open(path, "rb", buffering=0) as file:
+            for item in open_stream(file):
+                came.append(item.sample_id)
+                first.set()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    with new_stream(path, SPEC, max_bytes=1) as sink:
+        sink.write(RECORDS[0])
+        assert first.wait(30)
+    reading.join()
+    assert [RECORDS[0].sample_id] == came
+
+
 def test_an_abort_down_a_fifo_is_seen(tmp_path: Path) -> None:
     """What went down a pipe cannot be taken back; without a trailer no reader takes it for whole."""
     path = tmp_path / "pipe"

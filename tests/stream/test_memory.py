@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,3 +181,20 @@ def test_the_same_checks_at_the_edge() -> None:
     sink.close()
 
     assert contents(RECORDS[:2]) == contents(open_stream(stream))
+
+
+def test_what_was_read_is_let_go() -> None:
+    """A stream keeps nothing of a record that was acknowledged."""
+    stream = MemoryStream()
+    sink = new_stream(stream, SPEC)
+    item = record(0, 500)
+    gone = weakref.ref(item)
+    sink.write(item)
+    sink.write(record(1))
+    del item
+    with open_stream(stream) as reader:
+        records = iter(reader)
+        next(records)
+        next(records)
+        sink.write(record(2))  # with which the writer hears of it
+        assert [None] == [gone()]

@@ -18,6 +18,7 @@ import numpy as np
 
 from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.recorder import WeightsChange, split_versions
+from routeplane.capture.requests import cached_rows
 from routeplane.capture.single import record_of_call
 from routeplane.capture.vllm.reports import LedgerReport
 from routeplane.capture.vllm.shipping import Shipping, WriterConfig
@@ -189,7 +190,7 @@ class RouteLedger:
             call_id=sample_id,
             logprobs=np.concatenate(flight.logprobs) if flight.logprobs else None,
             media=flight.media,
-            cached=0 if routes_RLK is None else min(cached, flight.first_row + len(routes_RLK)),
+            cached=cached_rows(cached, routes_RLK, first_row=flight.first_row),
             loss=loss,
         )
         record = record_of_call(

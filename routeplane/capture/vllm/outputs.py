@@ -18,6 +18,7 @@ import numpy as np
 from vllm import RequestOutput
 
 from routeplane.calls import ModelCall, RowLoss
+from routeplane.capture.requests import cached_rows
 from routeplane.capture.single import record_of_call
 from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
@@ -201,7 +202,7 @@ def _call(
         call_id=name,
         logprobs=_logprobs(choice, logprobs_mode, name),
         media=tuple(media),
-        cached=0 if routes_RLK is None else min(bound, first_row + len(routes_RLK)),
+        cached=cached_rows(bound, routes_RLK, first_row=first_row),
         loss=loss,
     )
 

@@ -97,14 +97,14 @@ class PlaneActor:
         """Whether there is room for a block now."""
         return bool(await self._until(lambda: self._gate.reserve(session, block, timeout_s=0.0) or None, wait_s))
 
-    async def put(self, session: Session, block: Block, payload: Any) -> Session:
+    async def put(self, session: Session, block: Block, *, payload: Any) -> Session:
         """A block, room for which was reserved. Its array is put again here, so that this actor owns it."""
         if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.nbytes > block.nbytes:
             raise refused(f"a uint8 array of at most {block.nbytes} bytes", f"a {type(payload).__name__}")
         held = _Held(ray.put(payload), payload)
         session = self._gate.put(session, replace(block, payload=held), timeout_s=0.0)
         held.array = None  # a view of the producer's object, which may go now
-        self._freed()
+        self._tell()
         return session
 
     async def heartbeat(self, session: Session) -> Session:
@@ -132,7 +132,7 @@ class PlaneActor:
     async def abort(self, session: Session) -> None:
         """End a producer as not whole."""
         self._gate.abort(session)
-        self._freed()
+        self._tell()
 
     async def disconnect(self, session: Session) -> None:
         """Free a producer's name."""
@@ -149,7 +149,7 @@ class PlaneActor:
     async def join(self, group: str, consumer: str, *, cursor: Mapping[str, int] | None) -> Membership:
         """A membership."""
         member = self._gate.join(group, consumer, cursor=cursor)
-        self._freed()
+        self._tell()
         return member
 
     async def take(self, member: Membership, *, max_blocks: int, wait_s: float, selection: Selection) -> Taken:
@@ -178,7 +178,7 @@ class PlaneActor:
     async def acknowledge(self, member: Membership, *, producer: str, through: int) -> None:
         """Done with a producer's blocks below a number."""
         self._gate.acknowledge(member, producer=producer, through=through)
-        self._freed()
+        self._tell()
 
     async def leave(self, member: Membership) -> None:
         """Leave a group."""
@@ -210,7 +210,7 @@ class PlaneActor:
     async def retire(self, below: int) -> int:
         """Let go of blocks of old weights."""
         retired = self._gate.retire(below=below)
-        self._freed()
+        self._tell()
         return retired
 
     async def checkpoint(self, folder: str) -> int:
@@ -230,11 +230,6 @@ class PlaneActor:
     async def node(self) -> str:
         """The node whose object store holds the blocks."""
         return str(ray.get_runtime_context().get_node_id())
-
-    def _freed(self) -> None:
-        """Drop the references of what left, which frees the objects once no reader uses them; and tell everybody."""
-        self._gate.released()
-        self._tell()
 
 
 def _array_of(held: _Held) -> Any:

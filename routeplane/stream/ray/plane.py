@@ -233,7 +233,7 @@ class _Port:
         bare = replace(block, payload=None)  # which travels as an argument of its own, resolved by Ray
         session = self._arrived(session)
         self._ask_until(lambda wait_s: self._actor.reserve.remote(session, bare, wait_s=wait_s), "room", timeout_s)
-        self._under_way = self._actor.put.remote(session, bare, block.payload)
+        self._under_way = self._actor.put.remote(session, bare, payload=block.payload)
         return replace(session, next_sequence=max(session.next_sequence, block.sequence + 1))
 
     def _arrived(self, session: Session) -> Session:

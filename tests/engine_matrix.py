@@ -1,0 +1,118 @@
+"""Which engine can do what, as the tests saw it: the table behind ``docs/reference/engines.md``.
+
+``pytest --engine-matrix`` notes what became of each test below, under the version of the engine that ran, in
+``tests/data/engine-outcomes.json``; ``python -m tests.engine_matrix`` writes the page from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["FEATURES", "OUTCOMES", "PAGE", "cell_of", "render"]
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "engines.md"
+OUTCOMES = ROOT / "tests" / "data" / "engine-outcomes.json"
+
+_OUT, _LLM, _IN, _ASYNC, _WORKER, _FAMILY = (
+    f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_worker", "_models")
+)
+
+#: Part -> feature -> the tests that show it.
+FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "Outputs (`record_output`)": {
+        "every row, at temperature 1": (f"{_LLM}test_generated_rows_and_logprobs_are_the_models",),
+        "log-probabilities": (f"{_LLM}test_sampled_logprobs_are_picked_from_any_answer",),
+        "several choices": (f"{_LLM}test_two_choices_are_two_samples_of_a_group",),
+        "prefix cache: rows there, weights unknown": (f"{_LLM}test_a_shared_prefix_is_cached_and_its_rows_are_right",),
+        "trimmed prompts": (f"{_LLM}test_a_trimmed_prompt_has_the_rest_of_the_rows",),
+        "stop tokens, one token": (
+            f"{_LLM}test_a_stop_token_ends_the_rows_before_it",
+            f"{_LLM}test_one_token_has_the_rows_of_its_prompt",
+        ),
+        "chunked prefill": (f"{_LLM}test_a_prefill_in_chunks_leaves_no_seam",),
+        "DELTA outputs read in time": (f"{_ASYNC}test_deltas_that_are_read_in_time_keep_their_rows",),
+        "DELTA outputs merged: the loss is marked": (f"{_ASYNC}test_rows_lost_in_merged_deltas_are_marked",),
+        "rows that are absent carry the reason": (f"{_OUT}test_rows_cut_short_are_declared",),
+        "an engine without the flag is refused": (f"{_OUT}test_an_engine_without_capture_is_refused",),
+    },
+    "Beside the engine (`RouteWritingEngine`)": {
+        "concurrent requests": (f"{_ASYNC}test_each_request_is_a_record_by_the_time_it_returns",),
+        "30 turns, each row once": (f"{_ASYNC}test_a_conversation_moves_each_row_once",),
+        "aborts": (f"{_ASYNC}test_an_abort_returns_what_there_is",),
+        "weights updated in a pause": (f"{_ASYNC}test_an_update_cuts_the_sequence_in_flight_at_its_token",),
+        "weights updated without one": (f"{_ASYNC}test_an_update_without_a_pause_leaves_tokens_of_unknown_weights",),
+        "backpressure": (f"{_ASYNC}test_a_full_stream_holds_back_the_generation_loop",),
+    },
+    "Inside the engine (`RouteScheduler`)": {
+        "records, tickets, no rows in answers": (f"{_IN}test_a_sequence_is_a_record_and_its_answer_a_ticket",),
+        "no route byte on the engine's socket": (
+            "tests/capture/test_vllm_socket.py::test_no_route_byte_crosses_with_the_writer_inside",
+        ),
+        "a batch of many": (f"{_IN}test_concurrent_sequences_keep_their_rows_apart",),
+        "several choices": (f"{_IN}test_choices_are_samples_of_a_group",),
+        "shipping by request": (f"{_IN}test_requests_that_ask_for_nothing_ship_nothing",),
+        "prefix cache": (f"{_IN}test_a_shared_prefix_is_cached_inside_the_engine_too",),
+        "trimmed prompts": (f"{_IN}test_a_trimmed_prompt_is_not_captured_before_its_start",),
+        "preemption, prefix cache on and off": (f"{_IN}test_preempted_sequences_have_the_rows_of_undisturbed_ones",),
+        "chunked prefill": (f"{_IN}test_a_prefill_in_chunks_leaves_no_seam_in_the_engine",),
+        "aborts under way and before the first token": (
+            f"{_IN}test_an_abort_under_way_keeps_its_rows",
+            f"{_IN}test_an_abort_before_the_first_token_has_the_reason",
+        ),
+        "weights changed in a pause": (f"{_IN}test_weights_that_change_in_a_pause_cut_the_span",),
+    },
+    "Inside the worker (`RouteWorkerExtension`)": {
+        "rows without the engine's flag": (f"{_WORKER}test_the_worker_has_the_rows_that_the_engine_does_not_return",),
+        "cached rows are missing, and marked": (f"{_WORKER}test_cached_rows_are_missing_and_say_so",),
+    },
+    "Start-up": {
+        "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
+        "`probe`": (f"{_WORKER}test_an_honest_capture_passes", f"{_WORKER}test_a_capture_that_lies_is_found"),
+    },
+    "Families": {
+        "Mixtral, OLMoE, GPT-OSS, DeepSeek-V2": (f"{_FAMILY}test_rows_of_a_family_are_those_of_transformers",),
+    },
+}
+
+_HEAD = """# Engine matrix
+
+What the tests saw, by version of vLLM: `python -m tests.engine_matrix` writes this page from the outcomes that
+`pytest --engine-matrix` left in `tests/data/engine-outcomes.json`.
+All of it ran on a CPU with tiny seeded models, rows compared with a Transformers forward of the same weights.
+
+**yes**: every test of the row passed. **no**: one failed. **-**: not run on this version.
+"""
+
+_TAIL = """
+Recorded HTTP exchanges of 0.30 and 0.32 are decoded to their reference rows besides, without an engine
+(`tests/capture/test_wire.py`, `tests/capture/test_openai.py`).
+SGLang's answers are built from its source's format; no SGLang server ran (`tests/capture/test_sglang.py`).
+"""
+
+
+def cell_of(tests: tuple[str, ...], ran: Mapping[str, str]) -> str:
+    """What one version says of one feature."""
+    found = [ran.get(test) for test in tests]
+    if None in found:
+        return "-"
+    return "yes" if set(found) == {"passed"} else "no"
+
+
+def render(outcomes: Mapping[str, Mapping[str, str]]) -> str:
+    """The page; ``outcomes``: version -> test -> outcome."""
+    versions = sorted(outcomes)
+    lines = [_HEAD]
+    for part, features in FEATURES.items():
+        lines += [f"## {part}", "", f"| feature | {' | '.join(versions)} |", "|---" * (len(versions) + 1) + "|"]
+        for feature, tests in features.items():
+            cells = " | ".join(cell_of(tests, outcomes[version]) for version in versions)
+            lines.append(f"| {feature} | {cells} |")
+        lines.append("")
+    return "\n".join(lines) + _TAIL.lstrip("\n")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(json.loads(OUTCOMES.read_text(encoding="utf-8"))), encoding="utf-8")

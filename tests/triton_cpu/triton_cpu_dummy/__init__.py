@@ -1,0 +1,1 @@
+"""A Triton backend named "cpu" that compiles nothing; see ``pyproject.toml`` beside it."""
