@@ -43,6 +43,14 @@ class Coverage:
             rows[capture.state] += capture.stop - capture.start
         return cls(records=1, rows=MappingProxyType(dict(rows)))
 
+    @classmethod
+    def sum(cls, captures: Iterable[Iterable[Capture]]) -> Coverage:
+        """Count the rows of many records."""
+        found = cls()
+        for each in captures:
+            found = found.merge(cls.of(each))
+        return found
+
     def count(self, state: CaptureState) -> int:
         """Rows in one state."""
         return self.rows.get(state, 0)

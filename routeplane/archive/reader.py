@@ -18,7 +18,7 @@ import xxhash
 from routeplane.archive.assemble import Piece, build, read_record, read_rows, token_ranges
 from routeplane.archive.catalog import Catalog, Run
 from routeplane.archive.table import Row, encode_rows
-from routeplane.coverage import lose_rows
+from routeplane.coverage import Coverage, lose_rows
 from routeplane.errors import DataError, FormatError, refused
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.stream.endpoints import RecordReader
@@ -97,6 +97,10 @@ class Archive(Mapping[RecordKey, RouteRecord]):
                     for index, name in enumerate(found.manifest.columns)
                 )
         raise KeyError(run)
+
+    def coverage(self) -> Coverage:
+        """Rows of all records by capture state, as the record tables say: no array is read."""
+        return Coverage.sum(row.captures for _, row in self.catalog.rows())
 
     def __len__(self) -> int:
         return len(self.catalog)
