@@ -94,7 +94,7 @@ def hops(records: Sequence[RouteRecord]) -> list[Result]:
     """Rates of a hop, as shares of one copy of the routes and of raw TCP."""
     source = np.concatenate([each.routes for each in records])
     target = np.zeros_like(source)
-    payload = memoryview(source).cast("B")
+    payload = source.data.cast("B")
     with contextlib.ExitStack() as stack:
         sinks = {}
         for name, address, alarms in (

@@ -150,8 +150,8 @@ def _lose_missing(
         edges = [0, *(np.flatnonzero(np.diff(states_S)) + 1).tolist(), len(states_S)]
         for a, b in itertools.pairwise(edges):
             found = STATES[int(states_S[a])]
-            place = {"start": first + a, "stop": first + b}
+            piece = replace(capture, start=first + a, stop=first + b)
             if found == "not_captured":
-                yield replace(capture, **place, state="lost", weights_version=None)
+                yield replace(piece, state="lost", weights_version=None)
             else:
-                yield replace(capture, **place, state=capture.state if found == "captured" else "partial")
+                yield replace(piece, state=capture.state if found == "captured" else "partial")
