@@ -27,6 +27,7 @@ BASE = (
     "spec",
     "geometry",
     "families",
+    "first_look",
     "kernels",
     "validate",
     "rows",
@@ -127,7 +128,7 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("kernels", "inspect.tally_kernel"),
+    "numba": ("first_look", "kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": (
