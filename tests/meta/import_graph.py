@@ -81,6 +81,7 @@ STAGE_OF = {
         (
             "demo",
             "demo_engine",
+            "demo_environment",
             "demo_fleet",
             "demo_plane",
             "demo_scoring",
@@ -151,6 +152,8 @@ THIRD_PARTY = {
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
+    "nemo_gym": ("fleet.gym_servers",),
+    "omegaconf": ("fleet.gym_servers",),  # comes with nemo_gym, which takes its mappings
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,
