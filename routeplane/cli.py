@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from routeplane.cli_inspect import add_commands
+from routeplane.cli_inspect import add_commands, require_report, write_comparison
 from routeplane.demo import DemoOptions, format_table, run_demo
 from routeplane.errors import FormatError, Problem, RouteplaneError
-from routeplane.inspect.check import StreamCheck, StreamSummary, check_stream, summarise_stream
+from routeplane.inspect.check import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
 
 __all__ = ["main"]
 
 _EPILOG = """examples:
-  routeplane info run.arrows              what a stream holds: spec, counts, coverage
+  routeplane info run.arrows              what a stream or archive holds: spec, counts, coverage
   routeplane validate run.arrows --json   every problem with sample, token and layer
   routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
   routeplane stats 'run-*.arrows'         load, entropy, overlap, drift and coverage, layer by layer
@@ -57,11 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    info = commands.add_parser("info", help="what a stream holds")
-    info.add_argument("stream", type=Path)
+    info = commands.add_parser("info", help="what a stream or an archive holds")
+    info.add_argument("source", metavar="SOURCE", help="a stream, or an archive's folder or URL")
     info.set_defaults(run=_info)
     validate = commands.add_parser("validate", help="read everything, list every problem")
-    validate.add_argument("stream", type=Path)
+    validate.add_argument("source", metavar="SOURCE", help="a stream, or an archive's folder or URL")
     validate.add_argument(
         "--alarms", choices=("report", "fail"), default="report", help="whether alarms fail the check"
     )
@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--transport", choices=("file", "flight", "ray"), default="file")
     demo.add_argument("--fleet", action="store_true", help="all parts as actors of a Ray cluster, rollouts over HTTP")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--out", type=Path, help="keep the model and the stream in this folder")
+    demo.add_argument("--out", type=Path, help="keep the model and the streams in this folder")
+    demo.add_argument("--report", type=Path, metavar="FILE", help="write what the run's routes look like, as HTML")
     demo.set_defaults(run=_demo)
     serve = _serve_parser(commands)
     for command in (info, validate, convert, demo, serve, *add_commands(commands)):
@@ -130,27 +131,27 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    summary = summarise_stream(options.stream)
+    summary = summarise(options.source)
     _print(options, summary.to_dict(), _info_text(summary))
     return 0 if summary.complete else 1
 
 
-def _info_text(summary: StreamSummary) -> str:
+def _info_text(summary: StreamSummary | ArchiveSummary) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in summary.to_dict().items())
 
 
 def _validate(options: argparse.Namespace) -> int:
-    check = check_stream(options.stream)
-    _print(options, check.to_dict(), _validate_text(check))
-    failing = [problem for problem in check.problems if problem.severity == "error" or options.alarms == "fail"]
+    found = check(options.source)
+    _print(options, found.to_dict(), _validate_text(found))
+    failing = [problem for problem in found.problems if problem.severity == "error" or options.alarms == "fail"]
     return 1 if failing else 0
 
 
-def _validate_text(check: StreamCheck) -> str:
-    lines = [_problem_text(problem) for problem in check.problems]
-    coverage = ", ".join(f"{state} {count}" for state, count in check.coverage.rows.items() if count)
+def _validate_text(found: StreamCheck) -> str:
+    lines = [_problem_text(problem) for problem in found.problems]
+    coverage = ", ".join(f"{state} {count}" for state, count in found.coverage.rows.items() if count)
     return "\n".join(
-        [*lines, f"{check.records} records, {check.tokens} tokens ({coverage or 'no rows'}): {check.verdict}"]
+        [*lines, f"{found.records} records, {found.tokens} tokens ({coverage or 'no rows'}): {found.verdict}"]
     )
 
 
@@ -189,25 +190,32 @@ def _progress(title: str) -> Iterator[Callable[[int, int | None], object] | None
 
 def _demo(options: argparse.Namespace) -> int:
     def run(folder: str) -> dict[str, Any]:
-        return run_demo(
-            DemoOptions(
-                out=folder,
-                engine=options.engine,
-                trainer=options.trainer,
-                trainer_python=options.trainer_python or "",
-                transport=options.transport,
-                fleet=options.fleet,
-                seed=options.seed,
-                progress=sys.stderr.isatty(),
-            )
+        chosen = DemoOptions(
+            out=folder,
+            engine=options.engine,
+            trainer=options.trainer,
+            trainer_python=options.trainer_python or "",
+            transport=options.transport,
+            fleet=options.fleet,
+            seed=options.seed,
+            progress=sys.stderr.isatty(),
         )
+        figures = run_demo(chosen)
+        if options.report is None:
+            return figures
+        write_comparison(chosen.kept_stream, chosen.trainer_stream, out=options.report)
+        return {**figures, "report": str(options.report)}
+
+    if options.report is not None:
+        require_report()  # before the run, not after
 
     if options.out is not None:
         figures = run(str(options.out))
     else:
         with tempfile.TemporaryDirectory(prefix="routeplane-demo-") as folder:
             figures = run(folder)
-    _print(options, figures, format_table(figures))
+    shown = f"\n  report {figures['report']}" if options.report is not None else ""
+    _print(options, figures, format_table(figures) + shown)
     return 0
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from routeplane.inspect.sources import SourceSet
     from routeplane.inspect.statistics import RouteStatistics
 
-__all__ = ["add_commands"]
+__all__ = ["add_commands", "require_report", "write_comparison"]
 
 #: Samples that a report shows token by token.
 SHOWN_SAMPLES = 4
@@ -93,12 +93,33 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from routeplane.inspect.sources import find_sources
+    pictures = _write_report(options)
+    document = {"report": str(options.out), "bytes": options.out.stat().st_size, "pictures": list(map(str, pictures))}
+    print(json.dumps(document, sort_keys=True) if options.json else f"wrote {options.out}")
+    return 0
 
+
+def write_comparison(source: str, against: str, *, out: Path) -> None:
+    """``routeplane report SOURCE --against AGAINST --out OUT``, for a run that ends with one. Makes the folder."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _write_report(
+        argparse.Namespace(sources=[source], against=against, out=out, png=None, layer=None, samples=None, ray=False)
+    )
+
+
+def require_report() -> Any:
+    """The module that writes reports. Raises MissingExtraError."""
     try:
         from routeplane.inspect import report
     except ImportError as error:
         raise _missing("report", error) from error
+    return report
+
+
+def _write_report(options: argparse.Namespace) -> list[Path]:
+    from routeplane.inspect.sources import find_sources
+
+    report = require_report()
     sources = find_sources(options.sources)
     against = find_sources([options.against]) if options.against else None
     statistics = _collect(sources, options)
@@ -111,10 +132,7 @@ def _report(options: argparse.Namespace) -> int:
         notes=[f"from {', '.join(sources.paths)}", *([f"against {', '.join(against.paths)}"] if against else [])],
     )
     report.write_report(options.out, page)
-    pictures = report.write_pictures(options.png, statistics, diff=diff) if options.png else []
-    document = {"report": str(options.out), "bytes": options.out.stat().st_size, "pictures": list(map(str, pictures))}
-    print(json.dumps(document, sort_keys=True) if options.json else f"wrote {options.out}")
-    return 0
+    return list(report.write_pictures(options.png, statistics, diff=diff)) if options.png else []
 
 
 def _worst_samples(
@@ -145,10 +163,11 @@ def _collect(sources: SourceSet, options: argparse.Namespace) -> RouteStatistics
     spec = sources.spec.select(options.layer) if options.layer else sources.spec
     if options.ray:
         try:
-            from routeplane.inspect.reduce import collect_on_ray
+            from routeplane.inspect.reduce import collect_on_ray, joined_cluster
         except ImportError as error:
             raise _missing("ray", error) from error
-        return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
+        with joined_cluster():
+            return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
     return collect(sources.records(layer_ids=options.layer, samples=options.samples), spec)
 
 

@@ -87,7 +87,17 @@ class DemoOptions:
     @property
     def stream(self) -> str:
         """The route stream that the engine leaves and the trainer reads: a path, or an address."""
-        return self.address or str(Path(self.out) / "routes.arrows")
+        return self.address or self.kept_stream
+
+    @property
+    def kept_stream(self) -> str:
+        """The same as a file that stays in ``out``, whatever carried it."""
+        return str(Path(self.out) / "routes.arrows")
+
+    @property
+    def trainer_stream(self) -> str:
+        """What the trainer's own gates chose for the same tokens, as a stream file."""
+        return str(Path(self.out) / "trainer.arrows")
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:

@@ -9,10 +9,12 @@ Axes: T packed tokens, L captured layers, K top-k slots, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +26,13 @@ from routeplane.batch import RouteBatch, microbatches, token_logprobs
 from routeplane.coverage import Coverage
 from routeplane.demo import DemoOptions
 from routeplane.stream import MemoryStream, new_stream, open_stream
+from routeplane.validate import missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.align import Layout
-    from routeplane.record import RouteRecord
+    from routeplane.record import RecordKey, RouteRecord
     from routeplane.replay.handle import ReplayHandle
     from routeplane.spec import RouteSpec
 
@@ -62,17 +65,19 @@ def shifted_by_layer(record: RouteRecord) -> RouteRecord:
 
 
 def _score(
-    trainer: LoadedTrainer, records: Sequence[RouteRecord], replay: ReplayHandle | None, bar: Any
+    trainer: LoadedTrainer,
+    records: Sequence[RouteRecord],
+    bind: Callable[[RouteBatch], AbstractContextManager[object]],
+    bar: Any,
 ) -> NDArray[np.float64]:
-    """Trainer minus engine log-probability of every generated token, in stream order."""
+    """Trainer minus engine log-probability of every generated token, in stream order; each forward inside ``bind``."""
     differences: list[torch.Tensor] = []
     stream = MemoryStream()
     with new_stream(stream, records[0].spec, max_bytes=2**40) as sink:
         for record in records:
             sink.write(record)
     for micro in microbatches(open_stream(stream), tokens=_MICROBATCH_TOKENS, layout=trainer.layout):
-        bound = replay.replaying(micro) if replay is not None else contextlib.nullcontext()
-        with torch.inference_mode(), bound:
+        with torch.inference_mode(), bind(micro):
             logits = trainer.logits(micro)
         ours_T = token_logprobs(logits, micro)
         if micro.logprobs is None:
@@ -116,15 +121,53 @@ def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrain
     }
     figures: dict[str, Any] = {}
     with tqdm(total=1 + len(variants), desc="trainer", disable=not options.progress, leave=False) as bar:
-        figures.update(_figures("live", _score(trainer, records, None, bar)))
+        with trainer.attach(spec) as watched:
+            live = _LiveRoutes(watched)
+            figures.update(_figures("live", _score(trainer, records, live.recording, bar)))
         for name, change in variants.items():
             with trainer.attach(spec) as replay:
-                figures.update(_figures(name, _score(trainer, [change(record) for record in records], replay, bar)))
+                changed = [change(record) for record in records]
+                figures.update(_figures(name, _score(trainer, changed, replay.replaying, bar)))
                 if name == "replay":
                     figures["flipped_share"] = replay.report().scalars()["routeplane/replay_flipped_share"]
     seconds["score"] = time.perf_counter() - started
+    started = time.perf_counter()
+    _keep(options.trainer_stream, (live.record(record) for record in records), spec)
+    if options.address is not None:  # what came otherwise than by a file rests beside it, to be looked at
+        _keep(options.kept_stream, records, spec)
+    seconds["keep"] = time.perf_counter() - started
     figures |= _counts(records, coverage)
     return {**figures, "seconds": seconds}
+
+
+class _LiveRoutes:
+    """What the trainer's own gates chose, sequence by sequence: the routes that replay would have replaced."""
+
+    def __init__(self, handle: ReplayHandle) -> None:
+        self._handle = handle
+        self._routes: dict[RecordKey, NDArray[np.int16]] = {}
+
+    @contextlib.contextmanager
+    def recording(self, micro: RouteBatch) -> Iterator[None]:
+        """Watch one forward of a batch."""
+        with self._handle.recording(micro) as recorded:
+            yield
+        batch = recorded.into(micro)
+        rows_TLK = batch.routes[~batch.pad_mask].cpu().numpy()
+        edges = np.cumsum([0, *batch.lengths.tolist()])
+        for key, (start, stop) in zip(batch.keys, itertools.pairwise(edges), strict=True):
+            self._routes[key] = rows_TLK[start:stop]
+
+    def record(self, record: RouteRecord) -> RouteRecord:
+        """The record with the trainer's rows wherever the engine has any."""
+        routes_SLK = np.where(missing_rows(record.routes)[..., None], -1, self._routes[record.key]).astype(np.int16)
+        return replace(record, routes=routes_SLK, checksum=None)
+
+
+def _keep(path: str, records: Iterable[RouteRecord], spec: RouteSpec) -> None:
+    with new_stream(path, spec, encoding="auto") as sink:
+        for record in records:
+            sink.write(record)
 
 
 def _counts(records: Sequence[RouteRecord], coverage: Coverage) -> dict[str, Any]:

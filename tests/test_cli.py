@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from routeplane import cli
+from routeplane.archive import save_archive
 from routeplane.demo import DemoOptions
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.record import RouteRecord
@@ -145,7 +146,14 @@ OPTIONS = {
     "info": {"--help", "--json"},
     "validate": {"--help", "--json", "--alarms"},
     "convert": {"--help", "--json", "--encoding", "--overwrite"},
-    "demo": {"--help", "--json", "--engine", "--fleet", "--trainer", "--transport", "--seed", "--out"},
+    "demo": {
+        *("--help", "--json", "--engine", "--fleet", "--trainer", "--trainer-python", "--transport"),
+        *("--seed", "--out", "--report"),
+    },
+    "serve": {
+        *("--help", "--json", "--host", "--port", "--groups", "--producers", "--max-bytes", "--max-message-bytes"),
+        *("--keep", "--spool", "--token-file", "--certificate", "--private-key"),
+    },
     "stats": {"--help", "--json", "--layer", "--samples", "--ray"},
     "diff": {"--help", "--json", "--layer", "--samples"},
     "explain": {"--help", "--json", "--layer"},
@@ -181,7 +189,7 @@ def test_the_commands_are_these(routeplane: Program) -> None:
         ["info", "a", "--verbose"],
         ["demo", "--engine", "sglang"],
         ["demo", "--seed", "x"],
-        ["demo", "--transport", "ray"],
+        ["demo", "--transport", "smoke"],
     ],
     ids=" ".join,
 )
@@ -362,6 +370,42 @@ def test_validate_reads_a_pipe(routeplane: Program, good: Path) -> None:
     assert (0, 3) == (found.status, found.document["records"])
 
 
+# ---- archives -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """The records of ``good`` as an archive."""
+    save_archive(RECORDS, tmp_path / "good.zarr", spec=SPEC, run="step-1")
+    return tmp_path / "good.zarr"
+
+
+def test_info_and_validate_take_archives(routeplane: Program, archive: Path) -> None:
+    """Found by what stands at the path; text and JSON say the same."""
+    text, found = routeplane("info", archive), routeplane("info", archive, "--json")
+    assert (0, "", 0, "") == (text.status, text.err, found.status, found.err)
+    assert {"commit": 1, "runs": {"step-1": 3}, "records": 3, "tokens": 52}.items() <= found.document.items()
+    assert {name: str(value) for name, value in found.document.items()} == dict(
+        line.split(maxsplit=1) for line in text.out.splitlines()
+    )
+    text = routeplane("validate", archive)
+    assert (0, "3 records, 52 tokens (captured 49, not_fed 3): valid\n", "") == (text.status, text.out, text.err)
+
+
+def test_a_damaged_archive_is_status_1(routeplane: Program, archive: Path) -> None:
+    """``validate`` lists the damage on stdout; ``info`` complains where it cannot open it."""
+    (archive / "runs/step-1/token_ids/c/0").unlink()
+    found = routeplane("validate", archive, "--json")
+    assert (1, "", False) == (found.status, found.err, found.document["valid"])
+    assert {("lost_file", f"sample-{index}") for index in range(3)} == {
+        (problem["kind"], problem["sample"]) for problem in found.document["problems"]
+    }
+    (archive / "runs/step-1/records/manifest.json").write_text("{}")
+    shown = routeplane("info", archive)
+    assert (1, "") == (shown.status, shown.out)
+    assert shown.err.startswith("routeplane: corrupt_chunk: expected ")
+
+
 # ---- demo -----------------------------------------------------------------------------------------------------------
 
 FIGURES: dict[str, Any] = {
@@ -412,6 +456,24 @@ def test_demo_prints_figures_or_a_table(routeplane: Program, monkeypatch: pytest
     assert (0, "") == (table.status, table.err)
     assert "12.5%" in table.out
     assert "12345 bytes" in table.out
+
+
+def test_demo_writes_a_report_of_its_streams(
+    routeplane: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the engine's routes against the trainer's own, into a folder that is made; the table says where."""
+
+    def run(options: DemoOptions) -> dict[str, Any]:
+        written(Path(options.kept_stream))
+        written(Path(options.trainer_stream))
+        return FIGURES
+
+    monkeypatch.setattr(cli, "run_demo", run)
+    page = tmp_path / "made" / "report.html"
+    found = routeplane("demo", "--json", "--report", page)
+    assert (0, {**FIGURES, "report": str(page)}) == (found.status, found.document)
+    assert "routes of watermarked" in page.read_text(encoding="utf-8")
+    assert f"report {page}" in routeplane("demo", "--report", page).out
 
 
 def test_demo_without_out_leaves_nothing(routeplane: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray._private import services
 
 from routeplane.inspect import tables
 from routeplane.inspect.collect import collect
 from routeplane.inspect.diff import compare
 from routeplane.inspect.explain import explain
-from routeplane.record import RouteRecord
-from routeplane.stream import new_stream
+from tests.inspect.containers import PLACINGS, archived, streamed
 from tests.inspect.runs import SPEC, flipped, run
 from tests.test_cli import Program
 
 RECORDS = run(lost=10)
 OTHERS = [flipped(record) for record in RECORDS]
-
-
-def written(path: Path, records: list[RouteRecord]) -> Path:
-    """A stream of these."""
-    with new_stream(path, SPEC) as sink:
-        for record in records:
-            sink.write(record)
-    return path
 
 
 @pytest.fixture
@@ -38,13 +32,13 @@ def routeplane(capsys: pytest.CaptureFixture[str]) -> Program:
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
     """A run."""
-    return written(tmp_path / "left.arrows", RECORDS)
+    return Path(streamed(tmp_path / "left.arrows", RECORDS))
 
 
 @pytest.fixture
 def right(tmp_path: Path) -> Path:
     """The same with flipped rows."""
-    return written(tmp_path / "right.arrows", OTHERS)
+    return Path(streamed(tmp_path / "right.arrows", OTHERS))
 
 
 def jsonable(document: Any) -> Any:
@@ -55,14 +49,19 @@ def jsonable(document: Any) -> Any:
 # ---- stats ----------------------------------------------------------------------------------------------------------
 
 
-def test_stats_prints_what_is_counted(routeplane: Program, left: Path) -> None:
+@pytest.fixture(params=PLACINGS)
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """The run in a stream, in an archive, and split over one of each."""
+    return PLACINGS[request.param](tmp_path, RECORDS)
+
+
+def test_stats_prints_what_is_counted(routeplane: Program, places: list[str]) -> None:
     """All of it, and of some layers and samples alone."""
-    assert jsonable(collect(RECORDS, SPEC).to_dict()) == routeplane("stats", left, "--json").document
+    assert jsonable(collect(RECORDS, SPEC).to_dict()) == routeplane("stats", *places, "--json").document
     chosen = [record.select([5]) for record in RECORDS[1:3]]
     options = ["--layer", 5, "--samples", "step-1/1", "--samples", "step-2/2/0/0"]
-    assert (
-        jsonable(collect(chosen, SPEC.select([5])).to_dict()) == routeplane("stats", left, "--json", *options).document
-    )
+    expected = jsonable(collect(chosen, SPEC.select([5])).to_dict())
+    assert expected == routeplane("stats", *places, "--json", *options).document
 
 
 def test_stats_are_plain_text_in_a_pipe(routeplane: Program, left: Path) -> None:
@@ -95,6 +94,19 @@ def test_diff_prints_what_differs_and_says_so_by_its_status(routeplane: Program,
     assert "rows flipped, the first at token 0, layer 1" in text.out
 
 
+@pytest.mark.parametrize("options", [[], ["--layer", 5, "--samples", "step-1/1"]], ids=["all", "some"])
+def test_diff_reads_archives_on_either_side(
+    routeplane: Program, left: Path, right: Path, tmp_path: Path, options: list[Any]
+) -> None:
+    """A stream and an archive of the same records say the same, whichever stands where."""
+    expected = routeplane("diff", left, right, "--json", *options).document
+    ours, theirs = archived(tmp_path / "left.zarr", RECORDS), archived(tmp_path / "right.zarr", OTHERS)
+    for pair in ((left, theirs), (ours, right), (ours, theirs)):
+        shown = routeplane("diff", *pair, "--json", *options)
+        assert (1, expected) == (shown.status, shown.document)
+    assert 0 == routeplane("diff", left, ours).status
+
+
 # ---- explain --------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +118,14 @@ def test_explain_prints_the_hops_of_one_token(routeplane: Program, left: Path) -
     text = routeplane("explain", left, "step-0/0", 25, "--layer", 2).out
     assert "captured: lost" in text
     assert "MISSING" in text.splitlines()[-1]
+
+
+def test_explain_finds_a_sample_in_an_archive(routeplane: Program, left: Path, tmp_path: Path) -> None:
+    """In its second run too, with the same hops."""
+    archive = archived(tmp_path / "left.zarr", RECORDS)
+    for sample in ("step-0/0", "step-2/5"):
+        expected = routeplane("explain", left, sample, 25, "--json").document
+        assert expected == routeplane("explain", archive, sample, 25, "--json").document
 
 
 @pytest.mark.parametrize(
@@ -135,6 +155,19 @@ def test_report_writes_one_page_with_the_worst_samples(routeplane: Program, left
     assert 7 == len(list(png.iterdir()))
 
 
+def test_a_report_of_archives_shows_what_one_of_streams_does(
+    routeplane: Program, left: Path, right: Path, tmp_path: Path
+) -> None:
+    """Byte for byte, but for the line that says where the routes came from."""
+    pages = []
+    for places in ((left, right), (archived(tmp_path / "l.zarr", RECORDS), archived(tmp_path / "r.zarr", OTHERS))):
+        out = tmp_path / "report.html"
+        assert 0 == routeplane("report", places[0], "--against", places[1], "--out", out).status
+        page = out.read_text(encoding="utf-8")
+        pages.append(page.replace(str(places[0]), "ours").replace(str(places[1]), "theirs"))
+    assert pages[0] == pages[1]
+
+
 def test_a_report_of_a_cut_stream_is_refused(routeplane: Program, left: Path) -> None:
     """Status 1: a picture of half a run would look like one of a whole."""
     cut = left.with_name("cut.arrows")
@@ -142,3 +175,31 @@ def test_a_report_of_a_cut_stream_is_refused(routeplane: Program, left: Path) ->
     shown = routeplane("report", cut, "--out", left.with_name("never.html"))
     assert (1, "") == (shown.status, shown.out)
     assert not left.with_name("never.html").exists()
+
+
+def test_an_archive_that_lost_a_shard_is_refused(routeplane: Program, tmp_path: Path) -> None:
+    """Status 1 and no numbers: what is lost would count as MISSING."""
+    archive = Path(archived(tmp_path / "run.zarr", RECORDS))
+    next(path for path in sorted(archive.glob("runs/*/routes/c/**/*")) if path.is_file()).unlink()
+    shown = routeplane("stats", archive, "--json")
+    assert (1, "") == (shown.status, shown.out)
+    assert shown.err.startswith("routeplane: lost_file: expected ")
+
+
+# ---- on a cluster ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xdist_group("ray")
+def test_without_a_cluster_ray_says_how_to_get_one(
+    routeplane: Program, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 2: none is running, or RAY_ADDRESS names what is no address. Nothing is started behind one's back."""
+    # other clusters of this machine are none of the test's business
+    monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: None)
+    for address in ("", "nowhere"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        shown = routeplane("stats", left, "--ray", "--json")
+        assert (2, "") == (shown.status, shown.out)
+        assert shown.err.startswith("routeplane: connection: expected a running Ray cluster (`ray start --head` starts")
+        assert not ray.is_initialized()

@@ -7,7 +7,7 @@ file only picks the place. Needs the extra ``zarr``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from routeplane.archive.catalog import Catalog
@@ -20,6 +20,7 @@ from routeplane.archive.recovery import Recovery, recover_records
 from routeplane.archive.remote import RemoteFolder
 from routeplane.archive.store import ArchiveStore, LocalFolder
 from routeplane.archive.writer import ArchiveWriter
+from routeplane.errors import Problem
 from routeplane.record import RouteRecord
 from routeplane.spec import RouteSpec
 from routeplane.stream.protocol import ReadPolicy
@@ -116,13 +117,22 @@ def open_archive(
     return Archive(Catalog(place, newest(place), options=options or {}), policy)
 
 
-def verify(store: str | os.PathLike[str], *, options: Mapping[str, Any] | None = None) -> ArchiveCheck:
+def verify(
+    store: str | os.PathLike[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    look: Callable[[RouteRecord], Iterable[Problem]] | None = None,
+) -> ArchiveCheck:
     """Read everything, go on after damage, and list all of it with sample, token and layer.
 
-    Holds one record at a time. Raises FileNotFoundError where nothing is; whatever is wrong with an archive is a
-    finding.
+    ``look``: is shown every intact record; what it finds is listed too. Holds one record at a time. Raises
+    FileNotFoundError where nothing is; whatever is wrong with an archive is a finding.
     """
-    return check_archive(_place(store, options), options=options or {})
+    return check_archive(_place(store, options), options=options or {}, look=look or _nothing)
+
+
+def _nothing(record: RouteRecord) -> Iterable[Problem]:
+    return ()
 
 
 def recover(

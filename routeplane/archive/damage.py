@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,8 +69,13 @@ class ArchiveCheck:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def check_archive(store: ArchiveStore, *, options: Mapping[str, Any]) -> ArchiveCheck:
-    """Read everything and list what is wrong. Raises FileNotFoundError where nothing is."""
+def check_archive(
+    store: ArchiveStore, *, options: Mapping[str, Any], look: Callable[[RouteRecord], Iterable[Problem]]
+) -> ArchiveCheck:
+    """Read everything and list what is wrong, and what ``look`` finds in intact records.
+
+    Raises FileNotFoundError where nothing is.
+    """
     problems: Found = []
     commit = readable_commit(store, problems)
     if commit is None:
@@ -89,6 +94,7 @@ def check_archive(store: ArchiveStore, *, options: Mapping[str, Any]) -> Archive
                 continue
             records, tokens = records + 1, tokens + record.num_tokens
             coverage = coverage.merge(record.coverage())
+            problems += look(record)
         problems += _document_problems(store, run)
     problems += _leftovers(store, commit)
     return ArchiveCheck(problems=tuple(problems), records=records, damaged=damaged, tokens=tokens, coverage=coverage)

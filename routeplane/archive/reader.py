@@ -18,8 +18,8 @@ import xxhash
 from routeplane.archive.assemble import Piece, build, read_record, read_rows, token_ranges
 from routeplane.archive.catalog import Catalog, Run
 from routeplane.archive.table import Row, encode_rows
-from routeplane.coverage import lose_rows
-from routeplane.errors import DataError, FormatError
+from routeplane.coverage import Coverage, lose_rows
+from routeplane.errors import DataError, FormatError, refused
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.stream.endpoints import RecordReader
 from routeplane.stream.protocol import Quarantined, ReadPolicy
@@ -87,6 +87,21 @@ class Archive(Mapping[RecordKey, RouteRecord]):
                 return found.manifest.attributes
         raise KeyError(run)
 
+    def columns(self, run: str) -> tuple[tuple[str, str], ...]:
+        """The token columns of a run's records, as name and numpy's name of the type. Raises KeyError."""
+        for found in self.catalog.runs:
+            if found.entry.name == run:
+                arrays = found.manifest.arrays
+                return tuple(
+                    (name, str(arrays[f"columns/{index}"].document["data_type"]))
+                    for index, name in enumerate(found.manifest.columns)
+                )
+        raise KeyError(run)
+
+    def coverage(self) -> Coverage:
+        """Rows of all records by capture state, as the record tables say: no array is read."""
+        return Coverage.of_records(row.captures for _, row in self.catalog.rows())
+
     def __len__(self) -> int:
         return len(self.catalog)
 
@@ -133,21 +148,32 @@ class Archive(Mapping[RecordKey, RouteRecord]):
             raise KeyError(RecordKey(*key))
         return self.catalog.row(number)
 
-    def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> ArchiveReader:
+    def select(
+        self,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        tokens: tuple[int, int] | None = None,
+        records: tuple[int, int] | None = None,
+    ) -> ArchiveReader:
         """The records as a RouteSource, in order of saving: what ``microbatches`` and ``RecordDataset`` take.
 
-        Of other layers and tokens nothing is read. Each call gives a new reader, under the policy the archive was
-        opened with.
+        ``records``: only those numbered ``[a, b)`` in that order, for several readers that share the work. Of other
+        layers, tokens and records nothing is read. Each call gives a new reader, under the policy the archive was
+        opened with. Raises UsageError for a range outside the archive, and as ``RouteSource.select``.
         """
-        return ArchiveReader(self, policy=self._policy).select(layer_ids=layer_ids, tokens=tokens)
+        found = ArchiveReader(self, policy=self._policy, records=records)
+        return found.select(layer_ids=layer_ids, tokens=tokens)
 
 
 class ArchiveReader(RecordReader):
     """The RouteSource of an archive. Iterate once."""
 
-    def __init__(self, archive: Archive, *, policy: ReadPolicy) -> None:
+    def __init__(self, archive: Archive, *, policy: ReadPolicy, records: tuple[int, int] | None = None) -> None:
         super().__init__(archive.spec, policy)
         self._archive, self._catalog = archive, archive.catalog
+        self._numbers = range(len(archive)) if records is None else range(*records)
+        if self._numbers.start < 0 or self._numbers.stop > len(archive):
+            raise refused(f"records [a, b) of {len(archive)}", f"{records}")
 
     @property
     def digest(self) -> str:
@@ -155,9 +181,10 @@ class ArchiveReader(RecordReader):
         return self._archive.digest
 
     def _arrive(self) -> Iterator[RouteRecord]:
-        for index, (run, row) in enumerate(self._catalog.rows()):
+        for index, number in enumerate(self._numbers):
             if self._closed:
                 return
+            run, row = self._catalog.row(number)
             tokens = self._range(row)
             if tokens is not None and tokens[0] >= tokens[1]:
                 self._report = replace(self._report, outside=self._report.outside + 1)

@@ -1,7 +1,7 @@
-"""What a stream holds and what is wrong with it, as values that the command line prints.
+"""What a stream or an archive holds and what is wrong with it, as values that the command line prints.
 
-``summarise_stream`` counts, and compares no checksum; ``check_stream`` verifies every record, goes on after a bad one,
-and lists all problems with sample, token and layer.
+``summarise`` counts, and compares no checksum; ``check`` verifies every record, goes on after a bad one, and lists all
+problems with sample, token and layer. Each has its form for streams; those of archives are ``archive``'s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from routeplane.alarms import find_alarms
 from routeplane.columns import stored_rows
 from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
-from routeplane.schema import StreamHeader
+from routeplane.inspect.sources import is_archive
+from routeplane.record import RouteRecord
+from routeplane.schema import FORMAT_VERSION, StreamHeader
+from routeplane.spec import RouteSpec
 from routeplane.stream import IpcReader, StreamReport, open_stream
 from routeplane.stream.protocol import Quarantined
 from routeplane.validate import find_problems
 
-__all__ = ["StreamCheck", "StreamSummary", "check_stream", "summarise_stream"]
+__all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "check_stream", "summarise", "summarise_stream"]
 
 _ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
 _NO_LIMIT = 2**62
@@ -48,25 +51,77 @@ class StreamSummary:
             "bytes": self.bytes,
             "format": self.header.version,
             "encoding": self.header.encoding,
-            "model": spec.model,
-            "num_experts": spec.num_experts,
-            "top_k": spec.top_k,
-            "layers": spec.num_layers,
-            "layer_ids": list(spec.layer_ids),
+            **_geometry(spec),
             "token_columns": [name for name, _ in self.header.columns],
             "batches": self.report.batches,
             "records": self.report.records,
             "tokens": self.report.tokens,
-            "coverage": {state: count for state, count in self.report.coverage.rows.items() if count},
-            "missing_share": self.report.coverage.missing_share,
+            **_shares(self.report.coverage),
             "quarantined": len(self.report.quarantined),
             "complete": self.complete,
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ArchiveSummary:
+    """An archive's newest commit and its counts. ``runs``: records of each run, in order of saving."""
+
+    path: str
+    bytes: int
+    version: str
+    spec: RouteSpec
+    columns: tuple[str, ...]
+    commit: int
+    runs: tuple[tuple[str, int], ...]
+    tokens: int
+    coverage: Coverage
+
+    @property
+    def complete(self) -> bool:
+        """Always: a commit is whole, or the archive does not open."""
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, keys in reading order."""
+        return {
+            "path": self.path,
+            "bytes": self.bytes,
+            "format": FORMAT_VERSION,
+            "archive": self.version,
+            **_geometry(self.spec),
+            "token_columns": list(self.columns),
+            "commit": self.commit,
+            "runs": dict(self.runs),
+            "records": self.coverage.records,
+            "tokens": self.tokens,
+            **_shares(self.coverage),
+            "complete": self.complete,
+        }
+
+
+def _geometry(spec: RouteSpec) -> dict[str, Any]:
+    return {
+        "model": spec.model,
+        "num_experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "layers": spec.num_layers,
+        "layer_ids": list(spec.layer_ids),
+    }
+
+
+def _shares(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "coverage": {state: count for state, count in coverage.rows.items() if count},
+        "missing_share": coverage.missing_share,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCheck:
-    """The verdict on a stream, with every problem that was found."""
+    """The verdict on a stream or an archive, with every problem that was found.
+
+    Damaged records count as records. A stream's count as tokens too, their rows as ``lost``; an archive's do not.
+    """
 
     problems: tuple[Problem, ...]
     records: int
@@ -99,6 +154,41 @@ class StreamCheck:
                 for problem in self.problems
             ],
         }
+
+
+def summarise(path: str | os.PathLike[str]) -> StreamSummary | ArchiveSummary:
+    """What stands at a path: ``summarise_stream``, or of an archive what its commit and its record tables say.
+
+    Of an archive no array is read. Raises FormatError for what is neither, or damaged there; OSError.
+    """
+    if not is_archive(os.fspath(path)):
+        return summarise_stream(path)
+    from routeplane.archive import ARCHIVE_VERSION, open_archive
+
+    archive = open_archive(path)
+    return ArchiveSummary(
+        path=str(path),
+        bytes=archive.nbytes,
+        version=ARCHIVE_VERSION,
+        spec=archive.spec,
+        columns=tuple(dict.fromkeys(name for run in archive.runs for name, _ in archive.columns(run.name))),
+        commit=archive.commit,
+        runs=tuple((run.name, run.records) for run in archive.runs),
+        tokens=archive.num_tokens,
+        coverage=archive.coverage(),
+    )
+
+
+def check(path: str | os.PathLike[str]) -> StreamCheck:
+    """Read and verify a stream or an archive, and go on after damage. Raises OSError where nothing can be read."""
+    if not is_archive(os.fspath(path)):
+        return check_stream(path)
+    from routeplane.archive import verify
+
+    found = verify(path, look=_alarms)
+    return StreamCheck(
+        problems=found.problems, records=found.records + found.damaged, tokens=found.tokens, coverage=found.coverage
+    )
 
 
 def summarise_stream(path: str | os.PathLike[str]) -> StreamSummary:
@@ -137,16 +227,20 @@ def _read_through(reader: IpcReader) -> list[Problem]:
     found: list[Problem] = []
     try:
         for record in reader:
-            found += find_alarms(
-                record.routes,
-                record.spec,
-                token_ids=record.token_ids[record.routes_start :],
-                first_token=record.routes_start,
-                sample=record.sample_id,
-            )
+            found += _alarms(record)
     except FormatError as error:
         found.append(Problem(kind=error.kind, message=error.message))
     return found
+
+
+def _alarms(record: RouteRecord) -> list[Problem]:
+    return find_alarms(
+        record.routes,
+        record.spec,
+        token_ids=record.token_ids[record.routes_start :],
+        first_token=record.routes_start,
+        sample=record.sample_id,
+    )
 
 
 def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:

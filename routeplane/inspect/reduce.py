@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import ray
 
 from routeplane.columns import read_records
-from routeplane.errors import DataError
+from routeplane.errors import DataError, ErrorKind, TransportError
 from routeplane.inspect.collect import collect
 from routeplane.inspect.dataset import dataset
 from routeplane.inspect.sources import SourceSet, is_wanted, parse_sample
@@ -21,12 +23,33 @@ from routeplane.inspect.statistics import RouteStatistics
 from routeplane.schema import parse_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from routeplane.record import RouteRecord
     from routeplane.spec import RouteSpec
 
-__all__ = ["collect_on_ray"]
+__all__ = ["collect_on_ray", "joined_cluster"]
+
+
+@contextlib.contextmanager
+def joined_cluster() -> Iterator[None]:
+    """Be in a Ray cluster: the one this process is in, else the one that RAY_ADDRESS or a file of Ray's names.
+
+    One that was joined here is left at the end. None is started: counting in processes of this machine alone is slower
+    than ``collect``. Raises TransportError (CONNECTION) where there is none.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError) as error:  # none is there; an address that is none
+        raise TransportError(
+            f"expected a running Ray cluster (`ray start --head` starts one, RAY_ADDRESS names one), got: {error}",
+            kind=ErrorKind.CONNECTION,
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def collect_on_ray(
@@ -34,8 +57,8 @@ def collect_on_ray(
 ) -> RouteStatistics:
     """Statistics of ``sources`` as ``collect`` gives them, reduced over Ray Data: the same numbers.
 
-    Needs a Ray cluster that is up (``ray.init``), and workers that see the files. Raises what ``collect`` and the
-    readers raise, inside Ray's own error where a worker raised it.
+    Needs a Ray cluster that is up (``ray.init``, or ``joined_cluster``), and workers that see the files. Sources must
+    share their token columns too. Raises what ``collect`` and the readers raise.
     """
     spec = sources.spec if layer_ids is None else sources.spec.select(layer_ids)
     records = dataset(sources.paths, layer_ids=layer_ids)

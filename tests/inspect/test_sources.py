@@ -9,27 +9,19 @@ import pytest
 
 from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
 from routeplane.inspect.sources import find_sources, is_wanted, parse_sample
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.stream import new_stream
+from routeplane.record import RecordKey
 from routeplane.testing.builders import watermarked_record, watermarked_spec
+from tests.inspect.containers import PLACINGS, archived, streamed
 
 SPEC = watermarked_spec()
 RECORDS = [watermarked_record(index, num_tokens=6 + index, spec=SPEC) for index in range(4)]
 
 
-def written(path: Path, records: list[RouteRecord]) -> Path:
-    """A stream of these."""
-    with new_stream(path, records[0].spec) as sink:
-        for record in records:
-            sink.write(record)
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two streams of one run."""
-    written(tmp_path / "run-1.arrows", RECORDS[2:])
-    written(tmp_path / "run-0.arrows", RECORDS[:2])
+    streamed(tmp_path / "run-1.arrows", RECORDS[2:])
+    streamed(tmp_path / "run-0.arrows", RECORDS[:2])
     return tmp_path
 
 
@@ -40,11 +32,43 @@ def test_a_pattern_gives_every_record_in_sorted_order_once(folder: Path) -> None
     assert found.spec == SPEC
 
 
-def test_layers_and_samples_are_cut_while_reading(folder: Path) -> None:
+@pytest.fixture(params=PLACINGS)
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """The records in a stream, in an archive, and in one of each."""
+    return PLACINGS[request.param](tmp_path, RECORDS)
+
+
+def test_every_container_gives_the_records_in_order(places: list[str]) -> None:
+    """Whole, verified, and in the order in which they were written."""
+    found = find_sources(places)
+    assert [record.checksum for record in RECORDS] == [record.checksum for record in found.records()]
+    assert SPEC == found.spec
+
+
+def test_layers_and_samples_are_cut_while_reading(places: list[str]) -> None:
     """The rows are those of the layer, the records those of the names."""
-    found = find_sources([str(folder / "*.arrows")])
-    [record] = found.records(layer_ids=[5], samples=["sample-2"])
-    assert record.checksum == RECORDS[2].select([5]).checksum
+    found = find_sources(places)
+    records = list(found.records(layer_ids=[5], samples=["sample-2", "sample-0/0/0", "nobody"]))
+    assert [RECORDS[index].select([5]).checksum for index in (0, 2)] == [record.checksum for record in records]
+    with pytest.raises(SpecError):
+        list(found.records(layer_ids=[3]))
+
+
+def test_a_sample_is_found_wherever_it_rests(places: list[str]) -> None:
+    """In the first source and in the last."""
+    found = find_sources(places)
+    assert [RECORDS[0].checksum, RECORDS[3].checksum] == [found.find(f"sample-{index}").checksum for index in (0, 3)]
+    with pytest.raises(UsageError, match="sample-9"):
+        found.find("sample-9")
+
+
+def test_one_archive_can_be_looked_up(tmp_path: Path) -> None:
+    """A stream cannot, and two sources are none."""
+    archive, stream = archived(tmp_path / "a.zarr", RECORDS[:2]), streamed(tmp_path / "b.arrows", RECORDS[2:])
+    lookup = find_sources([archive]).lookup()
+    assert lookup is not None
+    assert [record.key for record in RECORDS[:2]] == list(lookup)
+    assert [None, None] == [find_sources(paths).lookup() for paths in ([stream], [archive, stream])]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +97,7 @@ def test_a_key_is_found_by_its_printed_form() -> None:
 def test_a_sample_is_found_and_a_name_of_several_is_refused(tmp_path: Path) -> None:
     """Two attempts of one sample: the error names both keys."""
     again = replace(RECORDS[0], attempt=1, checksum=None)
-    found = find_sources([str(written(tmp_path / "a.arrows", [RECORDS[0], again, RECORDS[1]]))])
+    found = find_sources([streamed(tmp_path / "a.arrows", [RECORDS[0], again, RECORDS[1]])])
     assert RECORDS[1].checksum == found.find("sample-1").checksum
     assert again.checksum == found.find("sample-0/1/0").checksum
     with pytest.raises(UsageError, match="sample-0/0/0 and sample-0/1/0") as caught:
@@ -85,10 +109,12 @@ def test_a_sample_is_found_and_a_name_of_several_is_refused(tmp_path: Path) -> N
 
 def test_sources_of_two_models_are_refused_with_the_path(folder: Path) -> None:
     """Counts of two geometries never share a table."""
-    other = watermarked_spec(layers=(1, 2))
-    written(folder / "run-2.arrows", [watermarked_record(0, num_tokens=3, spec=other)])
-    with pytest.raises(SpecError, match=r"run-2\.arrows"):
-        find_sources([str(folder / "run-*.arrows")])
+    others = [watermarked_record(index, num_tokens=3, spec=watermarked_spec(layers=(1, 2))) for index in range(2)]
+    streamed(folder / "run-2.arrows", others)
+    archived(folder / "run-3.zarr", others)
+    for pattern, name in (("run-[012].arrows", r"run-2\.arrows"), ("run-[013].*", r"run-3\.zarr")):
+        with pytest.raises(SpecError, match=name):
+            find_sources([str(folder / pattern)])
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
