@@ -41,9 +41,8 @@ def admit(records: Sequence[RouteRecord], spec: RouteSpec, *, max_missing: float
         raise UsageError(f"expected max_missing in [0, 1], got {max_missing}", kind=ErrorKind.ARGUMENT)
     problems: list[Problem] = []
     seen: set[RecordKey] = set()
-    coverage = Coverage()
+    coverage = Coverage.of_records(record.captures for record in records)
     for record in records:
-        coverage = coverage.merge(record.coverage())
         for difference in spec.differences(record.spec):
             problems.append(Problem(kind=ErrorKind.SPEC_MISMATCH, message=difference, sample=record.sample_id))
         if record.key in seen:

@@ -9,12 +9,15 @@ Axes: S tokens, N rows looked at, L captured layers, K top-k slots, E experts.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from routeplane.arrays import frozen_view
 from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.rows import absent_tokens
+from routeplane.validate import kernels_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +31,7 @@ __all__ = ["find_alarms"]
 # Rows of the first look at a layer. Few draws show fewer effective experts than there are, never more on average, so a
 # layer that shows enough has them; one that does not is looked at in full.
 _FIRST_LOOK = 16
+_NO_TOKENS = frozen_view(np.empty(0, dtype=np.int32))
 
 
 def find_alarms(
@@ -59,11 +63,25 @@ def find_alarms(
         raise UsageError(
             f"expected one token id for each of {len(routes)} rows, got {len(token_ids)}", kind=ErrorKind.ARGUMENT
         )
-    choosing = [slot for slot, width in enumerate(spec.experts_per_layer) if width > spec.top_k]
+    choosing = _choosing(spec)
     if not choosing:
         return []
+    if absent is None:
+        absent = absent_tokens(routes)
+    kernels = kernels_for(routes, spec)
+    if kernels is not None and kernels.shows_enough(
+        routes,
+        absent=absent,
+        token_ids=_NO_TOKENS if token_ids is None else token_ids,
+        layer=choosing[0],
+        width=max(spec.experts_per_layer),
+        step=_step(longest_run),
+        least_rows=least_rows,
+        looks=_FIRST_LOOK,
+    ):
+        return []  # nearly always
     keep_S = np.ones(len(routes), dtype=np.bool_)
-    keep_S[absent_tokens(routes) if absent is None else absent] = False
+    keep_S[absent] = False
     if token_ids is not None and len(token_ids) > 1:
         keep_S[1:] &= token_ids[1:] != token_ids[:-1]
     kept = np.flatnonzero(keep_S)
@@ -71,14 +89,25 @@ def find_alarms(
     if len(kept) >= least_rows:
         looks = min(_FIRST_LOOK, len(kept))
         spaced = np.arange(looks) * (len(kept) - 1) // max(1, looks - 1)
-        suspects = _suspects(routes[kept[spaced]], spec)
-        for slot in (slot for slot in choosing if suspects[slot]):
+        for slot in sorted(_suspects(routes[kept[spaced]], spec) & set(choosing)):
             found += _layer_alarms(routes[kept, slot], spec, spec.layer_ids[slot])
     return [_placed(problem, first_token=first_token, sample=sample) for problem in found]
 
 
+@lru_cache(maxsize=64)
+def _choosing(spec: RouteSpec) -> tuple[int, ...]:
+    """Slots of the layers in which there is something to choose."""
+    return tuple(slot for slot, width in enumerate(spec.experts_per_layer) if width > spec.top_k)
+
+
+@lru_cache(maxsize=64)
+def _first_ids(layers: int, width: int) -> NDArray[np.intp]:
+    """What makes ids of different layers different: ``[L, 1]``, read-only."""
+    return frozen_view((np.arange(layers, dtype=np.intp) * width)[:, None])
+
+
 def _run_alarm(
-    routes_SLK: NDArray[Any], kept: NDArray[np.int64], choosing: list[int], longest_run: int
+    routes_SLK: NDArray[Any], kept: NDArray[np.int64], choosing: tuple[int, ...], longest_run: int
 ) -> list[Problem]:
     """The longest run of equal rows in all layers."""
     best, start = longest_run, -1
@@ -93,25 +122,27 @@ def _run_alarm(
     return [Problem(kind=ErrorKind.IDENTICAL_ROWS, message=message, token=int(kept[start]), severity="alarm")]
 
 
+def _step(longest_run: int) -> int:
+    """How far apart rows may be so that any longer run holds two of them."""
+    return max(1, (longest_run + 1) // 2)
+
+
 def _stretches(rows_SK: NDArray[Any], kept: NDArray[np.int64], longer_than: int) -> Iterator[tuple[int, int]]:
     """Runs of one layer that are longer than that, ``[first, last)`` in ``kept``: each run in all layers is inside one.
 
     A longer run holds two neighbours of every ``step``-th row, so these are compared first: one row in 16 is read.
     """
-    step = max(1, (longer_than + 1) // 2)
-    ends = np.flatnonzero(_repeats(rows_SK[kept[::step]])) * step
+    step = _step(longer_than)
+    looked_at_NK = rows_SK[kept[::step]]
+    repeats = (looked_at_NK[1:] == looked_at_NK[:-1]).all(axis=1)
+    if not repeats.any():
+        return
+    ends = (np.flatnonzero(repeats) + 1) * step
     # a run reaches less than two steps before the first of its repeats, and less than one beyond the last
     breaks = np.flatnonzero(np.diff(ends) > 3 * step) + 1
-    for group in np.split(ends, breaks) if len(ends) else ():
+    for group in np.split(ends, breaks):
         first, last = max(int(group[0]) - 2 * step, 0), min(int(group[-1]) + step, len(kept))
         yield from ((first + a, first + b) for a, b in _runs(rows_SK[kept[first:last]][:, None], longer_than))
-
-
-def _repeats(rows_NK: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows are equal to the one before."""
-    repeats_N = np.zeros(len(rows_NK), dtype=np.bool_)
-    repeats_N[1:] = (rows_NK[1:] == rows_NK[:-1]).all(axis=1)
-    return repeats_N
 
 
 def _runs(rows_NLK: NDArray[Any], longer_than: int) -> list[tuple[int, int]]:
@@ -124,16 +155,17 @@ def _runs(rows_NLK: NDArray[Any], longer_than: int) -> list[tuple[int, int]]:
     return [(int(bounds[index]), int(bounds[index + 1])) for index in long]
 
 
-def _suspects(rows_NLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
-    """Layers, bool ``[L]``, that use few experts in the rows of a first look. A constant one uses K."""
+def _suspects(rows_NLK: NDArray[Any], spec: RouteSpec) -> set[int]:
+    """Slots of the layers that use few experts in the rows of a first look. A constant one uses K."""
     layers, width = spec.num_layers, max(spec.experts_per_layer)
-    ids = np.add(rows_NLK, (np.arange(layers) * width)[:, None], dtype=np.intp)
+    ids = np.add(rows_NLK, _first_ids(layers, width), dtype=np.intp)
     load_LE = np.bincount(ids.ravel(), minlength=layers * width).reshape(layers, width)
     # Never more than the effective number, and found without a logarithm: one over the chance that two choices agree.
     draws = rows_NLK[:, 0].size
-    suspects_L = draws**2 < (spec.top_k + 1) * np.einsum("le,le->l", load_LE, load_LE)
-    suspects_L[suspects_L] = _effective(load_LE[suspects_L]) < spec.top_k + 1
-    return np.asarray(suspects_L)
+    suspects = np.flatnonzero(draws**2 < (spec.top_k + 1) * np.einsum("le,le->l", load_LE, load_LE))
+    if len(suspects) == 0:
+        return set()  # nearly always
+    return set(suspects[_effective(load_LE[suspects]) < spec.top_k + 1].tolist())
 
 
 def _effective(load_LE: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -20,9 +20,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from routeplane.arrays import frozen_view
 from routeplane.errors import ErrorKind, UsageError, refused
-from routeplane.gather import Run, gather_routes, gather_runs
+from routeplane.gather import gather_routes, gather_runs
 from routeplane.shards import Shard
-from routeplane.slots import PADDING, Layout, Slots, check_lengths, require_positive, running_sum, seam_slots
+from routeplane.slots import PADDING, Layout, Run, Slots, check_lengths, require_positive, running_sum, seam_slots
 from routeplane.spec import RouteSpec
 
 __all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan", "Truncate"]
@@ -141,22 +141,25 @@ class TokenPlan:
     @classmethod
     def _of(cls, slots: Slots, *, shard: Shard | None) -> TokenPlan:
         """All rows of the slots, or those of one rank: the others are not computed."""
+        known: dict[str, Any] = {}
         if shard is None:
-            row_N, shape = np.arange(slots.num_rows, dtype=np.int64), slots.shape
+            shape = slots.shape
+            runs = known["_runs"] = slots.runs()
+            located = slots.locate_all(runs)
         else:
             row_N, shape = shard.rows(slots.edges, layout=slots.layout)
-        record_N, token_N, position_N = slots.locate(row_N)
-        return cls(
-            layout=slots.layout,
-            shape=shape,
-            record_N=record_N,
-            token_N=token_N,
-            position_N=position_N,
-            sources=slots.sources,
-            lengths=slots.lengths,
-            cu_seqlens=running_sum(slots.lengths).astype(np.int32),
-            cu_seqlens_padded=slots.edges.astype(np.int32),
-        )
+            located = slots.locate(row_N)
+        content: dict[str, NDArray[Any]] = {
+            **dict(zip(("record_N", "token_N", "position_N"), located, strict=True)),
+            "sources": slots.sources,
+            "lengths": slots.lengths,
+            "cu_seqlens": running_sum(slots.lengths).astype(np.int32),
+            "cu_seqlens_padded": slots.edges.astype(np.int32),
+        }
+        made = object.__new__(cls)  # what __post_init__ asks for holds of all slots
+        frozen = {name: frozen_view(values) for name, values in content.items()}
+        vars(made).update(frozen, **known, layout=slots.layout, shape=shape)
+        return made
 
     @property
     def num_rows(self) -> int:

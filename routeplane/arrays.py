@@ -52,6 +52,8 @@ def as_integers(values: Any, dtype: type[np.signedinteger[Any]], *, what: str, n
     Raises DataError for other than whole-number input (floats are never rounded), a wrong rank, or a value that does
     not fit ``dtype``.
     """
+    if type(values) is np.ndarray and values.dtype == dtype and values.ndim == ndim and values.flags.c_contiguous:
+        return frozen_view(values)  # nearly always
     array = _array(values, what)
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(values, np.ndarray):
         array = array.astype(dtype)  # an empty list has no type of its own

@@ -87,7 +87,7 @@ class CanonicalHash:
     def part(self, values: NDArray[Any]) -> None:
         """Some values of a fixed-width column: little endian, NaN in its canonical spelling, bool as one byte."""
         self._flush()
-        self._hash.update(_canonical_array(values).reshape(-1).view(np.uint8).data)
+        self._hash.update(_canonical_array(values).data)
 
     def array(self, name: str, values: NDArray[Any] | None) -> None:
         """A fixed-width column; length in bytes, values as by ``part``."""
@@ -128,7 +128,10 @@ def _head(name: str, flag: bytes) -> bytes:
 
 
 def _canonical_array(values: NDArray[Any]) -> NDArray[Any]:
-    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    if values.dtype.str[0] in "<|" and values.flags.c_contiguous:
+        little = values
+    else:
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
     if little.dtype.kind != "f":
         return little
     nan = np.isnan(little)

@@ -7,7 +7,7 @@ Axes: S tokens of a record, N rows of a batch, L layers, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -145,16 +145,19 @@ def settle_states(
 ) -> NDArray[np.int8]:
     """States for the layers that are there: a row partial over all layers may be whole, or absent, over these.
 
-    ``rows``: the routes ``[n, L, K]`` of rows by number; asked once, for the partial ones alone. Returns a copy.
+    ``rows``: the routes ``[n, L, K]`` of rows by number; asked once, for the partial ones alone, where there are any.
+    Returns the states themselves where nothing changes, else a copy.
     """
-    settled_N = states_N.copy()
     partial = np.flatnonzero(states_N == STATES.index("partial"))
+    if len(partial) == 0:
+        return states_N
+    settled_N = states_N.copy()
     settled_N[partial] = partial_states(rows(partial))
     return settled_N
 
 
 def count_states(states_N: NDArray[np.int8], *, records: int) -> Coverage:
     """Rows by capture state; padding is not counted."""
-    counts = np.bincount(states_N[states_N != NO_STATE], minlength=len(STATES))
-    rows: Mapping[str, int] = MappingProxyType(dict(zip(STATES, counts.tolist(), strict=True)))
-    return Coverage(records=records, rows=rows)
+    # a pass over bytes for each: bincount would make int64 of them first
+    rows: dict[str, int] = {state: int(np.count_nonzero(states_N == place)) for place, state in enumerate(STATES)}
+    return Coverage(records=records, rows=MappingProxyType(rows))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 import time
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from routeplane.assembly import assemble
 from routeplane.capture.openai import calls_from_response
 from routeplane.demo import DemoOptions
 from routeplane.demo_engine import build_model, demo_prompts
+from routeplane.demo_environment import TURNS
 from routeplane.demo_scoring import LoadedTrainer, score_stream
 from routeplane.demo_trainer import load
 from routeplane.fleet.actors import ActorHandle, build_environment_actor, start_actor, start_engine
@@ -37,13 +36,10 @@ from routeplane.stream import new_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane, connect
 
 if TYPE_CHECKING:
-    from routeplane.fleet.environment import EnvironmentConfig
     from routeplane.fleet.timeline import Timeline
 
-__all__ = ["Conversations", "TrainerWorker", "fleet_plan", "main", "make_environment"]
+__all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
 
-#: Turns of one rollout, tokens that the engine adds in each, and tokens that the "tool" answers with.
-TURNS, TURN_TOKENS, TOOL_TOKENS = 3, 24, 8
 _NAMESPACE, _PLANE = "routeplane", "demo"
 #: What vLLM reads at start-up, in the engine's process alone.
 _ENGINE_ENV = {
@@ -54,73 +50,6 @@ _ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The environment: a conversation with a tool that says random bytes
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class Conversations:
-    """Asks the engine over HTTP, TURNS times, each time with all that was said and a tool's answer."""
-
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._urls = config.endpoints.urls
-        self._require_routes = config.require_routes
-
-    def start(self) -> None:
-        """Load what this environment plays with; here, nothing."""
-
-    def rollout(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The engine's responses, one for each turn."""
-        rng = random.Random(example["seed"])
-        url = self._urls[example["index"] % len(self._urls)]
-        history, responses = list(example["prompt"]), []
-        for turn in range(TURNS):
-            body = {
-                "model": "policy",
-                "prompt": history,
-                "max_tokens": TURN_TOKENS,
-                "temperature": 1.0,
-                "seed": example["seed"] + turn,
-                "logprobs": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
-            response = _post(f"{url}/completions", body)
-            if self._require_routes and "routed_experts" not in response["choices"][0]:
-                raise RuntimeError("expected routes in the response, got none")
-            responses.append(response)
-            history += response["choices"][0]["token_ids"]
-            history += [rng.randrange(256) for _ in range(TOOL_TOKENS)]
-        return responses
-
-    def is_healthy(self) -> bool:
-        """Whether every engine answers."""
-        return all(_get(f"{url}/models") for url in self._urls)
-
-    def close(self) -> None:
-        """Nothing to take down."""
-
-
-def make_environment(config: EnvironmentConfig) -> Conversations:
-    """The factory that the environment's actor is given by name."""
-    return Conversations(config)
-
-
-def _post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        found: dict[str, Any] = json.loads(response.read())
-        return found
-
-
-def _get(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        found: dict[str, Any] = json.loads(response.read())
-        return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -182,7 +111,7 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
     async def environment(context: TaskContext) -> Any:
         _, endpoints = context.results["reserved"]
         handle = await build_environment_actor(
-            {}, endpoints, factory="routeplane.demo_fleet:make_environment", captured=spec
+            {}, endpoints, factory="routeplane.demo_environment:make_environment", captured=spec
         )
         context.defer(handle.close)
         return handle
@@ -230,7 +159,7 @@ def _address(*, linger: bool) -> str:
 
 
 async def _run(options: DemoOptions) -> dict[str, Any]:
-    spec = await asyncio.to_thread(_prepare, options)
+    spec = await asyncio.to_thread(prepare, options)
     seconds: dict[str, float] = {}
     fleet = await start_async(fleet_plan(options, spec), on_change=_say if options.progress else None)
     try:
@@ -255,7 +184,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
     }
 
 
-def _prepare(options: DemoOptions) -> RouteSpec:
+def prepare(options: DemoOptions) -> RouteSpec:
     """Weights and a tokenizer of bytes, in the folder that engine and trainer load from."""
     build_model(options)
     vocabulary = {f"b{index}": index for index in range(256)}

@@ -13,13 +13,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from routeplane.errors import refused
 from routeplane.rows import copy_slots, lay_out
-from routeplane.slots import PADDING
+from routeplane.slots import PADDING, Run
 from routeplane.spec import MISSING, RouteSpec
 
-__all__ = ["Run", "gather_routes", "gather_runs"]
-
-#: ``(record, first token, first row, rows)``; record PADDING where the rows are padding.
-Run = tuple[int, int, int, int]
+__all__ = ["gather_routes", "gather_runs"]
 
 
 def gather_runs(

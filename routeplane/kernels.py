@@ -27,12 +27,14 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from routeplane.first_look import shows_enough
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal"]
+__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal", "shows_enough"]
 
 #: Largest top-k that a vector of int16 holds.
 MAX_TOP_K = 32
@@ -58,7 +60,7 @@ def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
     count, top_k = rows.size // rows.shape[2], rows.shape[2]
     how = _plan(widths, top_k, rows.dtype.char)
     steps = max(0, (count - how.spare) // how.step)
-    if not _steps_are_legal(rows.ctypes.data, steps, how.address, how.period, 0, how.row):
+    if steps and not _steps_are_legal(rows.ctypes.data, steps, how.address, how.period, 0, how.row):
         return False
     done = steps * how.step
     steps = -(-(count - done) // how.step)

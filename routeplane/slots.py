@@ -20,6 +20,7 @@ __all__ = [
     "MAX_ROWS",
     "PADDING",
     "Layout",
+    "Run",
     "Slots",
     "check_lengths",
     "require_positive",
@@ -31,6 +32,8 @@ Layout = Literal["padded", "packed"]
 
 #: The record and the token of a row that is no token.
 PADDING = -1
+#: ``(record, first token, first row, rows)``; record PADDING where the rows are padding.
+Run = tuple[int, int, int, int]
 #: cu_seqlens are int32, as attention kernels want them.
 MAX_ROWS = 2**31 - 1
 
@@ -93,6 +96,38 @@ class Slots:
         padding_N = (offset_N < 0) | (offset_N >= self.lengths[record_N])
         token_N = np.where(padding_N, PADDING, offset_N + self.first[record_N])
         return np.where(padding_N, PADDING, record_N), token_N, np.maximum(offset_N, 0)
+
+    def runs(self) -> list[Run]:
+        """All rows as runs of one record's tokens, or of padding; no two runs of padding are neighbours."""
+        runs: list[Run] = []
+        table = (self.first, self.lengths, self.lead, self.edges[:-1], self.edges[1:])
+        for record, (first, length, lead, start, stop) in enumerate(
+            zip(*(each.tolist() for each in table), strict=True)
+        ):
+            _add_padding(runs, start, lead)
+            if length:
+                runs.append((record, first, start + lead, length))
+            _add_padding(runs, start + lead + length, stop - start - lead - length)
+        return runs
+
+    def locate_all(self, runs: list[Run]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """``locate`` of all rows, whose ``runs`` these are: written a run at a time, where it looks up each row."""
+        record_N, token_N = (np.full(self.num_rows, PADDING, dtype=np.int64) for _ in range(2))
+        position_N = np.zeros(self.num_rows, dtype=np.int64)
+        for record, token, row, rows in runs:
+            if record != PADDING:
+                record_N[row : row + rows] = record
+                token_N[row : row + rows] = np.arange(token, token + rows)
+        for start, stop in zip((self.edges[:-1] + self.lead).tolist(), self.edges[1:].tolist(), strict=True):
+            position_N[start:stop] = np.arange(stop - start)
+        return record_N, token_N, position_N
+
+
+def _add_padding(runs: list[Run], row: int, rows: int) -> None:
+    if rows and runs and runs[-1][0] == PADDING:
+        runs[-1] = (PADDING, PADDING, runs[-1][2], runs[-1][3] + rows)
+    elif rows:
+        runs.append((PADDING, PADDING, row, rows))
 
 
 def seam_slots(

@@ -165,6 +165,8 @@ class RouteSpec:
     def differences(self, other: RouteSpec) -> list[str]:
         """Geometry keys in which two specs differ, as ``key: ours against theirs``. ``model`` is a name, not
         geometry."""
+        if other is self:
+            return []  # nearly always: records of one stream share its spec
         return [
             f"{key}: {getattr(self, key)} against {getattr(other, key)}"
             for key in ("num_experts", "top_k", "layer_ids", "id_space")

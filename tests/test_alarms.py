@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routeplane import validate
 from routeplane.alarms import find_alarms
 from routeplane.errors import ErrorKind, Problem, UsageError
+from routeplane.first_look import shows_enough
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.testing.strategies import routes, specs
 from routeplane.validate import check_routes
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from numpy.typing import NDArray
 
 SPEC = RouteSpec(num_experts=32, top_k=4, layer_ids=(1, 5, 9))
+
+
+WAYS = ("kernels", "numpy")
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def asked(way: str) -> AbstractContextManager[object]:
+    """Rows of any size get the compiled look, or none do."""
+    return mock.patch.object(validate, "_KERNEL_BYTES", 0 if way == "kernels" else 2**62)
 
 
 def healthy(tokens: int, *, spec: RouteSpec = SPEC, seed: int = 0) -> NDArray[np.int16]:
@@ -213,25 +227,67 @@ def suspicious(draw: st.DrawFn) -> tuple[NDArray[np.int16], RouteSpec, list[int]
     return rows_SLK, spec, token_ids
 
 
+@ways
 @given(case=suspicious(), longest_run=st.integers(1, 20), least_rows=st.integers(1, 30))
 def test_the_first_look_finds_what_a_full_look_finds(
-    case: tuple[NDArray[np.int16], RouteSpec, list[int]], longest_run: int, least_rows: int
+    way: str, case: tuple[NDArray[np.int16], RouteSpec, list[int]], longest_run: int, least_rows: int
 ) -> None:
     """Runs and constant layers are exactly those of every row; so is a collapse in sequences of up to 16 rows."""
     rows_SLK, spec, token_ids = case
-    found = find_alarms(
-        rows_SLK,
-        spec,
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        longest_run=longest_run,
-        least_rows=least_rows,
-    )
+    with asked(way):
+        found = find_alarms(
+            rows_SLK,
+            spec,
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            longest_run=longest_run,
+            least_rows=least_rows,
+        )
     seen = {(problem.kind, problem.token, problem.layer) for problem in found}
     expected = plain_alarms(rows_SLK, spec, token_ids=token_ids, longest_run=longest_run, least_rows=least_rows)
 
     assert len(found) == len(seen)
     assert seen <= expected
     assert all(kind is ErrorKind.ENTROPY_COLLAPSE and len(rows_SLK) > 16 for kind, _, _ in expected - seen)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    liking=st.sampled_from((0.0, 1.0, 2.0, 4.0)),
+    tokens=st.integers(1, 200),
+    narrow=st.booleans(),
+    repeating=st.booleans(),
+)
+def test_the_compiled_look_changes_no_answer(
+    seed: int, liking: float, tokens: int, narrow: bool, repeating: bool
+) -> None:
+    """Layers of which some collapse, in either form of rows, with tokens that repeat or none: numpy's own findings."""
+    rng = np.random.default_rng(seed)
+    scores_SLE = liking * rng.gumbel(size=(3, 32)) + rng.gumbel(size=(tokens, 3, 32)) / (1 + liking)
+    rows_SLK = np.argsort(-scores_SLE, axis=2)[:, :, :4].astype(np.int16)
+    rows_SLK[rng.random(tokens) < 0.1, rng.integers(3)] = MISSING
+    stored_SLK = rows_SLK.astype(np.uint8) if narrow else rows_SLK
+    token_ids = rng.integers(0, 3, tokens).astype(np.int32) if repeating else None
+    found = {}
+    for way in WAYS:
+        with asked(way):
+            found[way] = find_alarms(stored_SLK, SPEC, token_ids=token_ids, longest_run=4, least_rows=20)
+
+    assert found["numpy"] == found["kernels"]
+
+
+def test_the_compiled_look_sees_enough_in_healthy_rows() -> None:
+    """It is what answers for them; a layer that shows little, and a pair of equal rows, are left to numpy."""
+    rows_SLK = healthy(400)
+    asking = {"token_ids": np.arange(400, dtype=np.int32), "layer": 0, "width": 32, "step": 16, "least_rows": 64}
+    few_SLK, twice_SLK = rows_SLK.copy(), rows_SLK.copy()
+    few_SLK[:, 1] = np.arange(4)
+    twice_SLK[32, 0] = twice_SLK[16, 0]
+    looks = [
+        shows_enough(each, absent=np.empty(0, dtype=np.int64), looks=16, **asking)  # type: ignore[arg-type]
+        for each in (rows_SLK, few_SLK, twice_SLK)
+    ]
+
+    assert [True, False, False] == looks
 
 
 def test_a_collapse_of_a_long_sequence_is_found() -> None:

@@ -108,6 +108,14 @@ def any_plans(draw: st.DrawFn) -> TokenPlan:
     )
 
 
+@st.composite
+def any_seams(draw: st.DrawFn) -> TokenPlan:
+    """Plans with padding on both sides, and sequences without a prompt or a response."""
+    parts = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(any), min_size=1, max_size=5))
+    prompts, responses = zip(*parts, strict=True)
+    return TokenPlan.prompt_response(prompts, responses, prompt_len=3, response_len=4, truncate="outer")
+
+
 def rows_of(plan: TokenPlan) -> list[Row]:
     """``(record, token)`` of each row of a plan."""
     return list(zip(plan.record_N.tolist(), plan.token_N.tolist(), strict=True))
@@ -141,6 +149,14 @@ def test_a_plan_names_the_token_of_every_row(case: Case) -> None:
     assert kept == plan.lengths.tolist() == (plan.sources - plan.dropped).tolist()
     assert np.cumsum([0, *kept]).tolist() == plan.cu_seqlens.tolist()
     assert np.cumsum([0, *map(len, case.slots)]).tolist() == plan.cu_seqlens_padded.tolist()
+
+
+@given(plan=any_seams() | cases().map(lambda case: case.options.plan(case.lengths)))
+def test_what_a_plan_knows_beforehand_is_what_its_rows_say(plan: TokenPlan) -> None:
+    """A plan of slots passes the checks of one made by hand, which finds the same runs by looking at each row."""
+    by_hand = TokenPlan(**{item.name: getattr(plan, item.name) for item in fields(plan)})
+
+    assert by_hand._runs == plan._runs
 
 
 @given(case=cases())

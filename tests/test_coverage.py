@@ -51,6 +51,7 @@ def test_counts_are_those_of_the_tokens(found: list[RouteRecord]) -> None:
     fed = [state for state in states if state != "not_fed"]
     missing = [state for state in fed if state not in ("captured", "cached")]
 
+    assert merged == Coverage.of_records(record.captures for record in found)
     assert len(found) == merged.records
     assert [states.count(state) for state in STATES] == [merged.count(state) for state in STATES]
     assert (len(states), len(fed), len(missing)) == (merged.total, merged.fed, merged.missing)

@@ -100,7 +100,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
 
     def coverage(self) -> Coverage:
         """Rows of all records by capture state, as the record tables say: no array is read."""
-        return Coverage.sum(row.captures for _, row in self.catalog.rows())
+        return Coverage.of_records(row.captures for _, row in self.catalog.rows())
 
     def __len__(self) -> int:
         return len(self.catalog)

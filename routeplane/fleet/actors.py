@@ -11,18 +11,19 @@ import contextlib
 import os
 import pickle
 import sys
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from routeplane.errors import ErrorKind, FleetError, RouteplaneError
 from routeplane.fleet.endpoints import Endpoints, EndpointState
 from routeplane.fleet.engine import EngineConfig, EngineStatus, EngineWorker
 from routeplane.fleet.environment import MAX_ROLLOUTS, EnvironmentConfig, EnvironmentWorker, build_config
-from routeplane.fleet.processes import Process, children_of, end_processes
+from routeplane.fleet.processes import MARK, Process, children_of, end_processes, marked_with, process_of
 from routeplane.spec import RouteSpec
 
 __all__ = ["ActorHandle", "EngineHandle", "EnvironmentHandle", "build_environment_actor", "start_actor", "start_engine"]
@@ -37,14 +38,13 @@ class ActorHandle:
     def __init__(self, actor: Any, name: str) -> None:
         self._actor = actor
         self.name = name
-        self._node, self._pid = self._locate()
+        self._node, self._process, self._mark = self._locate()
         self._closed = False
-        self._known: tuple[Process, ...] = ()  # below an actor that is dead nobody can be found any more
 
     @property
     def pid(self) -> int:
         """The actor's process on its node."""
-        return self._pid
+        return self._process.pid
 
     async def call(self, method: str, *, arguments: Sequence[Any] = ()) -> Any:
         """Call a method and await it. Errors of ours arrive as themselves; a dead actor is FleetError (ACTOR_LOST)."""
@@ -69,29 +69,26 @@ class ActorHandle:
         if self._closed:
             return
         self._closed = True
-        below = self._below()
+        below = self._on_node(children_of, self.pid) or ()
         with contextlib.suppress(FleetError):  # it is dead, or does not answer: killed all the same
             self.call_blocking("close", timeout=CLOSE_SECONDS)
         ray.kill(self._actor, no_restart=True)
-        self._on_node(_end_below, below)
+        # below an actor that died before nobody is found by parent, hence the mark
+        self._on_node(_end_left, (self._process, *below), self._mark)
 
-    def _locate(self) -> tuple[str, int]:
+    def _locate(self) -> tuple[str, Process, str]:
         try:
-            node, pid = ray.get(self._actor.__ray_call__.remote(_where))
+            place: tuple[str, Process, str] = ray.get(self._actor.__ray_call__.remote(_where))
         except RayError as error:
             raise _ours(error, self.name) from error
-        return str(node), int(pid)
+        return place
 
-    def _below(self) -> tuple[Process, ...]:
-        found: tuple[Process, ...] | None = self._on_node(children_of, self._pid)
-        return (*self._known, *(found or ()))
-
-    def _on_node(self, work: Any, argument: Any) -> Any:
+    def _on_node(self, work: Any, *arguments: Any) -> Any:
         """Run ``work`` on the actor's node; None where that node is gone, and the processes with it."""
         place = NodeAffinitySchedulingStrategy(self._node, soft=False)
         task = ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
         try:
-            return ray.get(task.remote(argument), timeout=3 * CLOSE_SECONDS)
+            return ray.get(task.remote(*arguments), timeout=3 * CLOSE_SECONDS)
         except RayError:
             return None
 
@@ -117,7 +114,6 @@ class EngineHandle(ActorHandle):
     async def serve(self) -> EngineStatus:
         """Answer requests from here on."""
         status: EngineStatus = await self.call("serve")
-        self._known = status.processes
         return status
 
     async def drain(self, timeout: float) -> int:
@@ -128,7 +124,8 @@ class EngineHandle(ActorHandle):
         """End what is left of the engine, and bring up another in its place, at its old URL."""
         await asyncio.to_thread(self.close)
         again = await asyncio.to_thread(start_engine, self._config, self._shard, name=self.name, options=self._options)
-        self._actor, self._node, self._pid, self._closed = again._actor, again._node, again._pid, False
+        self._actor, self._node, self._process, self._mark = again._actor, again._node, again._process, again._mark
+        self._closed = False
         await self.reserve()
         await self.load()
         return await self.serve()
@@ -161,8 +158,12 @@ def start_actor(worker: type, arguments: Sequence[Any], *, options: Mapping[str,
     """A Ray actor of ``worker(*arguments)``; ``options`` are Ray's (resources, scheduling_strategy, runtime_env).
 
     Actors are not restarted behind our back: a restarted one would have lost its engine, its socket and its state.
+    Each bears a mark of its own in its environment, by which whatever it started is found once it is gone.
     """
-    settings = {"num_cpus": 0, **(options or {}), "max_restarts": 0, "max_task_retries": 0}
+    environment = dict((options or {}).get("runtime_env") or {})
+    environment["env_vars"] = {**environment.get("env_vars", {}), MARK: uuid.uuid4().hex}
+    fixed = {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
+    settings = {"num_cpus": 0, **(options or {}), **fixed}
     return ray.remote(worker).options(**settings).remote(*arguments)
 
 
@@ -228,15 +229,21 @@ def _ours(error: RayError, name: str) -> RouteplaneError:
     """Ray's error as ours: what an actor raised of ours as it is, a dead actor and anything else as FleetError."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, RouteplaneError):
         return error.cause
-    if isinstance(error, RayActorError):
+    # an actor that cannot be placed is told as either, by which of its creation and the first call came first
+    if isinstance(error, RayActorError | ActorUnschedulableError):
         return FleetError(f"expected actor {name} to be alive, got: {error}", kind=ErrorKind.ACTOR_LOST)
     cause = error.cause if isinstance(error, RayTaskError) else error
     return FleetError(f"expected {name} to answer, got {type(cause).__name__}: {error}", kind=ErrorKind.ACTOR_FAILED)
 
 
-def _where(_: Any) -> tuple[str, int]:
-    return ray.get_runtime_context().get_node_id(), os.getpid()
+def _where(_: Any) -> tuple[str, Process, str]:
+    context = ray.get_runtime_context()
+    pid = os.getpid()
+    # started=0 where there is no /proc: nobody is found by it, and nobody is ended by it
+    process = process_of(pid) or Process(pid=pid, started=0)
+    return context.get_node_id(), process, context.runtime_env.get("env_vars", {}).get(MARK, "")
 
 
-def _end_below(processes: tuple[Process, ...]) -> int:
-    return len(end_processes(processes))
+def _end_left(left: tuple[Process, ...], mark: str) -> int:
+    # an actor that somebody else made bears no mark
+    return len(end_processes((*left, *(marked_with(mark) if mark else ()))))

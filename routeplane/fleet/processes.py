@@ -1,6 +1,7 @@
-"""Processes of this machine, as the kernel lists them: whose child is whose, and whether it is gone.
+"""Processes of this machine, as the kernel lists them: whose child is whose, who bears a mark, and whether it is gone.
 
-Reads ``/proc``; knows no actor. Used so that a fleet that was taken down leaves nobody behind.
+Reads ``/proc``; knows no actor. Used so that a fleet that was taken down leaves nobody behind. A mark is a variable of
+the environment that a process was started with: its descendants inherit it, and keep it where it dies before them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "children_of", "end_processes", "is_alive", "process_of"]
+__all__ = ["MARK", "Process", "children_of", "end_processes", "is_alive", "marked_with", "process_of"]
 
+#: The variable whose value marks a process and its descendants.
+MARK = "ROUTEPLANE_ACTOR"
 _PROC = Path("/proc")
 
 
@@ -49,6 +52,21 @@ def children_of(pid: int) -> tuple[Process, ...]:
         found += children
         parents = {child.pid for child in children}
     return tuple(found)
+
+
+def marked_with(value: str) -> tuple[Process, ...]:
+    """All processes of this user that were started with MARK set to ``value``, by number; none without ``/proc``."""
+    sought = f"{MARK}={value}".encode()
+    found = []
+    for path in _PROC.glob("[0-9]*"):
+        try:
+            variables = (path / "environ").read_bytes().split(b"\0")
+        except OSError:  # another user's, or it ended meanwhile
+            continue
+        entry = _entry(int(path.name)) if sought in variables else None
+        if entry is not None:
+            found.append(entry.process)
+    return tuple(sorted(found))
 
 
 def is_alive(process: Process) -> bool:

@@ -228,7 +228,7 @@ class BrokeredReader(RecordReader):
 
     def _records(self, block: Block) -> Iterator[RouteRecord]:
         reader = self._codec.open(block.payload, self._policy)
-        before = self._report.records
+        before = self._counts.records
         yield from reader
         seen = reader.report()
         moved = [replace(item, index=before + item.index) for item in seen.quarantined]

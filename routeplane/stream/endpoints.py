@@ -14,7 +14,7 @@ from routeplane.admission import Admission, admit
 from routeplane.alarms import find_alarms
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.record import RecordKey, RouteRecord, cut_record
-from routeplane.stream.protocol import ReadPolicy, StreamReport
+from routeplane.stream.protocol import ReadPolicy, RecordCounts, StreamReport
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -129,7 +129,8 @@ class RecordReader(ABC):
     def __init__(self, spec: RouteSpec, policy: ReadPolicy) -> None:
         self._whole_spec = spec
         self._policy = policy
-        self._report = StreamReport()
+        self._counts = RecordCounts()
+        self._report = StreamReport()  # all but what is counted
         self._started = self._closed = False
         self._layer_ids: tuple[int, ...] | None = None
         self._tokens: tuple[int, int] | None = None
@@ -171,7 +172,7 @@ class RecordReader(ABC):
 
     def _selected(self) -> Iterator[RouteRecord]:
         for record in self._arrive():
-            self._report = self._report.with_record(record)
+            self._counts.add(record)
             self._watch(record)
             cut = self._cut(record)
             if cut is not None:
@@ -212,7 +213,7 @@ class RecordReader(ABC):
 
     def report(self) -> StreamReport:
         """What was read so far."""
-        return self._report
+        return self._report.with_counts(self._counts)
 
     def close(self) -> None:
         """Let go of the source. Records already yielded stay valid."""

@@ -156,6 +156,12 @@ class Group:
                 member.present = False
                 self.give_back(consumer)
 
+    def has_rest(self, consumer: str) -> bool:
+        """Whether anything is here for a consumer, or may come back from another."""
+        return any(
+            cursor.following < cursor.sent or cursor.holder not in (None, consumer) for cursor in self.cursors.values()
+        )
+
     def signs_of_life(self) -> list[float]:
         """When each consumer that holds something was seen last."""
         return [member.seen for member in self.members.values() if member.present and member.held]

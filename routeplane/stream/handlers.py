@@ -67,6 +67,9 @@ class Handlers:
 
     def header_of(self, schema: pa.Schema) -> StreamHeader:
         """The header of a schema that a producer sends, which must be the stream's."""
+        with self._changed:
+            if self._header is not None and schema.equals(self._schema, check_metadata=True):
+                return self._header
         header = parse_schema(schema)
         self._adopt(header.spec, header.encoding)
         with self._changed:

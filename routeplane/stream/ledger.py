@@ -72,6 +72,8 @@ class Ledger:
         self._groups: dict[str, Group] = {name: Group() for name in groups}
         self._sealed = False
         self._report = DeliveryReport()
+        # Before this no lease runs out: signs of life only become younger, and those of whoever comes are.
+        self._due = self._time + lease_s
 
     def _count(self, **more: int) -> None:
         self._report = replace(
@@ -85,16 +87,21 @@ class Ledger:
         # A clock that goes back stands still here; one that leaps ahead ends leases, which loses no block: whoever was
         # taken for lost goes on, unless it was replaced.
         self._time = max(self._time, self._clock())
-        self._count(lost_producers=self._roster.expire(self._time - self._lease_s))
+        if self._time < self._due:
+            return
+        if lost := self._roster.expire(self._time - self._lease_s):
+            self._count(lost_producers=lost)
         for group in self._groups.values():
             group.expire(self._time - self._lease_s)
+        self._due = min(self._signs_of_life(), default=self._time) + self._lease_s
 
     def until_deadline(self) -> float | None:
         """Seconds until the next lease runs out, by the ledger's clock; None where none does."""
-        ends = self._roster.signs_of_life()
-        for group in self._groups.values():
-            ends += group.signs_of_life()
+        ends = self._signs_of_life()
         return max(0.001, min(ends) + self._lease_s - self._time) if ends else None
+
+    def _signs_of_life(self) -> list[float]:
+        return sum((group.signs_of_life() for group in self._groups.values()), self._roster.signs_of_life())
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
@@ -198,14 +205,14 @@ class Ledger:
             raise FormatError(
                 f"expected what the producer counts, {totals}, got {known.totals}", kind=ErrorKind.TRAILER
             )
-        known.end = "closed"
+        self._roster.end(session.producer, "closed")
 
     def abort(self, session: Session) -> None:
         """End a producer as not whole, and withdraw what no consumer was given yet; after an end it does nothing."""
         known = self._alive(session)
         if known.end != "open":
             return
-        known.end = "aborted"
+        self._roster.end(session.producer, "aborted")
         given = max(group.cursors[session.producer].furthest for group in self._groups.values())
         withdrawn = self._shelf.sent(session.producer) - given
         self._shelf.withdraw(session.producer, first=given)
@@ -293,12 +300,9 @@ class Ledger:
         """Whether anything can still come for a consumer, and which producers did not end well."""
         group = self._present(member)
         all_here = self._sealed or (self._expected is not None and len(self._roster) >= self._expected)
-        rest = any(
-            cursor.following < cursor.sent or cursor.holder not in (None, member.consumer)
-            for cursor in group.cursors.values()
-        )
         return Progress(
-            ended=all_here and not rest and self._roster.all_ended(),
+            # asked in this order, cursors are looked at only once all producers ended
+            ended=all_here and self._roster.all_ended() and not group.has_rest(member.consumer),
             lost=self._roster.lost(),
             aborted=self._roster.aborted(),
         )

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import xxhash
@@ -18,9 +19,19 @@ from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageE
 from routeplane.record import RecordKey, RouteRecord
 from routeplane.scalars import check_count
 from routeplane.schema import FORMAT_VERSION, Encoding
+from routeplane.spans import STATES
 from routeplane.spec import RouteSpec
 
-__all__ = ["MAX_ALARMS", "TRAILER_KEY", "Quarantined", "ReadPolicy", "StreamReport", "Trailer", "TrailerCounter"]
+__all__ = [
+    "MAX_ALARMS",
+    "TRAILER_KEY",
+    "Quarantined",
+    "ReadPolicy",
+    "RecordCounts",
+    "StreamReport",
+    "Trailer",
+    "TrailerCounter",
+]
 
 #: Metadata key of the zero-row batch that ends a stream.
 TRAILER_KEY = "routeplane.trailer"
@@ -137,6 +148,25 @@ class Quarantined:
     yielded: bool
 
 
+class RecordCounts:
+    """Records as they pass, counted without a report for each; ``StreamReport.with_counts`` makes one."""
+
+    def __init__(self) -> None:
+        self.records = self.tokens = 0
+        self._rows: dict[str, int] = dict.fromkeys(STATES, 0)
+
+    def add(self, record: RouteRecord) -> None:
+        """Count one record."""
+        self.records += 1
+        self.tokens += record.num_tokens
+        for capture in record.captures:
+            self._rows[capture.state] += capture.stop - capture.start
+
+    def coverage(self) -> Coverage:
+        """Rows by capture state."""
+        return Coverage(records=self.records, rows=MappingProxyType(dict(self._rows)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamReport:
     """What a reader saw so far."""
@@ -159,6 +189,17 @@ class StreamReport:
             records=self.records + 1,
             tokens=self.tokens + record.num_tokens,
             coverage=self.coverage.merge(record.coverage()),
+        )
+
+    def with_counts(self, counts: RecordCounts) -> StreamReport:
+        """The report after the records that were counted."""
+        if counts.records == 0:
+            return self
+        return replace(
+            self,
+            records=self.records + counts.records,
+            tokens=self.tokens + counts.tokens,
+            coverage=self.coverage.merge(counts.coverage()),
         )
 
     def with_alarms(self, found: Sequence[Problem]) -> StreamReport:

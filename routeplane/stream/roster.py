@@ -58,6 +58,10 @@ class Roster:
     def __init__(self, *, first_epoch: int) -> None:
         self._first_epoch = first_epoch
         self._known: dict[str, Producer] = {}
+        # What is asked at every call is counted: to look at a thousand producers each time cost more than the call.
+        self._names: list[str] = []
+        self._ended = self._lost = 0  # names from the first on that ended, which none takes back; producers lost now
+        self._aborted: dict[str, None] = {}
 
     def __contains__(self, producer: object) -> bool:
         return producer in self._known
@@ -79,7 +83,8 @@ class Roster:
         """
         known = self._known.get(producer)
         if known is None:
-            known = self._known[producer] = Producer(epoch=self._first_epoch, seen=now, totals=before, connected=False)
+            known = Producer(epoch=self._first_epoch, seen=now, totals=before, connected=False)
+            self._enter(producer, known)
         if known.end != "open":
             raise UsageError(f"expected an open producer, got {producer!r} that {known.end}", kind=ErrorKind.CLOSED)
         if known.connected and not known.lost:
@@ -88,8 +93,17 @@ class Roster:
                 kind=ErrorKind.PRODUCER_TAKEN,
             )
         known.epoch += 1
-        known.connected, known.lost, known.seen = True, False, now
+        self._show(known, now)
         return known.epoch
+
+    def _enter(self, producer: str, known: Producer) -> None:
+        if producer not in self._known:
+            self._names.append(producer)
+        self._known[producer] = known
+
+    def _show(self, known: Producer, now: float) -> None:
+        self._lost -= known.lost
+        known.seen, known.lost, known.connected = now, False, True
 
     def alive(self, session: Session, now: float) -> Producer:
         """The producer of a session, which has just shown itself. Raises UsageError for one that was replaced."""
@@ -100,8 +114,14 @@ class Roster:
                 "it was taken for lost and replaced, or the ledger was made anew; open the stream again",
                 kind=ErrorKind.FENCED,
             )
-        known.seen, known.lost, known.connected = now, False, True
+        self._show(known, now)
         return known
+
+    def end(self, producer: str, how: ProducerEnd) -> None:
+        """A producer that is alive closed or aborted."""
+        self._known[producer].end = how
+        if how == "aborted":
+            self._aborted[producer] = None
 
     def totals(self, producer: str) -> Totals:
         """What a producer sent so far."""
@@ -115,13 +135,15 @@ class Roster:
 
     def restore(self, producer: str, *, totals: Totals, end: ProducerEnd, seen: float) -> None:
         """A producer of an earlier ledger, not connected to this one."""
-        self._known[producer] = Producer(epoch=self._first_epoch, seen=seen, totals=totals, end=end, connected=False)
+        self._enter(producer, Producer(epoch=self._first_epoch, seen=seen, totals=totals, connected=False))
+        self.end(producer, end)
 
     def expire(self, seen_until: float) -> int:
         """Take for lost whoever showed no sign of life since; how many."""
         gone = [p for p in self._known.values() if p.end == "open" and not p.lost and p.seen <= seen_until]
         for producer in gone:
             producer.lost = True
+        self._lost += len(gone)
         return len(gone)
 
     def signs_of_life(self) -> list[float]:
@@ -130,12 +152,18 @@ class Roster:
 
     def all_ended(self) -> bool:
         """Whether each closed, aborted, or was lost."""
+        while self._ended < len(self._names) and self._known[self._names[self._ended]].end != "open":
+            self._ended += 1
+        if not self._lost:
+            return self._ended == len(self._names)
         return all(producer.end != "open" or producer.lost for producer in self._known.values())
 
     def lost(self) -> tuple[str, ...]:
         """Those taken for lost."""
-        return tuple(name for name, producer in self._known.items() if producer.end == "open" and producer.lost)
+        if not self._lost:
+            return ()
+        return tuple(name for name, producer in self._known.items() if producer.lost)
 
     def aborted(self) -> tuple[str, ...]:
-        """Those that said that they are not whole."""
-        return tuple(name for name, producer in self._known.items() if producer.end == "aborted")
+        """Those that said that they are not whole, in that order."""
+        return tuple(self._aborted)

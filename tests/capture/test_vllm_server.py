@@ -65,6 +65,18 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Talk:
         replies = {
             "two": _ask(client, FIRST, form="inline", n=2),
             "silent": _ask(client, FIRST, form=None),
+            # words are "w20 w21 ...": from the third token on, this string ends the text with the next word
+            "stopped": client.completions.create(
+                model="tiny",
+                prompt=[13, 100, 101, 102],
+                max_tokens=NEW_TOKENS,
+                temperature=1.0,
+                seed=7,
+                logprobs=0,
+                stop=[" w"],
+                extra_body={"allowed_token_ids": WORDS, "return_token_ids": True, "min_tokens": 2},
+                extra_headers={HEADER: "inline"},
+            ),
             "stream": list(_ask(client, FIRST, form="inline", stream=True)),
             "generate": client.post(
                 f"{server.url}/inference/v1/generate",
@@ -227,6 +239,18 @@ def test_a_stream_has_no_routes_and_says_so(talk: Talk) -> None:
     with pytest.raises(CaptureError, match="stream=False") as caught:
         calls_from_chunks(talk.replies["stream"], SPEC, weights_version=1)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
+
+
+def test_a_stop_string_cuts_the_text_and_not_the_rows(talk: Talk) -> None:
+    """The engine stops amid its tokens and trims the text; every token that was fed has its row, the last has none."""
+    reply = talk.replies["stopped"]
+    [call] = calls_from_response(reply, SPEC, weights_version=1, cached=0)
+
+    assert "stop" == reply.choices[0].finish_reason
+    assert len(reply.choices[0].text.split()) < len(call.generation_ids) < NEW_TOKENS
+    assert call.routes is not None
+    assert 4 + len(call.generation_ids) - 1 == len(call.routes)
+    assert reference_rows(talk.model, call.token_ids)[:-1] == np.sort(call.routes, axis=2).tolist()
 
 
 def test_token_in_token_out(talk: Talk) -> None:

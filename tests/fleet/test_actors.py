@@ -19,6 +19,7 @@ from routeplane.fleet.endpoints import Endpoints, reserve
 from routeplane.fleet.processes import Process, children_of, is_alive, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.spec import RouteSpec
+from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 
 # one worker for all files that start a cluster: at most one at a time
@@ -155,16 +156,14 @@ def test_close_ends_the_actor_and_everything_below_it() -> None:
 
 
 def test_a_killed_actor_is_closed_without_an_error() -> None:
-    """SIGKILL from outside: nothing is left to end in order."""
+    """SIGKILL from outside: nothing is left to end in order, and its orphans are found by their mark."""
     handle = built({})
     process = known(asked(handle)["pid"])
     below = children_of(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     handle.close()
-    assert not is_alive(process)
-    for each in below:  # a killed actor's children are nobody's: this test ends the one that it made
-        if is_alive(each):
-            os.kill(each.pid, signal.SIGKILL)
+    assert below
+    assert [True] * (1 + len(below)) == [has_ended(each) for each in (process, *below)]
 
 
 def test_a_plan_that_fails_takes_its_actors_along() -> None:

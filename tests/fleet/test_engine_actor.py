@@ -18,12 +18,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from routeplane.capture.openai import calls_from_response
 from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
-from routeplane.fleet.actors import start_engine
+from routeplane.fleet.actors import EngineHandle, start_engine
 from routeplane.fleet.endpoints import ServerState
 from routeplane.fleet.engine import EngineConfig
-from routeplane.fleet.processes import is_alive
+from routeplane.fleet.processes import children_of, is_alive, process_of
+from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.spec import RouteSpec
 from tests.capture.vllm_engine import QWEN3_MOE
+from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 
 pytestmark = pytest.mark.vllm
@@ -128,6 +130,42 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
         completion(again.endpoint.url)
 
 
+def test_an_engine_that_is_killed_while_it_loads_ends_the_plan(model: Path) -> None:
+    """SIGKILL once the engine has a process of its own: ACTOR_LOST is told, and no process and no socket is left."""
+    spec = spec_of(model)
+    seen: dict[str, Any] = {}
+
+    async def reserved(context: TaskContext) -> EngineHandle:
+        engine = await asyncio.to_thread(start_engine, config_of(model, spec), 0, options=OPTIONS)
+        context.defer(engine.close)
+        seen["url"] = (await engine.reserve()).url
+        return engine
+
+    async def load(context: TaskContext) -> None:
+        await context.results["reserved"].load()
+
+    async def kill(context: TaskContext) -> None:
+        pid = context.results["reserved"].pid
+        while not (below := children_of(pid)):
+            await asyncio.sleep(0.02)
+        seen["processes"] = (process_of(pid), *below)
+        os.kill(pid, signal.SIGKILL)
+
+    tasks = (
+        Task(name="reserved", run=reserved),
+        Task(name="load", run=load, needs=("reserved",)),
+        Task(name="kill", run=kill, needs=("reserved",)),
+    )
+    with pytest.raises(FleetError, match="task load: FleetError: expected actor engine-0 to be alive") as caught:
+        start(Plan(tasks=tasks))
+    assert isinstance(caught.value.__cause__, ExceptionGroup)
+    assert [ErrorKind.ACTOR_LOST] == [getattr(error, "kind", None) for error in caught.value.__cause__.exceptions]
+    assert len(seen["processes"]) >= 2
+    assert all(has_ended(process) for process in seen["processes"])
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        completion(seen["url"])
+
+
 def test_what_cannot_return_routes_is_refused_before_weights_load(model: Path, tmp_path: Path) -> None:
     """A dense model, another geometry, capture turned off: each as its own error, across Ray."""
     spec = spec_of(model)
@@ -141,9 +179,13 @@ def test_what_cannot_return_routes_is_refused_before_weights_load(model: Path, t
         (config_of(model, wider), SpecError, ErrorKind.SPEC_MISMATCH),
         (config_of(model, spec, enable_return_routed_experts=False), CaptureError, ErrorKind.CAPTURE_OFF),
     ]
-    for config, error, kind in cases:
-        engine = start_engine(config, 0, options=OPTIONS)
-        with pytest.raises(error) as caught:
-            asyncio.run(engine.load())
+    engines = [start_engine(config, 0, options=OPTIONS) for config, _, _ in cases]
+
+    async def load_all() -> list[Any]:
+        # at once: what takes time is importing the engine in each
+        return await asyncio.gather(*(engine.load() for engine in engines), return_exceptions=True)
+
+    errors = asyncio.run(load_all())
+    for engine in engines:
         engine.close()
-        assert kind == getattr(caught.value, "kind", None)
+    assert [(error, kind) for _, error, kind in cases] == [(type(each), getattr(each, "kind", None)) for each in errors]

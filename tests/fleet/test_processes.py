@@ -7,13 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from routeplane.fleet.processes import children_of, end_processes, is_alive, process_of
+from routeplane.fleet.processes import MARK, children_of, end_processes, is_alive, marked_with, process_of
 
 #: A process with a child of its own; both say that they are there, and wait.
 PARENT = """
 import subprocess, sys
-command = [sys.executable, "-c", "print(flush=True); input()"]
-child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+command = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 input()
@@ -35,6 +35,22 @@ def test_grandchildren_are_found_and_ended() -> None:
         parent.kill()
     assert not is_alive(below)
     assert () == end_processes([below])
+
+
+def test_orphans_are_found_by_the_mark_that_they_inherited() -> None:
+    """The parent is killed: nobody's child is found by its environment, and another mark finds nobody."""
+    environment = {**os.environ, MARK: f"test-{os.getpid()}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        assert {parent.pid, grandchild} == {process.pid for process in marked_with(f"test-{os.getpid()}")}
+        parent.kill()
+    [orphan] = [process for process in marked_with(f"test-{os.getpid()}") if is_alive(process)]
+    assert grandchild == orphan.pid
+    assert () == marked_with(f"test-{os.getpid()}-other")
+    assert (orphan,) == end_processes([orphan], patience=0.0)
 
 
 def test_a_number_that_came_again_is_another_process() -> None:

@@ -268,8 +268,11 @@ def test_a_timeout_of_the_tasks_own_is_told_as_it_is() -> None:
 
 
 INTERRUPTED = """
-import asyncio, sys
+import asyncio, signal, sys
 from routeplane.fleet.startup import Plan, Task, start
+
+# a job in the background of a shell inherits SIGINT as ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def closer(name):
     return lambda: print("closed", name, flush=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 from routeplane.errors import DataError, ErrorKind
 from routeplane.fleet.environment import EnvironmentConfig
+from routeplane.fleet.processes import Process, is_alive
 
 
 class Child:
@@ -20,8 +24,11 @@ class Child:
         self._tokenizer: Any = None
 
     def start(self) -> None:
-        """Start the server; fail afterwards where the configuration says so."""
+        """Start the server; fail afterwards, or never return, where the configuration says so."""
         self._server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        if self._config.environment.get("hang"):
+            Path(self._config.environment["hang"]).write_text(f"{os.getpid()} {self._server.pid}", encoding="utf-8")
+            threading.Event().wait()
         if self._config.environment.get("fail"):
             raise RuntimeError(f"no such tool; server {self._server.pid}")
 
@@ -52,6 +59,29 @@ class Child:
 
     def close(self) -> None:
         """Leave the server alone: whoever ends the actor must find it."""
+
+
+def has_ended(process: Process) -> bool:
+    """Sleep until the kernel says that a process ended (``kill`` returns before it did), half a minute at most."""
+    if not is_alive(process):
+        return True
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 30.0)[0])
+    finally:
+        os.close(handle)
+
+
+async def pid_of(plane: Any) -> int:
+    """The process of a plane's actor."""
+    return int(await plane._actor.__ray_call__.remote(_pid))
+
+
+def _pid(_: Any) -> int:
+    return os.getpid()
 
 
 def child(config: EnvironmentConfig) -> Child:

@@ -27,6 +27,7 @@ BASE = (
     "spec",
     "geometry",
     "families",
+    "first_look",
     "kernels",
     "validate",
     "rows",
@@ -80,6 +81,7 @@ STAGE_OF = {
         (
             "demo",
             "demo_engine",
+            "demo_environment",
             "demo_fleet",
             "demo_plane",
             "demo_scoring",
@@ -126,7 +128,7 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("kernels", "inspect.tally_kernel"),
+    "numba": ("first_look", "kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": (
@@ -150,6 +152,8 @@ THIRD_PARTY = {
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("demo_automodel",),
     "megatron": ("demo_megatron",),
+    "nemo_gym": ("fleet.gym_servers",),
+    "omegaconf": ("fleet.gym_servers",),  # comes with nemo_gym, which takes its mappings
     "safetensors": ("demo_automodel", "demo_megatron"),
     "jinja2": ("inspect.report",),
     "tqdm": _DEMO,

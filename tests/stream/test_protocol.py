@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from routeplane.coverage import Coverage
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
-from routeplane.record import RecordKey
+from routeplane.record import RecordKey, RouteRecord
 from routeplane.stream import StreamReport, open_stream
-from routeplane.stream.protocol import MAX_ALARMS, Quarantined, ReadPolicy, Trailer, TrailerCounter
-from routeplane.testing.strategies import specs
+from routeplane.stream.protocol import MAX_ALARMS, Quarantined, ReadPolicy, RecordCounts, Trailer, TrailerCounter
+from routeplane.testing.strategies import records, specs
 from tests.format import reference
 from tests.stream.streams import SPEC, record, stream_of
 
@@ -137,6 +137,19 @@ def report(count: int, *, truncated: bool = False, complete: bool = True) -> Str
     for sample in range(count):
         found = found.with_record(record(sample))
     return found
+
+
+@given(before=st.integers(0, 3), found=st.lists(records(), max_size=4))
+def test_counting_records_reports_what_adding_them_one_by_one_does(before: int, found: list[RouteRecord]) -> None:
+    """Counts of no record, or of many, on top of any report."""
+    start, counts = report(before), RecordCounts()
+    expected = start
+    for each in found:
+        expected = expected.with_record(each)
+        counts.add(each)
+
+    assert expected == start.with_counts(counts)
+    assert found == [] or counts.coverage() == Coverage.of_records(each.captures for each in found)
 
 
 def test_reports_add_up() -> None:

@@ -196,10 +196,10 @@ class RayReader(BrokeredReader):
 
     def _records(self, block: Block) -> Iterator[RouteRecord]:
         self._is_cut = isinstance(block.payload, np.ndarray)
-        count = self._report.records
+        count = self._counts.records
         yield from super()._records(block)
         if self._is_cut:
-            outside = len(block.keys) - (self._report.records - count)
+            outside = len(block.keys) - (self._counts.records - count)
             self._report = replace(self._report, outside=self._report.outside + outside)
 
     def _cut(self, record: RouteRecord) -> RouteRecord | None:
