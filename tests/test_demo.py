@@ -275,6 +275,28 @@ def test_figures_are_those_worked_out_by_hand(small: tuple[DemoOptions, dict[str
     assert flipped / figures["rows"] == pytest.approx(figures["flipped_share"], abs=2e-3)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_the_trainers_stream_is_what_its_gates_choose(small: tuple[DemoOptions, dict[str, Any]]) -> None:
+    """The experts with the highest router logits of each sequence in a forward of its own, near ties apart; no row
+    where the engine has none."""
+    options, _ = small
+    model: Any = Qwen3MoeForCausalLM.from_pretrained(options.model_dir, dtype=torch.float32)
+    model.train(False).set_experts_implementation("eager")
+    with open_stream(options.stream) as engine, open_stream(options.trainer_stream) as trainer:
+        pairs = list(zip(engine, trainer, strict=True))
+    rows = other = 0
+    for ours, theirs in pairs:
+        assert (ours.key, ours.token_ids.tolist()) == (theirs.key, theirs.token_ids.tolist())
+        assert ((ours.routes < 0) == (theirs.routes < 0)).all()
+        tokens = torch.from_numpy(ours.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False, output_router_logits=True).router_logits
+        best_SLK = torch.stack([each.topk(ours.spec.top_k).indices for each in logits], dim=1).numpy()
+        differs_SL = (np.sort(best_SLK) != np.sort(theirs.routes)).any(axis=2)[:-1]
+        rows, other = rows + differs_SL.size, other + int(differs_SL.sum())
+    assert other <= 0.005 * rows
+
+
 def _difference(model: Any, record: RouteRecord) -> NDArray[np.float64]:
     """Trainer minus engine, over what was sampled; the engine's log-probabilities as they stand in the record."""
     tokens = torch.from_numpy(record.token_ids.astype(np.int64))
