@@ -293,7 +293,7 @@ def test_inline_does_not_narrow_what_is_illegal(row: list[int]) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 #: An exception, its text and what the interpreter allocates on the way.
-SLACK = 24_000
+SLACK = 48_000
 
 
 def peak(payload: Malformed) -> tuple[RouteplaneError, int]:
