@@ -143,7 +143,7 @@ def hops(records: Sequence[RouteRecord]) -> list[Result]:
 def growth() -> list[Result]:
     """Time of 100 times as much over 100 times the time of as much, through memory: records, and bytes of a record."""
     small = [replace(record(index, 16), attempt=index, checksum=None) for index in range(5_000)]
-    few, many = _seconds([small[:50]] * 20), _seconds([small])
+    few, many = _seconds([small[:50]] * 20), _seconds([small] * 3)
     short = [record(index, 40) for index in range(8)]
     long = [record(index, 4_000) for index in range(8)]
     shorter, longer = _seconds([short] * 20), _seconds([long] * 3)

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints, reserve
-from routeplane.fleet.processes import Process, children_of, is_alive, process_of
+from routeplane.fleet.processes import Process, children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.spec import RouteSpec
 from tests.fleet.workers import has_ended
@@ -127,7 +127,7 @@ def test_a_start_that_fails_leaves_no_process_and_its_own_error() -> None:
     assert ErrorKind.ENVIRONMENT == caught.value.kind
     server = int(caught.value.message.partition("; server ")[2].split()[0].split("\n")[0])
     found = process_of(server)
-    assert found is None or not is_alive(found)
+    assert found is None or has_ended(found)
 
 
 def test_errors_cross_as_what_they_are() -> None:
@@ -150,7 +150,7 @@ def test_close_ends_the_actor_and_everything_below_it() -> None:
     processes = [known(answer["pid"]), known(answer["server"])]
     handle.close()
     handle.close()
-    assert [False, False] == [is_alive(process) for process in processes]
+    assert [True, True] == [has_ended(process) for process in processes]
     with pytest.raises(FleetError):
         asked(handle)
 
@@ -182,4 +182,4 @@ def test_a_plan_that_fails_takes_its_actors_along() -> None:
     tasks = (Task(name="environment", run=environment), Task(name="engine", run=engine, needs=("environment",)))
     with pytest.raises(FleetError, match="task engine: OSError: no such model"):
         start(Plan(tasks=tasks))
-    assert [False, False] == [is_alive(process) for process in processes]
+    assert [True, True] == [has_ended(process) for process in processes]

@@ -21,7 +21,7 @@ from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
 from routeplane.fleet.actors import EngineHandle, start_engine
 from routeplane.fleet.endpoints import ServerState
 from routeplane.fleet.engine import EngineConfig
-from routeplane.fleet.processes import children_of, is_alive, process_of
+from routeplane.fleet.processes import children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.spec import RouteSpec
 from tests.capture.vllm_engine import QWEN3_MOE
@@ -125,7 +125,7 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
         assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(again.endpoint.url), spec)
     finally:
         engine.close()
-    assert [] == [process for process in (*status.processes, *again.processes) if is_alive(process)]
+    assert [] == [process for process in (*status.processes, *again.processes) if not has_ended(process)]
     with pytest.raises(urllib.error.URLError, match="refused"):
         completion(again.endpoint.url)
 

@@ -78,7 +78,7 @@ def test_an_environment_that_never_answers_ends_in_its_time(cluster: None, tmp_p
     assert ErrorKind.START_FAILED == caught.value.kind
     pids = [int(pid) for pid in said.read_text().split()]
     assert 2 == len(pids)
-    assert [] == [found for pid in pids if (found := process_of(pid)) is not None and is_alive(found)]
+    assert [] == [found for pid in pids if (found := process_of(pid)) is not None and not has_ended(found)]
 
 
 def test_an_engine_whose_port_was_taken_meanwhile_says_so(cluster: None) -> None:
@@ -90,7 +90,7 @@ def test_an_engine_whose_port_was_taken_meanwhile_says_so(cluster: None) -> None
         process = known(engine.pid)
         os.kill(process.pid, signal.SIGKILL)
         asyncio.run(asyncio.to_thread(engine.close))
-        assert not is_alive(process)
+        assert has_ended(process)
         with socket.socket() as thief:
             thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             thief.bind(("127.0.0.1", port))
@@ -102,7 +102,7 @@ def test_an_engine_whose_port_was_taken_meanwhile_says_so(cluster: None) -> None
         assert again != process
     finally:
         engine.close()
-    assert not is_alive(again)
+    assert has_ended(again)
     assert refuses(port)
 
 
@@ -209,5 +209,5 @@ def test_an_interrupt_leaves_no_process_and_no_socket(phase: str, tmp_path: Path
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
-    assert [] == [process for process in processes if is_alive(process)]
+    assert [] == [process for process in processes if not has_ended(process)]
     assert refuses(port)

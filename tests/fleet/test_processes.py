@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 from routeplane.fleet.processes import MARK, children_of, end_processes, is_alive, marked_with, process_of
+from tests.fleet.workers import has_ended
 
 #: A process with a child of its own; both say that they are there, and wait.
 PARENT = """
@@ -33,7 +34,7 @@ def test_grandchildren_are_found_and_ended() -> None:
         assert is_alive(below)
         assert (below,) == end_processes([below, below], patience=0.0)
         parent.kill()
-    assert not is_alive(below)
+    assert has_ended(below)
     assert () == end_processes([below])
 
 
@@ -51,6 +52,7 @@ def test_orphans_are_found_by_the_mark_that_they_inherited() -> None:
     assert grandchild == orphan.pid
     assert () == marked_with(f"test-{os.getpid()}-other")
     assert (orphan,) == end_processes([orphan], patience=0.0)
+    assert has_ended(orphan)
 
 
 def test_a_number_that_came_again_is_another_process() -> None:
