@@ -225,10 +225,10 @@ def test_problems_come_in_the_order_of_the_stream(tmp_path: Path) -> None:
 # ---- damaged records ------------------------------------------------------------------------------------------------
 
 
-def test_a_key_that_comes_twice_names_its_sample(tmp_path: Path) -> None:
-    """The second record of one key is the bad one."""
+def test_an_id_that_became_anothers_is_named_as_it_claims(tmp_path: Path) -> None:
+    """The checksum covers the key: the second record of that name is the bad one, and stands in for nobody."""
     check = damaged(tmp_path / "x.arrows", [(b"sample-0sample-1", b"sample-0sample-0")])
-    assert [("duplicate_key", "sample-0", None, None)] == places(check)
+    assert [("checksum", "sample-0", None, None)] == places(check)
     assert 2 == check.records
 
 
