@@ -107,11 +107,25 @@ def _widened(wire_RLK: NDArray[np.uint8], spec: RouteSpec, first_row: int) -> ND
         # no expert is called 255 here, so such a byte is part of a MISSING row
         routes_RLK[wire_RLK == NARROW_MISSING] = MISSING
     else:
-        # ids of a row are distinct, so two slots tell; that many experts need K >= 2 to be narrow
-        routes_RLK[(wire_RLK[:, :, 0] == NARROW_MISSING) & (wire_RLK[:, :, 1] == NARROW_MISSING)] = MISSING
+        missing_RL = _begins_missing(wire_RLK)
+        if missing_RL.any():
+            routes_RLK[missing_RL] = MISSING
     if narrowest <= NARROW_MISSING:
         check_routes(routes_RLK, spec, first_token=first_row)
     return routes_RLK
+
+
+def _begins_missing(wire_RLK: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Rows whose first two bytes, or more, are 0xFF, bool ``[R, L]``: ids of a row are distinct, so two slots tell.
+
+    That many experts need K >= 2 to be narrow. Bytes are compared together where the row's length lets them: the
+    payload of a long call is some ten megabytes, and every pass over it shows.
+    """
+    top_k = wire_RLK.shape[2]
+    for together in (np.dtype(np.uint32), np.dtype(np.uint16)):
+        if top_k % together.itemsize == 0:
+            return np.asarray(wire_RLK.view(together)[:, :, 0] == np.iinfo(together).max)
+    return np.asarray((wire_RLK[:, :, 0] == NARROW_MISSING) & (wire_RLK[:, :, 1] == NARROW_MISSING))
 
 
 def _checksum(payload: NDArray[np.uint8], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int) -> int:
