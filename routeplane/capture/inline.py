@@ -13,6 +13,7 @@ Axes: R rows, L captured layers, K top-k slots.
 from __future__ import annotations
 
 import struct
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from routeplane.spec import MISSING, NARROW_MISSING
 from routeplane.validate import check_routes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from routeplane.spec import RouteSpec
@@ -44,6 +47,8 @@ INLINE_PREFIX = "routeplane+1"
 _HEADER = struct.Struct("<9sQQII3s")
 _MAGIC = decode_base64(INLINE_PREFIX)
 _HEADER_TEXT = base64_length(_HEADER.size)
+# Of the payload at a time, and never more than an eighth of it: inside a second-level cache, with its text and rows.
+_PIECE_BYTES = 3 << 17
 
 
 def encode_inline(routes: NDArray[np.int16], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int = 0) -> str:
@@ -69,8 +74,8 @@ def encode_inline(routes: NDArray[np.int16], spec: RouteSpec, *, token_ids: NDAr
 def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tuple[NDArray[np.int16], int]:
     """The rows, read-only int16 ``[R, L, K]``, and the token of the first one.
 
-    Nothing is decoded before digest and length agree, nothing widened before the checksum does. The row rule is applied
-    where a byte is no id of every layer, and in any case when a record is made. Raises SpecError (SPEC_MISMATCH) for
+    Nothing is decoded before digest and length agree, nothing given away before the checksum does. The row rule is
+    applied where a byte is no id of every layer, and in any case when a record is made. Raises SpecError (SPEC_MISMATCH) for
     another model's rows, ChecksumError for damage or other tokens, DataError for what is not in this form.
     """
     if not isinstance(text, str):
@@ -88,49 +93,80 @@ def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tup
         raise undecodable(f"at most {MAX_ROWS} rows and three zero bytes", f"{rows} from {first_row}, {zeros!r}")
     shape = (rows, *spec.row_shape)
     size = check_axes(shape, itemsize=1 if spec.narrow_allowed else 2)
-    content = decode_base64(text, size=_HEADER.size + size)
-    payload = np.frombuffer(content, dtype=np.uint8, offset=_HEADER.size)
-    checksum = _checksum(payload, spec, token_ids=token_ids, first_row=first_row)
-    require_equal(declared, checksum, where="inline routes", sample="inline routes")
-    if not spec.narrow_allowed:
-        return frozen_view(payload.view("<i2").astype(np.int16, copy=False).reshape(shape)), first_row
-    return frozen_view(_widened(payload.reshape(shape), spec, first_row)), first_row
+    if len(text) != _HEADER_TEXT + base64_length(size):
+        raise undecodable(
+            f"{_HEADER_TEXT + base64_length(size)} characters for {size} bytes behind the header", f"{len(text)}"
+        )
+    out = _hash(spec, token_ids=token_ids, first_row=first_row)
+    out.begin_array("routes", size)
+    routes_RLK = np.empty(shape, dtype=np.int16)
+    routes_NK = routes_RLK.reshape(-1, spec.top_k)
+    largest = -1
+    for at, rows_NK in _pieces(text, size=size, spec=spec):
+        out.part(rows_NK)
+        np.copyto(routes_NK[at : at + len(rows_NK)], rows_NK)
+        if spec.narrow_allowed:
+            largest = max(largest, _mark_missing(routes_NK[at : at + len(rows_NK)], rows_NK, spec=spec))
+    require_equal(declared, out.value(), where="inline routes", sample="inline routes")
+    if largest >= min(spec.experts_per_layer):
+        check_routes(routes_RLK, spec, first_token=first_row)
+    return frozen_view(routes_RLK), first_row
 
 
-def _widened(wire_RLK: NDArray[np.uint8], spec: RouteSpec, first_row: int) -> NDArray[np.int16]:
-    """int16 rows; K bytes 0xFF are MISSING."""
-    routes_RLK = wire_RLK.astype(np.int16)
+def _pieces(text: str, *, size: int, spec: RouteSpec) -> Iterator[tuple[int, NDArray[Any]]]:
+    """The payload's rows as they are stored, ``[N, K]`` of whole rows from the ``at``-th on.
+
+    A piece is decoded, hashed and widened while it is in the cache: over memory that is fetched for the first time,
+    passes over all of it take longer than the work.
+    """
+    stored = np.dtype(np.uint8) if spec.narrow_allowed else np.dtype("<i2")
+    row_bytes = spec.top_k * stored.itemsize
+    quantum = lcm(3, row_bytes)  # whole quanta of base64, and whole rows
+    step = quantum * max(1, min(_PIECE_BYTES, size // 8) // quantum)
+    for begin in range(0, size, step):
+        nbytes = min(step, size - begin)
+        start = _HEADER_TEXT + begin // 3 * 4
+        content = decode_base64(text[start : start + base64_length(nbytes)], size=nbytes)
+        yield begin // row_bytes, np.frombuffer(content, dtype=stored).reshape(-1, spec.top_k)
+
+
+def _mark_missing(target_NK: NDArray[np.int16], wire_NK: NDArray[np.uint8], *, spec: RouteSpec) -> int:
+    """Make MISSING of stored rows of K bytes 0xFF, in place; the largest byte where one may be no id of some layer,
+    else -1."""
     narrowest, widest = min(spec.experts_per_layer), max(spec.experts_per_layer)
-    if narrowest <= NARROW_MISSING and (wire_RLK.size == 0 or int(wire_RLK.max()) < narrowest):
-        return routes_RLK
+    largest = int(wire_NK.max(initial=0)) if narrowest <= NARROW_MISSING else -1
+    if 0 <= largest < narrowest:
+        return -1
     if widest <= NARROW_MISSING:
         # no expert is called 255 here, so such a byte is part of a MISSING row
-        routes_RLK[wire_RLK == NARROW_MISSING] = MISSING
+        target_NK[wire_NK == NARROW_MISSING] = MISSING
     else:
-        missing_RL = _begins_missing(wire_RLK)
-        if missing_RL.any():
-            routes_RLK[missing_RL] = MISSING
-    if narrowest <= NARROW_MISSING:
-        check_routes(routes_RLK, spec, first_token=first_row)
-    return routes_RLK
+        missing_N = _begins_missing(wire_NK)
+        if missing_N.any():
+            target_NK[missing_N] = MISSING
+    return largest
 
 
-def _begins_missing(wire_RLK: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Rows whose first two bytes, or more, are 0xFF, bool ``[R, L]``: ids of a row are distinct, so two slots tell.
+def _begins_missing(wire_NK: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Rows whose first two bytes, or more, are 0xFF, bool ``[N]``: ids of a row are distinct, so two slots tell.
 
-    That many experts need K >= 2 to be narrow. Bytes are compared together where the row's length lets them: the
-    payload of a long call is some ten megabytes, and every pass over it shows.
+    That many experts need K >= 2 to be narrow. Bytes are compared together where the row's length lets them.
     """
-    top_k = wire_RLK.shape[2]
     for together in (np.dtype(np.uint32), np.dtype(np.uint16)):
-        if top_k % together.itemsize == 0:
-            return np.asarray(wire_RLK.view(together)[:, :, 0] == np.iinfo(together).max)
-    return np.asarray((wire_RLK[:, :, 0] == NARROW_MISSING) & (wire_RLK[:, :, 1] == NARROW_MISSING))
+        if wire_NK.shape[1] % together.itemsize == 0:
+            return np.asarray(wire_NK.view(together)[:, 0] == np.iinfo(together).max)
+    return np.asarray((wire_NK[:, 0] == NARROW_MISSING) & (wire_NK[:, 1] == NARROW_MISSING))
 
 
 def _checksum(payload: NDArray[np.uint8], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int) -> int:
+    out = _hash(spec, token_ids=token_ids, first_row=first_row)
+    out.array("routes", payload)
+    return out.value()
+
+
+def _hash(spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int) -> CanonicalHash:
+    """What the payload is bound to; the payload comes last."""
     out = CanonicalHash(spec.digest)
     out.int64("first_row", first_row)
     out.array("token_ids", as_integers(token_ids, np.int32, what="token_ids", ndim=1))
-    out.array("routes", payload)
-    return out.value()
+    return out
