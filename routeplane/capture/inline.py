@@ -75,8 +75,9 @@ def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tup
     """The rows, read-only int16 ``[R, L, K]``, and the token of the first one.
 
     Nothing is decoded before digest and length agree, nothing given away before the checksum does. The row rule is
-    applied where a byte is no id of every layer, and in any case when a record is made. Raises SpecError (SPEC_MISMATCH) for
-    another model's rows, ChecksumError for damage or other tokens, DataError for what is not in this form.
+    applied where a byte is no id of every layer, and in any case when a record is made. Raises SpecError
+    (SPEC_MISMATCH) for another model's rows, ChecksumError for damage or other tokens, DataError for what is not in
+    this form.
     """
     if not isinstance(text, str):
         raise DataError(f"expected text in the inline form, got {type(text).__name__}", kind=ErrorKind.DTYPE)
