@@ -286,7 +286,7 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
 def test_a_model_of_another_geometry_is_refused(stream: Path, changes: dict[str, Any]) -> None:
     """Before a forward: by the trainer that attaches, and by the engine that would record under this spec."""
     model = build(**changes)
-    with open_stream(stream) as reader, pytest.raises(SpecError) as caught:
+    with open_stream(stream) as reader, pytest.raises(ReplayError) as caught:
         gates.attach(model, reader.spec)
     assert ErrorKind.SPEC_MISMATCH == caught.value.kind
     with pytest.raises(SpecError):
