@@ -39,10 +39,7 @@ class Coverage:
     @classmethod
     def of(cls, captures: Iterable[Capture]) -> Coverage:
         """Count the rows of one record."""
-        rows: dict[str, int] = dict.fromkeys(STATES, 0)
-        for capture in captures:
-            rows[capture.state] += capture.stop - capture.start
-        return cls(records=1, rows=MappingProxyType(dict(rows)))
+        return cls.of_records((captures,))
 
     @classmethod
     def of_records(cls, records: Iterable[Iterable[Capture]]) -> Coverage:

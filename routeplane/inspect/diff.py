@@ -9,7 +9,7 @@ P bins of absolute position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from routeplane.spec import MISSING, RouteSpec
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Divergence", "RouteDiff", "compare", "compare_records"]
+__all__ = ["AlignedRows", "Divergence", "RouteDiff", "align", "compare", "compare_records"]
 
 #: Samples that are kept by name: those that differ most, and those on one side alone.
 MAX_NAMED = 16
@@ -261,17 +261,39 @@ def _in_step(left: Iterable[RouteRecord], right: Iterable[RouteRecord], max_held
     yield from ((None, record) for record in held[1].values())
 
 
-def _compare_into(total: RouteDiff, left: RouteRecord, right: RouteRecord) -> RouteDiff:
-    slots = [[record.spec.slot(layer_id) for layer_id in total.layer_ids] for record in (left, right)]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AlignedRows:
+    """The rows of two records that can be compared: same token, same layer, int16 ``[S, L, K]``, copies.
+
+    They begin at token ``start`` and end before the first one whose ids differ; ``mismatch`` is its position, or the
+    shorter record's end where one goes on, and None where the sequences are the same.
+    """
+
+    start: int
+    mismatch: int | None
+    left_SLK: NDArray[np.int16]
+    right_SLK: NDArray[np.int16]
+
+
+def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) -> AlignedRows:
+    """Cut two records to what both have of ``layer_ids``, by absolute position and token identity."""
     start = max(left.routes_start, right.routes_start)
     shortest = min(left.num_tokens, right.num_tokens)
     differing = np.flatnonzero(left.token_ids[:shortest] != right.token_ids[:shortest])
     stop = int(differing[0]) if len(differing) else shortest
-    mismatch = stop if len(differing) or left.num_tokens != right.num_tokens else None
-    rows_left, rows_right = (
-        record.routes[start - record.routes_start : max(start, stop) - record.routes_start][:, chosen]
-        for record, chosen in zip((left, right), slots, strict=True)
+    mine, theirs = (
+        record.routes[start - record.routes_start : max(start, stop) - record.routes_start][
+            :, [record.spec.slot(layer_id) for layer_id in layer_ids]
+        ]
+        for record in (left, right)
     )
+    mismatch = stop if len(differing) or left.num_tokens != right.num_tokens else None
+    return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs)
+
+
+def _compare_into(total: RouteDiff, left: RouteRecord, right: RouteRecord) -> RouteDiff:
+    pair = align(left, right, layer_ids=total.layer_ids)
+    start, mismatch, rows_left, rows_right = pair.start, pair.mismatch, pair.left_SLK, pair.right_SLK
     present_left, present_right = rows_left[:, :, 0] != MISSING, rows_right[:, :, 0] != MISSING
     both_SL = present_left & present_right
     top_k = left.spec.top_k

@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.inspect.diff import RouteDiff
+from routeplane.inspect.diff import RouteDiff, align
 from routeplane.inspect.findings import Finding, find_findings
 from routeplane.inspect.plots import draw_pictures, encode
 from routeplane.inspect.statistics import RouteStatistics
@@ -106,18 +106,13 @@ def _style(kind: str, missing: int, flipped: int, *, layers: int, fed: bool) -> 
 
 def _flips(record: RouteRecord, against: RouteRecord) -> NDArray[np.int64]:
     """For each token of ``record`` the rows that differ; 0 from the first other token on, as in ``diff``."""
-    flipped_S = np.zeros(record.num_tokens, dtype=np.int64)
-    shortest = min(record.num_tokens, against.num_tokens)
-    other = np.flatnonzero(record.token_ids[:shortest] != against.token_ids[:shortest])
-    start = max(record.routes_start, against.routes_start)
-    stop = max(start, int(other[0]) if len(other) else shortest)
     common = [layer_id for layer_id in record.spec.layer_ids if layer_id in against.spec.layer_ids]
-    mine, theirs = (
-        side.routes[start - side.routes_start : stop - side.routes_start][:, [side.spec.slot(each) for each in common]]
-        for side in (record, against)
-    )
+    pair = align(record, against, layer_ids=common)
+    mine, theirs = pair.left_SLK, pair.right_SLK
     both_SL = (mine[:, :, 0] != MISSING) & (theirs[:, :, 0] != MISSING)
-    flipped_S[start:stop] = (both_SL & (shared_ids(mine, theirs) < record.spec.top_k)).sum(axis=1)
+    flipped_S = np.zeros(record.num_tokens, dtype=np.int64)
+    flips_SL = both_SL & (shared_ids(mine, theirs) < record.spec.top_k)
+    flipped_S[pair.start : pair.start + len(mine)] = flips_SL.sum(axis=1)
     return flipped_S
 
 
