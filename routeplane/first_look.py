@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from routeplane.compiling import compiled
 
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["shows_enough"]
@@ -53,14 +52,7 @@ def _frozen(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # neither this folder nor the user's cache can be written
-        return numba.njit(nogil=True)(function)
-
-
-@_compiled
+@compiled
 def _shows_enough(
     rows: Any, absent: Any, token_ids: Any, layer: int, width: int, step: int, least_rows: int, looks: int
 ) -> bool:

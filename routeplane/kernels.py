@@ -27,6 +27,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from routeplane.compiling import compiled
 from routeplane.first_look import shows_enough
 
 if TYPE_CHECKING:
@@ -137,14 +138,7 @@ def _plan(widths: tuple[int, ...], top_k: int, kind: str) -> _Plan:
     return _Plan(step, -(-lanes // top_k), limits_PK, limits_PK.ctypes.data, period, row)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # neither this folder nor the user's cache can be written
-        return numba.njit(nogil=True)(function)
-
-
-@_compiled
+@compiled
 def _steps_are_legal(
     address: int, steps: int, limits_address: int, period: int, phase: int, row: tuple[Any, ...]
 ) -> bool:
@@ -160,7 +154,7 @@ def _steps_are_legal(
     return True
 
 
-@_compiled
+@compiled
 def _present_steps(address: int, steps: int, limits_address: int, period: int, phase: int, row: tuple[Any, ...]) -> int:
     """How many of ``steps`` steps, from the first on, hold legal rows alone, none of them MISSING."""
     step, row_bytes = _step_rows(row), _row_bytes(row)
@@ -174,7 +168,7 @@ def _present_steps(address: int, steps: int, limits_address: int, period: int, p
     return steps
 
 
-@_compiled
+@compiled
 def _lay(
     source: int, target: int, tokens: int, stride: int, runs_address: int, runs: int, row: tuple[Any, ...]
 ) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from routeplane.compiling import compiled
 
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["count_load", "count_overlap", "count_pairs", "shared_ids"]
@@ -21,13 +20,6 @@ __all__ = ["count_load", "count_overlap", "count_pairs", "shared_ids"]
 # Tokens that are counted in one layer before the next layer's turn: 512 rows of one layer lie 512 * L * K * 2 bytes
 # apart from end to end (400 KB for 48 layers and 8 slots), so that a block is read from memory once for all layers.
 _BLOCK_TOKENS = 512
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # neither this folder nor the user's cache can be written
-        return numba.njit(nogil=True)(function)
 
 
 def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], *, rows_L: NDArray[np.int64]) -> None:
@@ -52,7 +44,7 @@ def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> 
     _count_pairs(routes_SLK, pairs_LEE)
 
 
-@_compiled
+@compiled
 def _count_load(routes_SLK: Any, load_LE: Any, rows_L: Any) -> None:
     tokens, layers, slots = routes_SLK.shape
     for begin in range(0, tokens, _BLOCK_TOKENS):
@@ -64,7 +56,7 @@ def _count_load(routes_SLK: Any, load_LE: Any, rows_L: Any) -> None:
                         load_LE[layer, routes_SLK[token, layer, slot]] += 1
 
 
-@_compiled
+@compiled
 def _count_pairs(routes_SLK: Any, pairs_LEE: Any) -> None:
     tokens, layers, slots = routes_SLK.shape
     for begin in range(0, tokens, _BLOCK_TOKENS):
@@ -77,7 +69,7 @@ def _count_pairs(routes_SLK: Any, pairs_LEE: Any) -> None:
                             pairs_LEE[layer, routes_SLK[token, layer, other], chosen] += 1
 
 
-@_compiled
+@compiled
 def _count_overlap(routes_SLK: Any, shared_L: Any, neighbours_L: Any, equal_S: Any, mark_E: Any) -> None:
     tokens, layers, slots = routes_SLK.shape
     for begin in range(0, tokens, _BLOCK_TOKENS):
@@ -110,7 +102,7 @@ def shared_ids(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDA
     return shared_SL
 
 
-@_compiled
+@compiled
 def _shared_ids(left_SLK: Any, right_SLK: Any, shared_SL: Any) -> None:
     tokens, layers, slots = left_SLK.shape
     for token in range(tokens):

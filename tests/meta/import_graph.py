@@ -27,6 +27,7 @@ BASE = (
     "spec",
     "geometry",
     "families",
+    "compiling",
     "first_look",
     "kernels",
     "validate",
@@ -128,7 +129,7 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("first_look", "kernels", "inspect.tally_kernel"),
+    "numba": ("compiling", "first_look", "kernels", "inspect.tally_kernel"),
     "llvmlite": ("kernels",),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": (
