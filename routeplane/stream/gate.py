@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, UsageError, refused
 from routeplane.stream.broker import Broker
 from routeplane.stream.checkpoint import save_ledger
 from routeplane.stream.delivery import DEFAULT_GROUP, Block, Session, Totals
@@ -22,6 +22,7 @@ from routeplane.stream.spool import Spool
 from routeplane.stream.spooled import load_spec, save_spec, spooled_ledger
 
 if TYPE_CHECKING:
+    from routeplane.record import RecordKey
     from routeplane.schema import Encoding
     from routeplane.spec import RouteSpec
 
@@ -116,6 +117,22 @@ class Gate(Broker):
         """See ``save_ledger``. Everybody waits meanwhile."""
         with self._changed:
             return save_ledger(self._ledger, folder, to_bytes=self._to_bytes, known=known)
+
+    def holding(self, keys: Iterable[RecordKey]) -> list[tuple[Block, list[RecordKey]]]:
+        """The blocks that hold these records, each with the keys that it was asked for, in the order of asking.
+
+        Raises DataError (ROUTES_MISSING) where one never came, or has left.
+        """
+        found: dict[tuple[str, int], tuple[Block, list[RecordKey]]] = {}
+        for key in keys:
+            block = self.find(key)
+            if block is None:
+                raise DataError(
+                    f"expected a record that is held, got {key}, which never came, or left after it was acknowledged",
+                    kind=ErrorKind.ROUTES_MISSING,
+                )
+            found.setdefault((block.producer, block.sequence), (block, []))[1].append(key)
+        return list(found.values())
 
     def until_deadline(self) -> float | None:
         """Seconds until a lease runs out; None where none does."""

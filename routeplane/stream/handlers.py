@@ -217,22 +217,11 @@ class Handlers:
     def fetch(self, command: Mapping[str, Any]) -> tuple[pa.Schema, list[tuple[Any, bytes]]]:
         """Records by key, for whoever holds a ticket. Takes nothing from anybody."""
         selection, header = Selection(**command["selection"]), self._known()
-        rows: dict[tuple[str, int], list[int]] = {}
-        blocks: dict[tuple[str, int], Block] = {}
-        for key in (RecordKey(*each) for each in command["keys"]):
-            block = self.gate.find(key)
-            if block is None:
-                raise DataError(
-                    f"expected a record that is held, got {key}, which never came, or left after it was acknowledged",
-                    kind=ErrorKind.ROUTES_MISSING,
-                )
-            place = (block.producer, block.sequence)
-            blocks[place] = block
-            rows.setdefault(place, []).append(keys_of(block.payload).index(key))
-        batches = [
-            cut_batch(blocks[place].payload, header, selection=selection, rows=sorted(chosen))
-            for place, chosen in rows.items()
-        ]
+        batches = []
+        for block, keys in self.gate.holding(RecordKey(*each) for each in command["keys"]):
+            there = keys_of(block.payload)
+            rows = sorted(there.index(key) for key in keys)
+            batches.append(cut_batch(block.payload, header, selection=selection, rows=rows))
         schema = batches[0].schema if batches else self._schema
         return schema, [*((batch, messages.dump()) for batch in batches), (_nothing(schema), messages.dump(end=True))]
 

@@ -187,21 +187,9 @@ class PlaneActor:
 
     async def fetch(self, keys: Sequence[RecordKey], selection: Selection) -> list[Any]:
         """Records by key, as arrays: of whole blocks' records those that were asked for, cut."""
-        wanted: dict[tuple[str, int], set[RecordKey]] = {}
-        blocks: dict[tuple[str, int], Block] = {}
-        for key in keys:
-            block = self._gate.find(key)
-            if block is None:
-                raise DataError(
-                    f"expected a record that is held, got {key}, which never came, or left after it was acknowledged",
-                    kind=ErrorKind.ROUTES_MISSING,
-                )
-            place = (block.producer, block.sequence)
-            blocks[place] = block
-            wanted.setdefault(place, set()).add(key)
         arrays = []
-        for place, chosen in wanted.items():
-            array = await blocks[place].payload.reference
+        for block, chosen in self._gate.holding(keys):
+            array = await block.payload.reference
             arrays.append(await asyncio.to_thread(_cut, array, selection, keys=frozenset(chosen)))
         return arrays
 
