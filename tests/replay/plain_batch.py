@@ -5,11 +5,13 @@ Axes: N token rows, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from routeplane.testing.contracts.replay_harness import RowsBatch, rows_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,28 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["PlainBatch", "plain_batch", "random_routes"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainBatch:
-    """int16 routes ``[N, L, K]`` under a spec."""
-
-    spec: RouteSpec
-    routes_NLK: torch.Tensor
-    unexplained_missing: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return int(self.routes_NLK.shape[0])
-
-    def layer(self, layer_id: int) -> torch.Tensor:
-        """The rows of one layer, int16 ``[N, K]``, a view."""
-        return self.routes_NLK[:, self.spec.slot(layer_id)]
+#: What the contract suite gives its adapters.
+PlainBatch = RowsBatch
 
 
 def plain_batch(spec: RouteSpec, rows: Mapping[int, torch.Tensor], *, unexplained_missing: int = 0) -> PlainBatch:
     """A batch from ids ``[N, K]`` by layer."""
-    stacked = torch.stack([rows[layer] for layer in spec.layer_ids], dim=1).to(torch.int16)
-    return PlainBatch(spec=spec, routes_NLK=stacked, unexplained_missing=unexplained_missing)
+    return replace(rows_batch(spec, rows), unexplained_missing=unexplained_missing)
 
 
 def random_routes(spec: RouteSpec, num_rows: int, *, seed: int, missing: float = 0.0) -> PlainBatch:
