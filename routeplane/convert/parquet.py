@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from routeplane.columns import column_types, read_records, write_batch
+from routeplane.columns import read_records
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record import RouteRecord
-from routeplane.schema import Encoding, StreamHeader, arrow_schema, parse_schema
-from routeplane.stream.endpoints import RecordReader, RecordWriter
+from routeplane.schema import Encoding, StreamHeader, parse_schema
+from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
+from routeplane.stream.endpoints import RecordReader
 from routeplane.stream.files import Target
-from routeplane.stream.ipc import DEFAULT_MAX_BYTES
 from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
@@ -29,50 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["ParquetReader", "ParquetWriter"]
 
 
-class ParquetWriter(RecordWriter):
+class ParquetWriter(BatchWriter):
     """The RouteSink of one Parquet file; the target is its until ``close`` or ``abort``."""
 
     def __init__(
         self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
     ) -> None:
-        super().__init__(spec, max_bytes=max_bytes)
-        self._target, self._encoding = target, encoding
-        self._counter = TrailerCounter(spec, encoding)
-        self._columns: tuple[tuple[str, pa.DataType], ...] | None = None
-        self._held: list[RouteRecord] = []
-        self._held_bytes = 0
+        super().__init__(spec, encoding=encoding, max_bytes=max_bytes)
+        self._target = target
         self._file: Any = None
 
-    def _check(self, record: RouteRecord) -> None:
-        columns = column_types(record)
-        if self._columns is not None and columns != self._columns:
-            raise DataError(
-                f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
-                kind=ErrorKind.TOKEN_COLUMN,
-            )
-
-    def _put(self, record: RouteRecord) -> None:
-        self._columns = column_types(record)
-        self._held.append(record)
-        self._held_bytes += record.nbytes
-        if self._held_bytes >= self._max_bytes:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._held:
-            batch = write_batch(self._held, self._spec, encoding=self._encoding)
-            self._writer().write_batch(batch, row_group_size=len(self._held))
-            self._counter.add_batch()
-        for record in self._held:
-            self._counter.add_record(record.checksum, record.num_tokens)
-        self._held, self._held_bytes = [], 0
+    def _send(self, batch: pa.RecordBatch) -> None:
+        self._writer().write_batch(batch, row_group_size=batch.num_rows)
 
     def _writer(self) -> Any:
         if self._file is None:
-            schema = arrow_schema(self._spec, self._encoding, columns=self._columns or ())
             self._file = pq.ParquetWriter(
                 self._target.file,
-                schema,
+                self._schema(),
                 compression="zstd",
                 compression_level=1,
                 use_dictionary=False,

@@ -14,11 +14,12 @@ from routeplane.ports import RouteSink
 from routeplane.schema import choose_encoding
 from routeplane.spec import RouteSpec
 from routeplane.stream.addresses import SinkOptions, SourceOptions, Transport, parse_address
+from routeplane.stream.batching import DEFAULT_MAX_BYTES
 from routeplane.stream.brokered import Acknowledge
 from routeplane.stream.delivery import DEFAULT_GROUP
 from routeplane.stream.endpoints import RecordReader, check_max_bytes
 from routeplane.stream.files import frames_of, target_of
-from routeplane.stream.ipc import DEFAULT_MAX_BYTES, IpcReader, IpcWriter
+from routeplane.stream.ipc import IpcReader, IpcWriter
 from routeplane.stream.memory import MemoryStream
 from routeplane.stream.protocol import ReadPolicy, StreamReport
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from routeplane.columns import column_types, write_batch
-from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError
+from routeplane.columns import column_types
+from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.record import RouteRecord
-from routeplane.schema import Encoding, StreamHeader, arrow_schema, parse_schema
+from routeplane.schema import Encoding, StreamHeader, parse_schema
 from routeplane.stream.batches import BatchRecords, decoded
-from routeplane.stream.endpoints import RecordReader, RecordWriter
+from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
+from routeplane.stream.endpoints import RecordReader
 from routeplane.stream.frames import Frame
 from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
 
@@ -26,15 +27,10 @@ if TYPE_CHECKING:
     from routeplane.spec import RouteSpec
     from routeplane.stream.files import Target
 
-__all__ = ["DEFAULT_MAX_BYTES", "IpcReader", "IpcWriter"]
-
-#: Payload bytes a writer holds before it writes a batch: framing costs nothing at this size, and memory little.
-DEFAULT_MAX_BYTES = 32 * 2**20
-# Arrow implementations exist that count the values of a batch in 32 bits (arrow-rs#5901); ours stay below.
-_MAX_VALUES = 2**31 - 1
+__all__ = ["IpcReader", "IpcWriter"]
 
 
-class IpcWriter(RecordWriter):
+class IpcWriter(BatchWriter):
     """Writes an Arrow IPC stream to a target that it owns until ``close`` or ``abort``.
 
     Records are held up to ``max_bytes`` of payload and written as one batch.
@@ -43,53 +39,17 @@ class IpcWriter(RecordWriter):
     def __init__(
         self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
     ) -> None:
-        super().__init__(spec, max_bytes=max_bytes)
+        super().__init__(spec, encoding=encoding, max_bytes=max_bytes)
         self._target = target
-        self._encoding: Encoding = encoding
-        self._counter = TrailerCounter(spec, encoding)
-        self._held: list[RouteRecord] = []
-        self._held_bytes = self._held_values = 0
-        self._columns: tuple[tuple[str, pa.DataType], ...] | None = None
         self._ipc: Any = None
 
-    def _check(self, record: RouteRecord) -> None:
-        columns = column_types(record)
-        if self._columns is not None and columns != self._columns:
-            raise DataError(
-                f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
-                kind=ErrorKind.TOKEN_COLUMN,
-            )
-
-    def _put(self, record: RouteRecord) -> None:
-        values = len(record.routes) * self._spec.num_layers * self._spec.top_k
-        if self._held and self._held_values + values > _MAX_VALUES:
-            self._flush()
-        self._columns = column_types(record)
-        self._held.append(record)
-        self._held_bytes += record.nbytes
-        self._held_values += values
-        if self._held_bytes >= self._max_bytes:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write the held records as one batch, if any."""
-        if self._held:
-            self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding))
-            self._held, self._held_bytes, self._held_values = [], 0, 0
-
-    def _write(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
+    def _send(self, batch: pa.RecordBatch) -> None:
         self._writer().write_batch(batch)
-        self._counter.add_batch()
-        for record in records:
-            self._counter.add_record(record.checksum, record.num_tokens)
 
     def write_encoded(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
         """Records that were checked, and encoded by ``columns.write_batch``, as the one batch of this stream."""
         self._columns = column_types(records[0])
         self._write(records, batch)
-
-    def _schema(self) -> pa.Schema:
-        return arrow_schema(self._spec, self._encoding, columns=self._columns or ())
 
     def _writer(self) -> Any:
         if self._ipc is None:
