@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from routeplane.errors import ErrorKind, MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from routeplane.inspect.diff import RouteDiff
     from routeplane.inspect.report import SampleView
     from routeplane.inspect.sources import SourceSet
@@ -61,10 +63,8 @@ def _stats(options: argparse.Namespace) -> int:
     from routeplane.inspect.sources import find_sources
 
     found = _collect(find_sources(options.sources), options)
-    if options.json:
-        print(json.dumps(found.to_dict(), sort_keys=True))
-    else:
-        print(_tables().format_statistics(found.to_dict(), terminal_width=_terminal_width()))
+    document = found.to_dict()
+    _show(options, document, lambda: _tables().format_statistics(document, terminal_width=_terminal_width()))
     return 0
 
 
@@ -72,10 +72,8 @@ def _diff(options: argparse.Namespace) -> int:
     from routeplane.inspect.sources import find_sources
 
     found = _compare(find_sources([options.left]), find_sources([options.right]), options)
-    if options.json:
-        print(json.dumps(found.to_dict(), sort_keys=True))
-    else:
-        print(_tables().format_diff(found.to_dict(), terminal_width=_terminal_width()))
+    document = found.to_dict()
+    _show(options, document, lambda: _tables().format_diff(document, terminal_width=_terminal_width()))
     return 0 if found.same else 1
 
 
@@ -85,17 +83,14 @@ def _explain(options: argparse.Namespace) -> int:
 
     record = find_sources([options.source]).find(options.sample)
     found = explain(record, options.token, layer_ids=tuple(options.layer) if options.layer else None)
-    if options.json:
-        print(json.dumps(found.to_dict(), sort_keys=True))
-    else:
-        print(_tables().format_explanation(found, terminal_width=_terminal_width()))
+    _show(options, found.to_dict(), lambda: _tables().format_explanation(found, terminal_width=_terminal_width()))
     return 0 if found.intact else 1
 
 
 def _report(options: argparse.Namespace) -> int:
     pictures = _write_report(options)
     document = {"report": str(options.out), "bytes": options.out.stat().st_size, "pictures": list(map(str, pictures))}
-    print(json.dumps(document, sort_keys=True) if options.json else f"wrote {options.out}")
+    _show(options, document, lambda: f"wrote {options.out}")
     return 0
 
 
@@ -180,6 +175,11 @@ def _compare(left: SourceSet, right: SourceSet, options: argparse.Namespace) -> 
     specs = tuple(side.spec.select(options.layer) if options.layer else side.spec for side in (left, right))
     lookup = right.lookup() if not (options.layer or options.samples) else None
     return compare(read(left), lookup if lookup is not None else read(right), specs=(specs[0], specs[1]))
+
+
+def _show(options: argparse.Namespace, document: dict[str, Any], text: Callable[[], str]) -> None:
+    """One JSON object, or text, whose making may need an extra that JSON does without."""
+    print(json.dumps(document, sort_keys=True) if options.json else text())
 
 
 def _tables() -> Any:

@@ -126,6 +126,7 @@ def render_report(
 ) -> str:
     """The page as text. ``notes``: lines under the title, such as where the data came from."""
     findings = find_findings(statistics, diff=diff)
+    document = statistics.to_dict()
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("routeplane.inspect", "templates"),
         autoescape=True,
@@ -143,8 +144,8 @@ def render_report(
             (name, base64.b64encode(encode(figure, "png")).decode(), _ALTERNATIVES[name])
             for name, figure in draw_pictures(statistics, diff=diff).items()
         ],
-        layers=statistics.layers(),
-        by_kind=statistics.to_dict()["by_kind"],
+        layers=document["layers"],
+        by_kind=document["by_kind"],
         diff=None if diff is None else diff.to_dict(),
         samples=list(samples),
         steps=range(1, _STEPS + 1),
