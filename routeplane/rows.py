@@ -123,22 +123,28 @@ def lay_out(
     tokens: tuple[int, int],
     slots: tuple[int, ...],
     out: NDArray[np.int16],
+    past_caches: bool = False,
 ) -> None:
     """``out[...] = legal_SLK[a:b, slots]`` as int16, for the tokens ``[a, b)`` of legal rows, int16 or narrow.
 
-    ``out``: C-contiguous, memory of its own. Slots exist. Copies each row once.
+    ``out``: C-contiguous, memory of its own. ``past_caches``: it belongs to more than the caches hold, so that it is
+    not fetched before it is written, where that can be helped. Slots exist. Copies each row once; of an illegal row, an
+    illegal one comes out.
     """
     part_SLK = legal_SLK[tokens[0] : tokens[1]]
     whole = len(slots) == spec.num_layers and slots == tuple(range(spec.num_layers))
-    if whole and legal_SLK.dtype != np.uint8:
+    copied = whole and legal_SLK.dtype != np.uint8
+    kernels = None if copied and not past_caches else kernels_for(legal_SLK, spec)
+    if kernels is not None:
+        kernels.lay_rows(part_SLK, slots, out=out, past_caches=past_caches)
+    elif copied:
         out[...] = part_SLK
-    elif (kernels := kernels_for(legal_SLK, spec)) is not None:
-        kernels.lay_rows(part_SLK, slots, out=out)
     elif legal_SLK.dtype != np.uint8:
         copy_slots(part_SLK, slots, out=out)
     else:
-        for start, stop in _blocks(part_SLK, spec, nbytes=_WIDE_BYTES):
-            out[start:stop] = widen(part_SLK[start:stop, slots], spec)
+        for start, stop in _blocks(part_SLK, spec, nbytes=_BLOCK_BYTES):
+            some_SLK = part_SLK[start:stop]
+            _widen_into(out[start:stop], some_SLK if whole else pick_layers(some_SLK, slots), spec=spec)
 
 
 def copy_slots(part_SLK: NDArray[Any], slots: Sequence[int] | NDArray[np.int64], *, out: NDArray[Any]) -> None:
@@ -171,12 +177,32 @@ def widen(stored_SLK: NDArray[np.uint8], spec: RouteSpec) -> NDArray[np.int16]:
     Where E <= 255 the byte 0xFF is no id, so it becomes -1 wherever it stands and a partly missing row shows as the
     corruption it is. With E = 256 the byte is also expert 255, and only a whole row of it is MISSING.
     """
+    routes_SLK = np.empty(stored_SLK.shape, dtype=np.int16)
+    _widen_into(routes_SLK, stored_SLK, spec=spec)
+    return routes_SLK
+
+
+def _widen_into(out_SLK: NDArray[np.int16], stored_SLK: NDArray[np.uint8], *, spec: RouteSpec) -> None:
     if max(spec.experts_per_layer) <= NARROW_MISSING:
         # 0xFF + 1 wraps to 0, which one less makes -1; no other byte wraps. Some three times as fast as a mask.
-        return np.asarray(np.subtract(stored_SLK + np.uint8(1), 1, dtype=np.int16))
-    routes_SLK = stored_SLK.astype(np.int16)
-    # only rows that begin with the byte are looked at in full
-    token_N, slot_N = np.nonzero(stored_SLK[:, :, 0] == NARROW_MISSING)
-    filler_N = (stored_SLK[token_N, slot_N] == NARROW_MISSING).all(axis=1)
-    routes_SLK[token_N[filler_N], slot_N[filler_N]] = MISSING
-    return routes_SLK
+        np.subtract(stored_SLK + np.uint8(1), 1, out=out_SLK, dtype=np.int16)
+        return
+    np.copyto(out_SLK, stored_SLK)
+    begins_SL = _begins_missing(stored_SLK)
+    if begins_SL.any():
+        # only rows that begin so are looked at in full
+        token_N, slot_N = np.nonzero(begins_SL)
+        filler_N = (stored_SLK[token_N, slot_N] == NARROW_MISSING).all(axis=1)
+        out_SLK[token_N[filler_N], slot_N[filler_N]] = MISSING
+
+
+def _begins_missing(stored_SLK: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Rows whose first bytes are 0xFF, bool ``[S, L]``: as many bytes at once as the row's length lets numpy compare.
+
+    Of bytes that are compared one by one, one in 256 rows begins so by chance, and each costs more than all others.
+    """
+    if stored_SLK.flags.c_contiguous:
+        for together in (np.dtype(np.uint64), np.dtype(np.uint32), np.dtype(np.uint16)):
+            if stored_SLK.shape[2] % together.itemsize == 0:
+                return np.asarray(stored_SLK.view(together)[:, :, 0] == np.iinfo(together).max)
+    return np.asarray((stored_SLK[:, :, :2] == NARROW_MISSING).all(axis=2))

@@ -130,8 +130,10 @@ for kind in ("int16", "uint8"):
             assert rows_are_legal(rows, (64,))
             assert tokens - count_present(rows, (64,), first=0, most=tokens)[0] < 600
             out = np.empty(rows.shape, dtype=np.int16)
-            lay_rows(rows, (0,), out=out)
-            assert (out == rows).all()
+            for past_caches in (False, True):
+                out.fill(-2)
+                lay_rows(rows, (0,), out=out, past_caches=past_caches)
+                assert (out == rows).all()
 print("read nothing beyond")
 """
 

@@ -166,14 +166,23 @@ def test_rows_are_laid_out_as_indexing_would(top_k: int, way: str) -> None:
     picks: list[tuple[int, ...]] = [tuple(range(7)), (0,), (6, 0, 1, 3), (2, 3, 4), (3, 2, 1, 0), (1, 1)]
     for stored_SLK in forms(routes_SLK, spec):
         for slots in picks:
-            for start, stop in ((0, 90), (0, 0), (17, 18), (5, 71)):
+            for start, stop in ((0, 90), (0, 0), (17, 18), (5, 71), (7, 90)):  # 7: on a boundary of 16 bytes
                 around = np.full(2 * 90 * 7 * top_k + 64, 0x55, dtype=np.uint8)
                 size, at = (stop - start) * len(slots) * top_k * 2, 2 * (start % 16) + 2
                 out_SLK = around[at : at + size].view(np.int16).reshape(stop - start, len(slots), top_k)
-                with asked(way, block_bytes=500):
-                    lay_out(stored_SLK, spec, tokens=(start, stop), slots=slots, out=out_SLK)
+                for past_caches in (False, True):
+                    out_SLK.fill(0x55)
+                    with asked(way, block_bytes=500):
+                        lay_out(
+                            stored_SLK,
+                            spec,
+                            tokens=(start, stop),
+                            slots=slots,
+                            out=out_SLK,
+                            past_caches=past_caches,
+                        )
 
-                assert np.array_equal(routes_SLK[start:stop, list(slots)], out_SLK)
+                    assert np.array_equal(routes_SLK[start:stop, list(slots)], out_SLK)
                 assert {0x55} == {*around[:at].tolist(), *around[at + size :].tolist()}
 
 

@@ -29,6 +29,7 @@ BASE = (
     "families",
     "compiling",
     "first_look",
+    "vectors",
     "kernels",
     "validate",
     "rows",
@@ -129,8 +130,8 @@ THIRD_PARTY = {
     "numpy": ("",),
     "pyarrow": ("schema", "columns", "stream", "archive", "inspect", "convert", "testing"),
     "xxhash": ("spec", "checksum", "stream", "archive"),
-    "numba": ("compiling", "first_look", "kernels", "inspect.tally_kernel"),
-    "llvmlite": ("kernels",),  # comes with numba, which takes its values
+    "numba": ("compiling", "first_look", "vectors", "kernels", "inspect.tally_kernel"),
+    "llvmlite": ("vectors", "kernels"),  # comes with numba, which takes its values
     "torch": ("buffers", "batch", "tensors", "feed", "replay", "capture.transformers", *_REPLAY_SUITE, *_DEMO),
     "transformers": (
         "capture.transformers",
