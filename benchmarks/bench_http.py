@@ -59,7 +59,9 @@ def nemo_decode(payload: str, dtype: str) -> NDArray[Any]:
     """What NeMo RL does with its envelope."""
     _, sent, shape, text = payload.split(":", 3)
     content = bytearray(base64.b64decode(text, validate=True))
-    return np.frombuffer(content, dtype=sent).reshape([int(side) for side in shape.split("x")]).astype(dtype)
+    return (
+        np.frombuffer(content, dtype=sent).reshape([int(side) for side in shape.split("x")]).astype(dtype, copy=False)
+    )
 
 
 def hop(body: bytes) -> bytes:

@@ -29,7 +29,8 @@ from routeplane.capture.text64 import (
 )
 from routeplane.checksum import CanonicalHash, require_equal
 from routeplane.errors import DataError, ErrorKind, SpecError
-from routeplane.spec import MISSING, NARROW_MISSING
+from routeplane.rows import lay_out
+from routeplane.spec import MAX_EXPERTS, NARROW_MISSING
 from routeplane.validate import check_routes
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ INLINE_PREFIX = "routeplane+1"
 _HEADER = struct.Struct("<9sQQII3s")
 _MAGIC = decode_base64(INLINE_PREFIX)
 _HEADER_TEXT = base64_length(_HEADER.size)
-# Of the payload at a time, and never more than an eighth of it: inside a second-level cache, with its text and rows.
-_PIECE_BYTES = 3 << 17
+# Of the payload at a time, and no more than an eighth of a large one: inside a second-level cache, with its text and
+# rows. Below the least, calls take longer than their work.
+_PIECE_BYTES, _LEAST_PIECE_BYTES = 3 << 18, 3 << 12
+# Rows of more than such a cache are written past it.
+_CACHE_BYTES = 1 << 21
 
 
 def encode_inline(routes: NDArray[np.int16], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int = 0) -> str:
@@ -59,11 +63,8 @@ def encode_inline(routes: NDArray[np.int16], spec: RouteSpec, *, token_ids: NDAr
     """
     routes_RLK = as_integers(routes, np.int16, what="routes", ndim=3)
     check_routes(routes_RLK, spec, first_token=first_row)
-    if spec.narrow_allowed:
-        # -1 becomes 0xFF; legal ids are below 256
-        wire = np.ascontiguousarray(routes_RLK.astype(np.uint8))
-    else:
-        wire = np.ascontiguousarray(routes_RLK, dtype="<i2")
+    # of a byte, -1 becomes 0xFF; legal ids are below 256
+    wire = np.ascontiguousarray(routes_RLK.astype(_stored_type(spec), copy=False))
     payload = wire.reshape(-1).view(np.uint8)
     checksum = _checksum(payload, spec, token_ids=token_ids, first_row=first_row)
     header = _HEADER.pack(_MAGIC, spec.digest, checksum, first_row, len(wire), bytes(3))
@@ -79,6 +80,32 @@ def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tup
     (SPEC_MISMATCH) for another model's rows, ChecksumError for damage or other tokens, DataError for what is not in
     this form.
     """
+    declared, first_row, shape = _read_header(text, spec)
+    size = check_axes(shape, itemsize=_stored_type(spec).itemsize)
+    if len(text) != _HEADER_TEXT + base64_length(size):
+        raise undecodable(
+            f"{_HEADER_TEXT + base64_length(size)} characters for {size} bytes behind the header", f"{len(text)}"
+        )
+    out = _hash(spec, token_ids=token_ids, first_row=first_row)
+    out.begin_array("routes", size)
+    routes_RLK = np.empty(shape, dtype=np.int16)
+    slots, large = tuple(range(spec.num_layers)), routes_RLK.nbytes > _CACHE_BYTES
+    # of bytes, 0xFF included, where one may be no id of some layer
+    bound, largest = min(spec.experts_per_layer) if spec.narrow_allowed else MAX_EXPERTS, -1
+    for at, rows_RLK in _pieces(text, size=size, spec=spec):
+        out.part(rows_RLK)
+        target_RLK = routes_RLK[at : at + len(rows_RLK)]
+        lay_out(rows_RLK, spec, tokens=(0, len(rows_RLK)), slots=slots, out=target_RLK, past_caches=large)
+        if bound <= NARROW_MISSING:
+            largest = max(largest, int(rows_RLK.max(initial=0)))
+    require_equal(declared, out.value(), where="inline routes", sample="inline routes")
+    if largest >= bound:
+        check_routes(routes_RLK, spec, first_token=first_row)
+    return frozen_view(routes_RLK), first_row
+
+
+def _read_header(text: str, spec: RouteSpec) -> tuple[int, int, tuple[int, int, int]]:
+    """The checksum, the first row and the shape that a text announces, none of them believed yet."""
     if not isinstance(text, str):
         raise DataError(f"expected text in the inline form, got {type(text).__name__}", kind=ErrorKind.DTYPE)
     if len(text) < _HEADER_TEXT or not text.startswith(INLINE_PREFIX):
@@ -92,71 +119,28 @@ def decode_inline(text: str, spec: RouteSpec, *, token_ids: NDArray[Any]) -> tup
         )
     if first_row + rows > MAX_ROWS or any(zeros):
         raise undecodable(f"at most {MAX_ROWS} rows and three zero bytes", f"{rows} from {first_row}, {zeros!r}")
-    shape = (rows, *spec.row_shape)
-    size = check_axes(shape, itemsize=1 if spec.narrow_allowed else 2)
-    if len(text) != _HEADER_TEXT + base64_length(size):
-        raise undecodable(
-            f"{_HEADER_TEXT + base64_length(size)} characters for {size} bytes behind the header", f"{len(text)}"
-        )
-    out = _hash(spec, token_ids=token_ids, first_row=first_row)
-    out.begin_array("routes", size)
-    routes_RLK = np.empty(shape, dtype=np.int16)
-    routes_NK = routes_RLK.reshape(-1, spec.top_k)
-    largest = -1
-    for at, rows_NK in _pieces(text, size=size, spec=spec):
-        out.part(rows_NK)
-        np.copyto(routes_NK[at : at + len(rows_NK)], rows_NK)
-        if spec.narrow_allowed:
-            largest = max(largest, _mark_missing(routes_NK[at : at + len(rows_NK)], rows_NK, spec=spec))
-    require_equal(declared, out.value(), where="inline routes", sample="inline routes")
-    if largest >= min(spec.experts_per_layer):
-        check_routes(routes_RLK, spec, first_token=first_row)
-    return frozen_view(routes_RLK), first_row
+    return declared, first_row, (rows, *spec.row_shape)
+
+
+def _stored_type(spec: RouteSpec) -> np.dtype[Any]:
+    return np.dtype(np.uint8) if spec.narrow_allowed else np.dtype("<i2")
 
 
 def _pieces(text: str, *, size: int, spec: RouteSpec) -> Iterator[tuple[int, NDArray[Any]]]:
-    """The payload's rows as they are stored, ``[N, K]`` of whole rows from the ``at``-th on.
+    """The payload's rows as they are stored, ``[R, L, K]`` from the ``at``-th on.
 
     A piece is decoded, hashed and widened while it is in the cache: over memory that is fetched for the first time,
     passes over all of it take longer than the work.
     """
-    stored = np.dtype(np.uint8) if spec.narrow_allowed else np.dtype("<i2")
-    row_bytes = spec.top_k * stored.itemsize
+    stored = _stored_type(spec)
+    row_bytes = spec.num_layers * spec.top_k * stored.itemsize
     quantum = lcm(3, row_bytes)  # whole quanta of base64, and whole rows
-    step = quantum * max(1, min(_PIECE_BYTES, size // 8) // quantum)
+    step = quantum * max(1, min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, size // 8)) // quantum)
     for begin in range(0, size, step):
         nbytes = min(step, size - begin)
         start = _HEADER_TEXT + begin // 3 * 4
         content = decode_base64(text[start : start + base64_length(nbytes)], size=nbytes)
-        yield begin // row_bytes, np.frombuffer(content, dtype=stored).reshape(-1, spec.top_k)
-
-
-def _mark_missing(target_NK: NDArray[np.int16], wire_NK: NDArray[np.uint8], *, spec: RouteSpec) -> int:
-    """Make MISSING of stored rows of K bytes 0xFF, in place; the largest byte where one may be no id of some layer,
-    else -1."""
-    narrowest, widest = min(spec.experts_per_layer), max(spec.experts_per_layer)
-    largest = int(wire_NK.max(initial=0)) if narrowest <= NARROW_MISSING else -1
-    if 0 <= largest < narrowest:
-        return -1
-    if widest <= NARROW_MISSING:
-        # no expert is called 255 here, so such a byte is part of a MISSING row
-        target_NK[wire_NK == NARROW_MISSING] = MISSING
-    else:
-        missing_N = _begins_missing(wire_NK)
-        if missing_N.any():
-            target_NK[missing_N] = MISSING
-    return largest
-
-
-def _begins_missing(wire_NK: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Rows whose first two bytes, or more, are 0xFF, bool ``[N]``: ids of a row are distinct, so two slots tell.
-
-    That many experts need K >= 2 to be narrow. Bytes are compared together where the row's length lets them.
-    """
-    for together in (np.dtype(np.uint32), np.dtype(np.uint16)):
-        if wire_NK.shape[1] % together.itemsize == 0:
-            return np.asarray(wire_NK.view(together)[:, 0] == np.iinfo(together).max)
-    return np.asarray((wire_NK[:, 0] == NARROW_MISSING) & (wire_NK[:, 1] == NARROW_MISSING))
+        yield begin // row_bytes, np.frombuffer(content, dtype=stored).reshape(-1, *spec.row_shape)
 
 
 def _checksum(payload: NDArray[np.uint8], spec: RouteSpec, *, token_ids: NDArray[Any], first_row: int) -> int:
