@@ -146,11 +146,17 @@ class Gate(Broker):
 
     def attach_as(self, owner: str, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
         """See ``Broker.attach``. ``owner``: a name that one writer makes up; its own session, whose answer was lost or
-        whose way was cut, is no other producer."""
+        whose way was cut, is no other producer. One whose end was taken, and not its answer, goes on to hear it."""
         known = self._owners.get(producer)
-        if known is not None and known[0] == owner:
-            self.disconnect(known[1])
-        session = self.attach(producer, first=first, before=before)
+        mine = known[1] if known is not None and known[0] == owner else None
+        if mine is not None:
+            self.disconnect(mine)
+        try:
+            session = self.attach(producer, first=first, before=before)
+        except UsageError as error:
+            if mine is None or error.kind is not ErrorKind.CLOSED:
+                raise
+            session = self.heartbeat(mine)
         self._owners[producer] = owner, session
         return session
 

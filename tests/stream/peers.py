@@ -60,12 +60,21 @@ def consume(place: Any, log: Path, *, consumer: str, acknowledge_after: int, die
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+# RFC 9113: what a client says first, and the head of a frame, which begins with the length of the rest.
+_PREFACE_BYTES, _FRAME_HEAD_BYTES = 24, 9
+
+
 class CuttingWire:
     """A TCP proxy on loopback that cuts its connections: the i-th after ``cuts[i]`` bytes in either direction;
-    later ones never."""
+    later ones never.
 
-    def __init__(self, port: int, cuts: Sequence[int]) -> None:
-        self._to, self._cuts = port, list(cuts)
+    ``frames``: whose HTTP/2 frames are counted instead of bytes, ``client`` or ``server``, so that a cut falls between
+    two messages. ``counted``: how many frames the first connection had from there.
+    """
+
+    def __init__(self, port: int, cuts: Sequence[int], *, frames: str | None = None) -> None:
+        self._to, self._cuts, self._frames = port, list(cuts), frames
+        self.counted = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.made = 0
@@ -80,8 +89,29 @@ class CuttingWire:
                 self.made += 1
                 server = socket.create_connection(("127.0.0.1", self._to))
                 self._open += [client, server]
-                threading.Thread(target=self._pump, args=(client, server, limit), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, limit), daemon=True).start()
+                for name, source, target in (("client", client, server), ("server", server, client)):
+                    if self._frames is None:
+                        pump, bound = self._pump, limit
+                    elif self._frames == name:
+                        pump, bound = self._pump_frames, limit
+                    else:
+                        pump, bound = self._pump, None
+                    threading.Thread(target=pump, args=(source, target, bound), daemon=True).start()
+
+    def _pump_frames(self, source: socket.socket, target: socket.socket, limit: int | None) -> None:
+        first, passed = self.made == 1, 0
+        with contextlib.suppress(OSError), source.makefile("rb") as said:
+            if self._frames == "client":
+                target.sendall(said.read(_PREFACE_BYTES))
+            while limit is None or passed < limit:
+                head = said.read(_FRAME_HEAD_BYTES)
+                if len(head) < _FRAME_HEAD_BYTES:
+                    break
+                target.sendall(head + said.read(int.from_bytes(head[:3], "big")))
+                passed += 1
+                if first:
+                    self.counted = passed
+        self._hang_up(source, target)
 
     def _pump(self, source: socket.socket, target: socket.socket, limit: int | None) -> None:
         left = limit
@@ -92,7 +122,11 @@ class CuttingWire:
                     break
                 target.sendall(data)
                 left = None if left is None else left - len(data)
-        for end in (source, target):
+        self._hang_up(source, target)
+
+    @staticmethod
+    def _hang_up(*ends: socket.socket) -> None:
+        for end in ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()

@@ -5,12 +5,13 @@ Each test really kills or cuts, and then looks at what the consumers got: every 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -233,3 +234,42 @@ def test_a_consumers_wire_is_cut_at_random(service: FlightService, seed: int) ->
         came = read_all(FlightPlane(f"grpc://127.0.0.1:{wire.port}"))
         assert wire.made > 1
     assert facts([sample(index) for index in range(8)]) == facts(came)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[FlightPlane, int]]:
+    """A service of its own for each cut, and its port."""
+    with FlightService(ServiceOptions(groups=("default",), producers=1)) as service:
+        yield FlightPlane(service.location), int(service.location.rpartition(":")[2])
+
+
+def produced_through(cuts: list[int]) -> int:
+    """Produce through a wire that is cut after so many messages of the producer, and check what came; the messages of
+    its first connection."""
+    with serving() as (plane, port), CuttingWire(port, cuts, frames="client") as wire:
+        through = FlightPlane(f"grpc://127.0.0.1:{wire.port}")
+        with beside(lambda: produce(through, range(4), producer="p")) as raised:
+            with open_stream(plane) as reader:
+                came = list(reader)
+        assert [] == raised
+        assert facts([sample(index) for index in range(4)]) == facts(came)
+        assert reader.report().complete
+        return wire.counted
+
+
+def consumed_through(cuts: list[int]) -> int:
+    """The same for a consumer, whose messages are the service's answers."""
+    with serving() as (plane, port), CuttingWire(port, cuts, frames="server") as wire:
+        produce(FlightPlane(plane.location, linger=False), range(4), producer="p")
+        came = read_all(FlightPlane(f"grpc://127.0.0.1:{wire.port}"))
+        assert facts([sample(index) for index in range(4)]) == facts(came)
+        return wire.counted
+
+
+@pytest.mark.parametrize("through", [produced_through, consumed_through])
+def test_a_wire_is_cut_at_every_message_boundary(through: Callable[[list[int]], int]) -> None:
+    """After each HTTP/2 frame of an undisturbed connection in turn: everything comes, once, whole, in order."""
+    messages = through([])
+    assert messages > 8
+    for boundary in range(messages):
+        through([boundary])
