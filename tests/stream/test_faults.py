@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -300,59 +297,6 @@ def test_a_segments_connection_is_cut(nbytes: int) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Full, slow, and out of time
 # ----------------------------------------------------------------------------------------------------------------------
-
-FULL = """
-import sys
-from pathlib import Path
-from routeplane.errors import ErrorKind, TransportError
-from routeplane.stream import MemoryStream, new_stream, open_stream
-from routeplane.stream.spooled import SpoolStream
-from routeplane.testing.contracts.samples import SPEC, facts, sample
-
-records = [sample(index, tokens=1_500) for index in range(100)]
-folder = Path(sys.argv[1], "spool")
-with SpoolStream(folder) as stream:
-    sink = new_stream(stream, SPEC, producer="p")
-    written = 0
-    try:
-        for record in records:
-            sink.write(record)
-            written += 1
-    except TransportError as error:
-        assert error.kind is ErrorKind.NO_ROOM, error
-        assert "make room" in str(error), error
-    assert 2 < written < 100, written
-
-with SpoolStream(folder) as stream:
-    reader = open_stream(stream)
-    came = iter(reader)
-    first = []
-    for _ in range(3):
-        first += facts([next(came)])  # two of them acknowledged, and no record kept: there is room again
-    again = new_stream(stream, SPEC, producer="p")
-    assert again.session.next_sequence == written, (again.session, written)
-    again.write(records[written])
-    again.close()
-    rest = facts(list(came))
-    assert first + rest == facts(records[: written + 1])
-    assert reader.report().complete
-print("served again")
-"""
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    """Writing stops with an error that says so; what was acknowledged is served, and room that is made is used."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    script = tmp_path / "full.py"
-    script.write_text(FULL)
-    mount = f'mount -t tmpfs -o size=600k tmpfs "{disk}" && exec "{sys.executable}" "{script}" "{disk}"'
-    # a mount of its own, as root or as a user who may make namespaces
-    own = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    done = subprocess.run(
-        [*own, "sh", "-c", mount], capture_output=True, text=True, timeout=120, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
-    )
-    assert (0, "served again\n", "") == (done.returncode, done.stdout, done.stderr)
 
 
 def test_a_segment_that_is_too_large() -> None:
