@@ -99,11 +99,17 @@ def absent_tokens(legal_SLK: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def pick_layers(stored_SLK: NDArray[Any], slots: Sequence[int]) -> NDArray[Any]:
-    """``stored_SLK[:, slots]``, C-contiguous: a copy, of neighbouring layers without an index array."""
-    first, count = slots[0], len(slots)
-    if list(slots) == list(range(first, first + count)):
-        return np.ascontiguousarray(stored_SLK[:, first : first + count])
-    return np.ascontiguousarray(stored_SLK[:, list(slots)])
+    """``stored_SLK[:, slots]``, C-contiguous: a copy, of neighbouring layers in one piece each, unless it is all."""
+    tokens, _, top_k = stored_SLK.shape
+    first, count, row_bytes = slots[0], len(slots), top_k * stored_SLK.itemsize
+    if tokens and list(slots) == list(range(first, first + count)):
+        # one opaque element for all layers of a token: copying integers takes half as long again
+        bytes_SB = stored_SLK.reshape(tokens, -1).view(np.uint8)[:, first * row_bytes : (first + count) * row_bytes]
+        picked_S = np.ascontiguousarray(bytes_SB.view(np.dtype((np.void, count * row_bytes))))
+        return picked_S.view(stored_SLK.dtype).reshape(tokens, count, top_k)
+    out_SLK = np.empty((tokens, count, top_k), dtype=stored_SLK.dtype)
+    copy_slots(stored_SLK, slots, out=out_SLK)
+    return out_SLK
 
 
 def canonical_blocks(legal_SLK: NDArray[Any], spec: RouteSpec) -> Iterator[NDArray[np.int16]]:

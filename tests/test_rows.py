@@ -198,14 +198,16 @@ def test_legal_rows_are_widened_alike(way: str, data: st.DataObject) -> None:
 
 @given(st.data())
 def test_layers_are_picked_as_indexing_would(data: st.DataObject) -> None:
-    """Neighbours or not, the choice is a C-contiguous copy."""
+    """Neighbours or not, of int16 or bytes, of every token or every second: the choice is C-contiguous."""
     spec = data.draw(specs(min_layers=2, max_layers=5))
-    routes_SLK = data.draw(routes(spec))
-    slots = sorted(data.draw(st.sets(st.integers(0, spec.num_layers - 1), min_size=1)))
-    picked_SLK = pick_layers(routes_SLK, slots)
+    kind, step = data.draw(st.sampled_from(["int16", "uint8"])), data.draw(st.sampled_from([1, 2]))
+    routes_SLK = data.draw(routes(spec)).astype(kind)[::step]
+    slots = data.draw(st.lists(st.integers(0, spec.num_layers - 1), min_size=1, max_size=6))
+    for wanted in (slots, sorted(set(slots))):
+        picked_SLK = pick_layers(routes_SLK, wanted)
 
-    assert np.array_equal(routes_SLK[:, slots], picked_SLK)
-    assert picked_SLK.flags.c_contiguous
+        assert np.array_equal(routes_SLK[:, wanted], picked_SLK)
+        assert picked_SLK.flags.c_contiguous
 
 
 # ----------------------------------------------------------------------------------------------------------------------

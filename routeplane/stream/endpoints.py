@@ -127,7 +127,7 @@ class RecordReader(ABC):
     """The RouteSource of a transport. Iterate once; ``close`` (or ``with``) lets go of the source."""
 
     def __init__(self, spec: RouteSpec, policy: ReadPolicy) -> None:
-        self._whole_spec = spec
+        self._whole_spec = self._spec = spec
         self._policy = policy
         self._counts = RecordCounts()
         self._report = StreamReport()  # all but what is counted
@@ -138,7 +138,7 @@ class RecordReader(ABC):
     @property
     def spec(self) -> RouteSpec:
         """The geometry of the records this reader yields (after ``select``)."""
-        return self._whole_spec if self._layer_ids is None else self._whole_spec.select(self._layer_ids)
+        return self._spec
 
     @property
     def digest(self) -> str | None:
@@ -154,7 +154,8 @@ class RecordReader(ABC):
         if self._started:
             raise UsageError("expected select before iteration, got it after", kind=ErrorKind.ARGUMENT)
         if layer_ids is not None:
-            self._layer_ids = self._whole_spec.select(layer_ids).layer_ids
+            self._spec = self._whole_spec.select(layer_ids)  # one for all records, which are compared with it
+            self._layer_ids = self._spec.layer_ids
         if tokens is not None:
             if not 0 <= tokens[0] < tokens[1]:
                 raise UsageError(f"expected tokens [a, b) with 0 <= a < b, got {tokens}", kind=ErrorKind.ARGUMENT)
@@ -205,7 +206,7 @@ class RecordReader(ABC):
                 self._report = replace(self._report, outside=self._report.outside + 1)
                 return None
             record = cut_record(record, tokens=(start, stop))
-        return record if self._layer_ids is None else cut_record(record, spec=self.spec)
+        return record if self._layer_ids is None else cut_record(record, spec=self._spec)
 
     def admit(self, records: Sequence[RouteRecord]) -> Admission:
         """Judge records as one batch, under this reader's ``max_missing``."""
