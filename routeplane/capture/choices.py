@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from routeplane.arrays import as_integers
+from routeplane.arrays import as_integers, as_logprobs
 from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.forms import WireForm, read_routes
 from routeplane.capture.requests import cached_rows
@@ -79,7 +79,7 @@ class Choice:
     generation_ids: Sequence[int]
     finish_reason: str | None
     routes: Any
-    logprobs: Sequence[float] | None = None
+    logprobs: list[float] | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = (
         "start the server with --enable-return-routed-experts; a proxy or an agent between may have dropped the field"
@@ -193,12 +193,13 @@ def _loss(choice: Choice, reading: Reading, rows_RLK: NDArray[np.int16] | None, 
 def _logprobs(choice: Choice) -> NDArray[np.float32] | None:
     if choice.logprobs is None:
         return None
+    what = f"log-probabilities of call {choice.call_id}"
+    if not isinstance(choice.logprobs, list):
+        raise DataError(f"expected {what} as a list, got {type(choice.logprobs).__name__}", kind=ErrorKind.DTYPE)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in choice.logprobs):
         raise DataError(f"expected a number for every log-probability @ call {choice.call_id}", kind=ErrorKind.DTYPE)
-    if len(choice.logprobs) != len(choice.generation_ids):
-        raise DataError(
-            f"expected {len(choice.generation_ids)} log-probabilities, got {len(choice.logprobs)} "
-            f"@ call {choice.call_id}",
-            kind=ErrorKind.SHAPE,
-        )
-    return np.asarray(choice.logprobs, dtype=np.float64).astype(np.float32)
+    try:
+        logprobs_G = np.asarray(choice.logprobs, dtype=np.float64)
+    except OverflowError:  # JSON has whole numbers of any length
+        raise DataError(f"expected {what} that a float holds, got a larger one", kind=ErrorKind.VALUE_RANGE) from None
+    return as_logprobs(logprobs_G, len(choice.generation_ids), what=what)

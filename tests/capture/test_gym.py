@@ -289,6 +289,9 @@ BAD: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "zeros": ({"routed_experts": [[[0, 0]] * 2] * 3}, ErrorKind.UNCAPTURED_SLOT),
     "log-probabilities of fewer": ({"generation_log_probs": []}, ErrorKind.SHAPE),
     "a log-probability above 0": ({"generation_log_probs": [0.5]}, ErrorKind.VALUE_RANGE),
+    "one log-probability for all": ({"generation_log_probs": -0.5}, ErrorKind.DTYPE),
+    "a log-probability below float32": ({"generation_log_probs": [-1e300]}, ErrorKind.VALUE_RANGE),
+    "a log-probability below any float": ({"generation_log_probs": [-(10**400)]}, ErrorKind.VALUE_RANGE),
     "ids as text": ({"generation_token_ids": ["3"]}, ErrorKind.DTYPE),
 }
 
