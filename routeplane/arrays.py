@@ -54,6 +54,9 @@ def as_integers(values: Any, dtype: type[np.signedinteger[Any]], *, what: str, n
     """
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == ndim and values.flags.c_contiguous:
         return frozen_view(values)  # nearly always
+    if isinstance(values, list | tuple) and bool in map(type, values):
+        # among integers, numpy makes True a 1
+        raise DataError(f"expected {what} of an integer type, got a bool", kind=ErrorKind.DTYPE)
     array = _array(values, what)
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(values, np.ndarray):
         array = array.astype(dtype)  # an empty list has no type of its own

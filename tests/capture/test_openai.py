@@ -284,6 +284,8 @@ BAD = (
     ),
     Bad(name="ids as text", change={"token_ids": "8 9"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="ids as floats", change={"token_ids": [8.0, 9.0]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="a bool among ids", change={"token_ids": [True, 9]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="a bool in the prompt", change={"prompt_token_ids": [5, True, 7]}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="message as text", change={"message": "hello"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="logprobs as text", change={"logprobs": "none"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="finish reason as list", change={"finish_reason": ["stop"]}, error=DataError, kind=ErrorKind.DTYPE),
@@ -494,6 +496,7 @@ CHUNKS = {
         ]
     ),
     "tokens after the end": ([chunk([8], engine_rows(1), finish_reason="stop"), chunk([9], engine_rows(2))]),
+    "ids in lists of other lengths": ([chunk([8, [9, 10]], engine_rows(1), finish_reason="stop")]),  # type: ignore[list-item]
     "another prompt": ([chunk([8], engine_rows(1), prompt_token_ids=[6])]),
     "choice 1 alone": ([{"choices": [{"index": 1, "token_ids": [8]}]}]),
     "an index as text": ([{"choices": [{"index": "0", "token_ids": [8]}]}]),
@@ -506,6 +509,19 @@ def test_chunks_that_do_not_join_are_refused(chunks: list[Any]) -> None:
     """A hole, rows that differ when they come again, rows or tokens out of place."""
     with pytest.raises(DataError):
         calls_from_chunks(copy.deepcopy(chunks), SPEC, weights_version=1, prompt_ids=[5])
+
+
+def test_chunks_that_say_where_they_begin_are_held_to_the_request() -> None:
+    """Rows from token 0 on where the request left out two: refused, as a whole response is."""
+    rows = encode_prime(engine_rows(3), start=0)
+    said = chunk([8], engine_rows(3), encode=lambda _: rows, finish_reason="stop")
+    given: dict[str, Any] = {"weights_version": 1, "prompt_ids": [5, 6, 7], "first_row": 2}
+
+    with pytest.raises(DataError, match="rows from token 2 on") as whole:
+        calls_from_response(said, SPEC, **given)
+    with pytest.raises(DataError, match="rows from token 2 on") as streamed:
+        calls_from_chunks([said], SPEC, **given)
+    assert {ErrorKind.ROW_COUNT} == {whole.value.kind, streamed.value.kind}
 
 
 def test_sglang_rows_need_their_name() -> None:
