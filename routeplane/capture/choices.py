@@ -102,7 +102,8 @@ def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:
         return _redeemed(choice, reading, np.concatenate([prompt_P, generation_G]))
     rows_RLK, first_row = _rows(choice, reading, np.concatenate([prompt_P, generation_G]))
     loss = _loss(choice, reading, rows_RLK, first_row=first_row)
-    bound = max(len(prompt_P) - 1, 0) if reading.cached is None else reading.cached
+    # what was generated comes from no prefix cache, whatever a server's count says
+    bound = max(len(prompt_P) - 1, 0) if reading.cached is None else min(reading.cached, len(prompt_P))
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,

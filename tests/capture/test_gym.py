@@ -292,6 +292,8 @@ BAD: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "one log-probability for all": ({"generation_log_probs": -0.5}, ErrorKind.DTYPE),
     "a log-probability below float32": ({"generation_log_probs": [-1e300]}, ErrorKind.VALUE_RANGE),
     "a log-probability below any float": ({"generation_log_probs": [-(10**400)]}, ErrorKind.VALUE_RANGE),
+    "ids as an array": ({"generation_token_ids": np.asarray([3, 4])}, ErrorKind.DTYPE),
+    "ids as no text": ({"generation_token_ids": ""}, ErrorKind.DTYPE),
     "ids as text": ({"generation_token_ids": ["3"]}, ErrorKind.DTYPE),
 }
 

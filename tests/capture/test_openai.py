@@ -370,9 +370,18 @@ def test_the_prompt_of_the_request_must_be_the_responses() -> None:
     assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
 
 
-@pytest.mark.parametrize(("usage", "cached"), [(None, 2), ({"prompt_tokens_details": {"cached_tokens": 1}}, 1)])
+@pytest.mark.parametrize(
+    ("usage", "cached"),
+    [
+        (None, 2),
+        ({"prompt_tokens_details": {"cached_tokens": 1}}, 1),
+        ({"prompt_tokens_details": {"cached_tokens": 99}}, 3),
+        ({"prompt_tokens_details": {"cached_tokens": -1}}, 0),
+    ],
+)
 def test_what_may_come_from_a_prefix_cache_is_said(usage: Any, cached: int) -> None:
-    """Of a single choice the server's number; where it says nothing, all of the prompt but its last token."""
+    """Of a single choice the server's number, and never a generated token; where it says nothing, all of the prompt
+    but its last token."""
     single = answer()
     del single["choices"][1]
     [call] = calls_from_response({**single, "usage": usage}, SPEC, weights_version=1)
@@ -397,6 +406,24 @@ def test_a_ticket_of_the_engines_own_writer_is_redeemed() -> None:
     with pytest.raises(CaptureError, match="no room") as caught:
         calls_from_response({**said, "kv_transfer_params": {"routeplane_error": "no room"}}, TURNS, weights_version=9)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
+
+
+@pytest.mark.parametrize("asked", [[0, 1, 2], [0, 1, 9], [0, 1], [0, 1, 2, 3]])
+def test_a_ticket_without_ids_is_held_to_the_prompt(asked: list[int]) -> None:
+    """The request's prompt ids may be given for a response that carries a ticket alone: its call must have them."""
+    call = turn(0, 3, 2)
+    desk = TicketDesk(TURNS, stream="s")
+    desk.write(record_of_call(call, TURNS))
+    choice = {"index": 0, "finish_reason": "stop", "routed_experts": ticket_for(call, stream="s").to_json()}
+    given: dict[str, Any] = {"weights_version": 0, "redeem": desk.redeem, "prompt_ids": asked}
+
+    if asked == call.prompt_ids.tolist():
+        [back] = calls_from_response({"id": call.call_id, "choices": [choice]}, TURNS, **given)
+        assert call.checksum == back.checksum
+        return
+    with pytest.raises(DataError, match=f"expected the request's {len(asked)} prompt ids") as caught:
+        calls_from_response({"id": call.call_id, "choices": [choice]}, TURNS, **given)
+    assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
 
 
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)
