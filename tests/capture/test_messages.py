@@ -230,6 +230,31 @@ def test_c039_a_last_row_that_no_turn_repaired_is_filler(behind: Any, filler: An
     assert [row(2), row(4), FILLER, row(6), NOTHING] == read(whole).routes.tolist()
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), min_size=1, max_size=5), st.booleans())
+def test_a_log_as_upstream_keeps_it_holds_no_filler(turns: list[tuple[int, int, bool]], back_filled: bool) -> None:
+    """Logs made by section 2.1's rules (a row per token, the last one a dummy until the next turn's prompt repairs it,
+    turns without routes, -1 written behind them or not): of each token the row that was captured, or none."""
+    log: list[dict[str, Any]] = []
+    truth: list[Any] = []
+    for added, generated, routed in turns:
+        known, prompt = len(truth), len(truth) + (added if truth else added + 1)
+        total = prompt + generated
+        true_SLK = np.asarray([row(at % 30 * 2) for at in range(total)], dtype=np.int16)
+        if routed and log and "routed_experts" in log[-1]:
+            log[-1]["routed_experts"][-1] = true_SLK[known - 1]
+            truth[-1] = true_SLK[known - 1].tolist()
+        made_SLK = np.concatenate([true_SLK[:-1], np.asarray([FILLER])])
+        for role, start, stop in (("user", known, prompt), ("assistant", prompt, total)):
+            rows = made_SLK[start:stop].copy() if routed else None
+            log += log_of((role, list(range(start, stop)), rows))
+        truth += [*true_SLK[known:-1].tolist(), NOTHING] if routed else [NOTHING] * (total - known)
+    if back_filled:
+        for message in log:
+            message.setdefault("routed_experts", np.full((len(message["token_ids"]), 2, 2), -1, np.int16))
+
+    assert truth == read(log, require_routes=False).routes.tolist()
+
+
 def test_c053_earlier_rows_are_not_replaced_by_later_ones() -> None:
     """Fact C-053: upstream overwrites the rows of earlier turns with the newest capture; a log here is read as it
     stands, and assembling keeps the first capture unless told otherwise."""
