@@ -72,13 +72,18 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a server said of one choice. ``routes``: a value in a wire form, rows ``(array, first row)``, or None."""
+    """What a server said of one choice.
+
+    ``routes``: a value in a wire form, or None. ``rows``: the rows and the token of the first one, where they were read
+    already.
+    """
 
     call_id: str
     prompt_ids: Sequence[int]
     generation_ids: Sequence[int]
     finish_reason: str | None
-    routes: Any
+    routes: Any = None
+    rows: tuple[NDArray[np.int16], int] | None = None
     logprobs: list[float] | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = (
@@ -142,10 +147,10 @@ def _redeemed(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> M
 
 
 def _rows(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> tuple[NDArray[np.int16] | None, int]:
-    if choice.routes is None:
+    if choice.rows is not None:
+        rows_RLK, first_row = choice.rows
+    elif choice.routes is None:
         return None, 0
-    if isinstance(choice.routes, tuple):
-        rows_RLK, first_row = choice.routes
     else:
         rows_RLK, first_row = read_routes(
             choice.routes,

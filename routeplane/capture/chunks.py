@@ -191,7 +191,7 @@ def _whole(total: _Sum, name: str) -> Choice:
         prompt_ids=total.prompt_ids,
         generation_ids=total.generation_ids,
         finish_reason=total.finish_reason,
-        routes=rows,
+        rows=rows,
         logprobs=total.logprobs or None,
         why_absent=_WHY_ABSENT,
     )

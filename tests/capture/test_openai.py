@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from routeplane import assemble
 from routeplane.calls import ModelCall
 from routeplane.capture.chunks import calls_from_chunks
-from routeplane.capture.envelopes import encode_prime, encode_sglang
+from routeplane.capture.envelopes import encode_lists, encode_prime, encode_sglang
 from routeplane.capture.openai import calls_from_response
 from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
 from routeplane.capture.wire import decode_npy, encode_npy
@@ -286,6 +286,12 @@ BAD = (
     Bad(name="ids as floats", change={"token_ids": [8.0, 9.0]}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="a bool among ids", change={"token_ids": [True, 9]}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="a bool in the prompt", change={"prompt_token_ids": [5, True, 7]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(
+        name="routes as a tuple",
+        change={"routed_experts": (encode_lists(engine_rows(4)), 0)},
+        error=DataError,
+        kind=ErrorKind.ENCODING,
+    ),
     Bad(name="message as text", change={"message": "hello"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="logprobs as text", change={"logprobs": "none"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="finish reason as list", change={"finish_reason": ["stop"]}, error=DataError, kind=ErrorKind.DTYPE),
