@@ -140,10 +140,22 @@ def _redeemed(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> M
             f"others @ call {choice.call_id}",
             kind=ErrorKind.TOKEN_MISMATCH,
         )
-    version = reading.weights_version if call.weights_version is None else call.weights_version
-    if (version, choice.call_id) == (call.weights_version, call.call_id):
-        return call
-    return replace(call, weights_version=version, call_id=choice.call_id, checksum=None)
+    if reading.media and call.media and reading.media != call.media:
+        raise DataError(
+            f"expected the ticket's call to have the media {list(reading.media)}, got {list(call.media)} "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.MEDIA,
+        )
+    # what the writer of the ticket could not know is the caller's, or the response's, to say
+    said: dict[str, Any] = {
+        "weights_version": reading.weights_version if call.weights_version is None else call.weights_version,
+        "call_id": choice.call_id,
+        "media": call.media or reading.media,
+    }
+    changes = {name: value for name, value in said.items() if value != getattr(call, name)}
+    if call.logprobs is None and choice.logprobs is not None:
+        changes["logprobs"] = _logprobs(choice)
+    return replace(call, **changes, checksum=None) if changes else call
 
 
 def _rows(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> tuple[NDArray[np.int16] | None, int]:

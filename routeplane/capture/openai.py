@@ -139,9 +139,11 @@ def _choice(
     generation = _ids((message,), "generation_token_ids") if generation is None else generation
     if prompt is not None and prompt_ids is not None and list(prompt_ids) != prompt:
         raise _another_prompt(prompt_ids, prompt, name)
-    # a ticket's call brings its own ids, so that hops need not carry them
     if isinstance(routes, str) and routes.startswith("{") and prompt is None and generation is None:
-        prompt, generation = [], []
+        # a ticket's call brings its own ids and log-probabilities, so that hops need not carry them
+        return Choice(
+            call_id=name, prompt_ids=[], generation_ids=[], finish_reason=finish_reason(choice), routes=routes
+        )
     prompt = list(prompt_ids) if prompt is None and prompt_ids is not None else prompt
     if prompt is None:
         raise _no_ids("prompt", f"{_ASK_FOR_IDS}, or pass prompt_ids", name)

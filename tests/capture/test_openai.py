@@ -432,6 +432,38 @@ def test_a_ticket_without_ids_is_held_to_the_prompt(asked: list[int]) -> None:
     assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
 
 
+def redeemed(call: ModelCall, choice: dict[str, Any], **options: Any) -> ModelCall:
+    """The call behind the ticket of a choice."""
+    desk = TicketDesk(TURNS, stream="s")
+    desk.write(record_of_call(call, TURNS))
+    ticket = ticket_for(call, stream="s").to_json()
+    response = {"id": "c", "choices": [{"index": 0, "finish_reason": "stop", "routed_experts": ticket, **choice}]}
+    [back] = calls_from_response(response, TURNS, weights_version=0, redeem=desk.redeem, **options)
+    return back
+
+
+@pytest.mark.parametrize("ids", [{}, {"prompt_token_ids": [0, 1, 2], "token_ids": [3, 4]}], ids=["no ids", "ids"])
+@pytest.mark.parametrize("own", [None, [-1.0, -2.0]], ids=["unknown to the writer", "its own"])
+def test_log_probabilities_beside_a_ticket_are_no_other_tokens(ids: dict[str, Any], own: Any) -> None:
+    """Named by ids that the response leaves to the ticket, or beside those ids: the call has the writer's, else those
+    of a response that says which tokens they are of."""
+    content = [{"token": f"token_id:{3 + at}", "logprob": -1.0 - at} for at in range(2)]
+    back = redeemed(turn(0, 3, 2, logprobs=own), {"logprobs": {"content": content}, **ids})
+
+    expected = [-1.0, -2.0] if own or ids else None
+    assert expected == (None if back.logprobs is None else back.logprobs.tolist())
+
+
+def test_media_are_those_of_the_ticket_or_of_the_caller() -> None:
+    """A writer beside the engine knows no digests: the caller's become the call's, and are never dropped; where both
+    know some, they must agree."""
+    assert ("sha256:a",) == redeemed(turn(0, 3, 2), {}, media=["sha256:a"]).media
+    assert ("sha256:a",) == redeemed(turn(0, 3, 2, media=("sha256:a",)), {}).media
+    with pytest.raises(DataError) as caught:
+        redeemed(turn(0, 3, 2, media=("sha256:a",)), {}, media=["sha256:b"])
+    assert ErrorKind.MEDIA == caught.value.kind
+
+
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)
 values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
 
