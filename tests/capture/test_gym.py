@@ -8,6 +8,7 @@ Axes: S tokens, D decoder layers, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneErro
 from routeplane.record import RouteRecord
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.testing.rollouts import Rollout, rollouts
+from tests.capture.test_openai import leaves, values
 
 #: two layers, both with routers, so that NeMo's worked examples can be written down as they are
 SPEC = RouteSpec(num_experts=64, top_k=2, layer_ids=(0, 1), model="gym")
@@ -312,6 +314,13 @@ def test_invalid_items_are_refused(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Any rollout
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(TWO_TURNS[0])), values | st.lists(leaves, min_size=1, max_size=1))
+def test_a_changed_field_of_an_item_is_refused_or_read(name: str, value: object) -> None:
+    """Whatever stands in a field of an output item, reading raises a typed error or gives records."""
+    with contextlib.suppress(RouteplaneError):
+        rollout([{**TWO_TURNS[0], name: value}, TWO_TURNS[1]], require_routes=False, on_break="split")
 
 
 @given(rollouts(), st.sampled_from(["lists", "nrlre1"]), st.booleans())

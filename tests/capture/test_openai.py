@@ -349,16 +349,18 @@ def test_rows_that_an_abort_cut_short_are_declared() -> None:
     assert 1 == record.coverage().count("aborted")
 
 
+#: a row per token, the last one made up
+NEMO_MESSAGE = {
+    "prompt_token_ids": PROMPT,
+    "generation_token_ids": GENERATED,
+    "generation_log_probs": [-0.5, -0.25],
+    "routed_experts": [*engine_rows(4).tolist(), [[0, 1, 2, 3]] * 4],
+}
+
+
 def test_routes_on_the_message_are_read_as_nemo_puts_them() -> None:
     """What NeMo RL writes on the message: ids, log-probabilities, routes; its last row is filler by position."""
-    rows = [*engine_rows(4).tolist(), [[0, 1, 2, 3]] * 4]
-    message = {
-        "prompt_token_ids": PROMPT,
-        "generation_token_ids": GENERATED,
-        "generation_log_probs": [-0.5, -0.25],
-        "routed_experts": rows,
-    }
-    response = {"id": "n", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    response = {"id": "n", "choices": [{"index": 0, "finish_reason": "stop", "message": NEMO_MESSAGE}]}
 
     [call] = calls_from_response(response, SPEC, weights_version=1, final_row="filler", cached=0)
 
@@ -464,7 +466,9 @@ def test_media_are_those_of_the_ticket_or_of_the_caller() -> None:
     assert ErrorKind.MEDIA == caught.value.kind
 
 
+# whole numbers past any float, and floats past float32, are JSON too
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)
+leaves |= st.sampled_from([10**400, -(10**400), -1e300])
 values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
 
 
@@ -473,6 +477,23 @@ def test_a_changed_field_is_refused_or_read(name: str, value: object) -> None:
     """Whatever stands in a field of a choice, reading raises a typed error or gives calls."""
     with contextlib.suppress(RouteplaneError):
         calls_from_response(answer(**{name: value}), SPEC, weights_version=1)
+
+
+@given(st.sampled_from(sorted(NEMO_MESSAGE)), values | st.lists(leaves, min_size=2, max_size=2))
+def test_a_changed_field_of_a_message_is_refused_or_read(name: str, value: object) -> None:
+    """The same of what NeMo RL puts on the message."""
+    response = {"choices": [{"index": 0, "finish_reason": "stop", "message": {**NEMO_MESSAGE, name: value}}]}
+    with contextlib.suppress(RouteplaneError):
+        calls_from_response(response, SPEC, weights_version=1, final_row="filler")
+
+
+@given(st.sampled_from(["index", "token_ids", "prompt_token_ids", "routed_experts", "logprobs", "delta"]), values)
+def test_a_changed_field_of_a_chunk_is_refused_or_read(name: str, value: object) -> None:
+    """The same of a chunk."""
+    made = chunk([8], engine_rows(1), finish_reason="stop")
+    made["choices"][0][name] = value
+    with contextlib.suppress(RouteplaneError):
+        calls_from_chunks([made], SPEC, weights_version=1, prompt_ids=[5])
 
 
 @given(values)
