@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class MiddlewareReport:
     shipped: int = 0
     stripped: int = 0
     streams: int = 0  # answered as a stream: passed on untouched
-    untouched: int = 0  # other bodies: errors, compressed, not JSON
+    untouched: int = 0  # other bodies: errors, compressed, not JSON, without choices, or not whole
     refused: int = 0  # answered with an error, since their routes could not be shipped
 
     def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
@@ -117,19 +117,19 @@ class RouteMiddleware:
         except UsageError as error:
             return await self._refuse(send, error, status=400)
         content, more = await _read_body(receive)
-        document = None if "content-encoding" in headers else _json_object(content)
+        document = None if more or "content-encoding" in headers else _json_object(content)
         if document is None or document.get("stream"):
             self._counts["streams" if document is not None else "untouched"] += 1
             return await self._app(scope, _replay(content, more, receive), send)
         changed, asked = prepare_request(document, form, chat=scope["path"].endswith("/chat/completions"))
-        body = json.dumps(changed, separators=(",", ":")).encode()
+        body = _compact(changed)
         scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
-        reply = _Reply(send)
-        await self._app(scope, _replay(body, [], receive), reply.take)
-        if reply.start is None:
+        reply = _Reply(send, lambda start, content: self._answer(start, content, asked, scope, send))
+        try:
+            await self._app(scope, _replay(body, [], receive), reply.take)
+        finally:
             self._counts["untouched"] += reply.passed
-            return None
-        return await self._answer(reply, asked, scope, send)
+        return None
 
     def _closing(self, send: Send) -> Send:
         """Closes the sink that was made by name once the application has shut down."""
@@ -141,28 +141,30 @@ class RouteMiddleware:
 
         return closed
 
-    async def _answer(self, reply: _Reply, asked: Asked, scope: Scope, send: Send) -> None:
+    async def _answer(self, start: Message, content: bytes, asked: Asked, scope: Scope, send: Send) -> None:
         try:
-            content, shipped, stripped = await asyncio.to_thread(self._rewrite, bytes(reply.body), asked, scope)
+            content, counts = await asyncio.to_thread(self._rewrite, content, asked, scope)
         except RouteplaneError as error:
             return await self._refuse(send, error, status=502)
-        self._counts["shipped"] += shipped
-        self._counts["stripped"] += stripped
-        headers = _with_length(reply.start["headers"], len(content)) if reply.start else []
-        if shipped:
+        for name, count in counts.items():
+            self._counts[name] += count
+        headers = _with_length(start["headers"], len(content))
+        if counts.get("shipped"):
             headers.append((HEADER.encode(), asked.form.encode()))
-        await send({**(reply.start or {}), "headers": headers})
+        await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": False})
         return None
 
-    def _rewrite(self, content: bytes, asked: Asked, scope: Scope) -> tuple[bytes, int, int]:
-        """The body to send, and from how many choices routes were shipped and stripped."""
+    def _rewrite(self, content: bytes, asked: Asked, scope: Scope) -> tuple[bytes, dict[str, int]]:
+        """The body to send, and what to count of it."""
         document = _json_object(content)
-        if document is None or "choices" not in document or asked.form == "npy":
-            return content, 0, 0
+        if document is None or "choices" not in document:
+            return content, {"untouched": 1}
+        if asked.form == "npy":
+            return content, {}
         if asked.form == "none":
             stripped = strip_routes(document)
-            return (json.dumps(document, separators=(",", ":")).encode() if stripped else content), 0, stripped
+            return _compact(document) if stripped else content, {"stripped": stripped}
         shipped = ship_routes(
             document,
             asked,
@@ -172,7 +174,7 @@ class RouteMiddleware:
             weights_version=self._weights_version(),
             cached=self._cached,
         )
-        return json.dumps(document, separators=(",", ":")).encode(), shipped, 0
+        return _compact(document), {"shipped": shipped}
 
     def _issue(self, call: ModelCall, scope: Scope) -> str:
         ticket = ticket_for(call, stream=self._stream).to_json()
@@ -215,24 +217,29 @@ class RouteMiddleware:
 
 
 class _Reply:
-    """Holds a JSON response back until it is whole; passes any other on as it comes."""
+    """Holds a JSON response back until it is whole, and has it answered then; passes any other on as it comes."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, answer: Callable[[Message, bytes], Awaitable[None]]) -> None:
         self._send = send
-        self.start: Message | None = None
-        self.body = bytearray()
+        self._answer = answer
+        self._start: Message | None = None
+        self._body = bytearray()
         self.passed = False
 
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = {name.lower(): value for name, value in message["headers"]}
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
             is_json = headers.get(b"content-type", b"").split(b";")[0].strip() == b"application/json"
             if message["status"] == 200 and is_json and b"content-encoding" not in headers:
-                self.start = message
+                self._start = message
                 return
             self.passed = True
-        elif message["type"] == "http.response.body" and self.start is not None:
-            self.body += message.get("body", b"")
+        elif message["type"] == "http.response.body" and self._start is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                # not when the application returns: it may have work of its own behind its answer
+                start, self._start = self._start, None
+                await self._answer(start, bytes(self._body))
             return
         await self._send(message)
 
@@ -250,7 +257,7 @@ async def _read_body(receive: Receive) -> tuple[bytes, list[Message]]:
 
 
 def _replay(content: bytes, more: list[Message], receive: Receive) -> Receive:
-    pending = [{"type": "http.request", "body": content, "more_body": False}, *more]
+    pending = [{"type": "http.request", "body": content, "more_body": bool(more)}, *more]
 
     async def replayed() -> Message:
         return pending.pop(0) if pending else await receive()
@@ -265,6 +272,10 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _compact(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from routeplane.capture.envelopes import encode_lists, encode_nrlre1
 from routeplane.capture.inline import encode_inline
-from routeplane.capture.openai import as_list, as_mapping, calls_from_response
+from routeplane.capture.openai import calls_from_response
 from routeplane.errors import refused
 
 if TYPE_CHECKING:
@@ -86,10 +86,14 @@ def prepare_request(body: Mapping[str, Any], form: ShippingForm, *, chat: bool) 
 
 
 def strip_routes(document: dict[str, Any]) -> int:
-    """Take the routes out of a response that nobody asked to have them in; from how many choices."""
+    """Take the routes out of a response that nobody asked to have them in; from how many choices.
+
+    Whatever else a server answered is not ours to refuse.
+    """
     count = 0
-    for choice in as_list(document.get("choices", []), "choices"):
-        if as_mapping(choice, "a choice").get("routed_experts") is not None:
+    choices = document.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict) and choice.get("routed_experts") is not None:
             choice["routed_experts"] = None
             count += 1
     return count

@@ -253,7 +253,9 @@ def test_other_bodies_pass_untouched_and_are_counted(name: str) -> None:
     assert (1, 0) == (app.report().untouched, app.report().refused)
 
 
-async def _raw(app: RouteMiddleware, content: bytes, *, leave: bool = False) -> list[Any]:
+async def _raw(
+    app: RouteMiddleware, content: bytes, *, leave: bool = False, sent: list[Any] | None = None
+) -> list[Any]:
     """Every message that the application sent; the body comes in pieces of 7 bytes."""
     pieces = [content[at : at + 7] for at in range(0, len(content), 7)] or [b""]
     incoming: list[Any] = [
@@ -261,7 +263,7 @@ async def _raw(app: RouteMiddleware, content: bytes, *, leave: bool = False) -> 
         for index, piece in enumerate(pieces)
     ]
     incoming.append({"type": "http.disconnect"})
-    sent: list[Any] = []
+    sent = [] if sent is None else sent
 
     async def receive() -> Any:
         return incoming.pop(0)
@@ -313,15 +315,101 @@ def test_other_requests_pass_untouched(content: bytes) -> None:
 
 
 def test_a_client_that_left_is_passed_on() -> None:
-    """Where a client goes away within its request, the server is told, with what had come."""
-    got: list[Any] = []
+    """Where a client goes away within its request, the server is told, with what had come, which is not passed for all
+    of it; also where that happens to be a whole document."""
+    for content in (b"partial", b'{"prompt":"x"}'):
+        got: list[Any] = []
 
-    async def echo(scope: Any, receive: Any, send: Any) -> None:
-        got.extend([await receive(), await receive()])
+        async def echo(scope: Any, receive: Any, send: Any, got: list[Any] = got) -> None:
+            got.extend([await receive(), await receive()])
 
-    asyncio.run(_raw(RouteMiddleware(echo, spec=SPEC), b"partial", leave=True))
+        asyncio.run(_raw(RouteMiddleware(echo, spec=SPEC), content, leave=True))
 
-    assert [b"partial", "http.disconnect"] == [got[0]["body"], got[1]["type"]]
+        assert (content, True) == (got[0]["body"], got[0]["more_body"])
+        assert "http.disconnect" == got[1]["type"]
+
+
+def answering(content: bytes, *more: Any, headers: list[tuple[bytes, bytes]] | None = None) -> Callable[..., Any]:
+    """An application that reads the request, sends so much of a JSON response, and ends as ``more`` says: a message to
+    send besides, an error to raise, a future to wait for."""
+    typed = [(b"content-type", b"application/json")] if headers is None else headers
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": typed})
+        await send({"type": "http.response.body", "body": content, "more_body": bool(more)})
+        for one in more:
+            if isinstance(one, Exception):
+                raise one
+            await (one() if callable(one) else send(one))
+
+    return plain
+
+
+LAST: dict[str, Any] = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def test_an_answer_leaves_before_what_the_server_does_behind_it() -> None:
+    """Background tasks run when the client has its answer, as without the middleware; one that fails takes nothing
+    back."""
+    content = json.dumps(CHAT.response).encode()
+    sent: list[Any] = []
+
+    async def later() -> None:
+        # what the client does with its answer may be what the task waits for
+        assert ["http.response.start", "http.response.body"] == [message["type"] for message in sent]
+        sent.append({"type": "later"})
+
+    app = RouteMiddleware(answering(content, LAST, later, OSError("behind the answer")), spec=SPEC)
+    with pytest.raises(OSError, match="behind the answer"):
+        asyncio.run(_raw(app, json.dumps(CHAT.request).encode(), sent=sent))
+
+    assert ["http.response.start", "http.response.body", "later"] == [message["type"] for message in sent]
+    assert json.loads(sent[1]["body"])["choices"][0]["routed_experts"].startswith(INLINE_PREFIX)
+    assert 1 == app.report().shipped
+
+
+def test_a_response_that_does_not_end_is_not_passed_for_a_whole_one() -> None:
+    """Where the application stops within its body nothing was answered, and its server says so: half a body with a
+    length of its own would look like all of it."""
+    half = json.dumps(CHAT.response).encode()[:100]
+    more = {"type": "http.response.body", "body": b"", "more_body": True}
+
+    assert [] == asyncio.run(_raw(RouteMiddleware(answering(half, more), spec=SPEC), b"{}"))
+
+
+def test_a_response_start_need_not_have_headers() -> None:
+    """In ASGI they are optional."""
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body"})
+
+    app = RouteMiddleware(plain, spec=SPEC)
+
+    assert [204, None] == [message.get("status") for message in asyncio.run(_raw(app, b"{}"))]
+    assert 1 == app.report().untouched
+
+
+@pytest.mark.parametrize("form", ["inline", "npy", "none"])
+@pytest.mark.parametrize("content", [b"no json", b"[]", b'{"error": {"message": "full"}}'])
+def test_documents_of_another_kind_pass_untouched_and_are_counted(content: bytes, form: str) -> None:
+    """A server may answer with status 200 and no choices; that is the client's to read."""
+    app = RouteMiddleware(answering(content), spec=SPEC)
+    reply = post(app, CHAT.request, form=form)
+
+    assert (200, content, None) == (reply.status_code, reply.content, reply.headers.get(HEADER))
+    assert (1, 0) == (app.report().untouched, app.report().refused)
+
+
+@pytest.mark.parametrize("content", [b'{"choices": null}', b'{"choices": [1]}', b'{"choices": {"index": 0}}'])
+def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(content: bytes) -> None:
+    """Only who asked for routes is told that there is nothing to ship them in."""
+    app = RouteMiddleware(answering(content), spec=SPEC)
+
+    assert (200, content) == (post(app, CHAT.request).status_code, post(app, CHAT.request).content)
+    assert 502 == post(app, CHAT.request, form="inline").status_code
 
 
 # ----------------------------------------------------------------------------------------------------------------------
