@@ -8,16 +8,16 @@ request and its response: which are read, which are passed on untouched, what is
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from routeplane.capture.shipping import Asked, ShippingForm, parse_form, prepare_request, ship_routes, strip_routes
 from routeplane.capture.tickets import record_of_call, ticket_for
-from routeplane.errors import RouteplaneError, UsageError, refused
+from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError, refused
 from routeplane.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -178,8 +178,16 @@ class RouteMiddleware:
 
     def _issue(self, call: ModelCall, scope: Scope) -> str:
         ticket = ticket_for(call, stream=self._stream).to_json()
-        with self._lock:
-            self._sink_of(scope).write(record_of_call(call, self._spec_of(scope)))
+        try:
+            with self._lock:
+                self._sink_of(scope).write(record_of_call(call, self._spec_of(scope)))
+        except OSError as error:
+            if isinstance(error, RouteplaneError):
+                raise
+            # a file's or a pipe's own: who asked must hear of it as of any other refusal
+            raise TransportError(
+                f"expected the sink to take call {call.call_id}, got {error}", kind=ErrorKind.CONNECTION
+            ) from error
         return ticket
 
     def _sink_of(self, scope: Scope) -> RouteSink:
@@ -188,8 +196,7 @@ class RouteMiddleware:
         if not isinstance(self._sink, str):
             return self._sink
         if self._made_sink is None:
-            module, _, name = self._sink.replace(":", ".").rpartition(".")
-            self._made_sink = getattr(importlib.import_module(module), name)(self._spec_of(scope))
+            self._made_sink = _factory(self._sink)(self._spec_of(scope))
         return self._made_sink
 
     def _spec_of(self, scope: Scope) -> RouteSpec:
@@ -272,6 +279,21 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _factory(name: str) -> Callable[[RouteSpec], RouteSink]:
+    """What a dotted name leads to. Raises UsageError where that cannot be called."""
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    found: Callable[[RouteSpec], RouteSink] | None = None
+    try:
+        found = getattr(import_module(module), attribute, None) if module else None
+    except ModuleNotFoundError as error:
+        # what a module that is there fails to import is its own matter
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+    if not callable(found):
+        raise refused("sink as the dotted name of a factory", f"{name!r}, which is none")
+    return found
 
 
 def _compact(document: Mapping[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import gzip
 import json
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from routeplane import new_stream
 from routeplane.capture.envelopes import decode_lists, decode_nrlre1
 from routeplane.capture.gym import calls_from_gym
 from routeplane.capture.inline import INLINE_PREFIX
@@ -451,6 +453,46 @@ def test_an_unknown_form_is_a_bad_request() -> None:
     assert (400, []) == (reply.status_code, seen)
     with pytest.raises(UsageError):
         parse_form("Ticket")
+
+
+def test_a_sink_whose_reader_is_gone_is_an_error_with_its_reason() -> None:
+    """A FIFO's reader ended: the ticket is refused with what the system said, later ones since the stream closed; each
+    is counted, and none is a bare 500."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as file:
+        app, _ = server(CHAT, sink=new_stream(file, SPEC, max_bytes=1))
+        for count, kind, says in ((1, "connection", "Broken pipe"), (2, "closed", "open")):
+            reply = post(app, CHAT.request, form="ticket")
+
+            assert (502, kind) == (reply.status_code, reply.json()["error"]["kind"])
+            assert says in reply.json()["error"]["message"]
+            assert (count, 0) == (middleware_of(app).report().refused, middleware_of(app).report().shipped)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tests.capture.test_middleware.open_nowhere", "No such file"),
+        ("tests.capture.no_such_module.sink", "dotted name"),
+        ("tests.capture.test_middleware.no_such_name", "dotted name"),
+        ("tests.capture.test_middleware.HEADER", "dotted name"),
+        ("sink", "dotted name"),
+    ],
+)
+def test_a_sink_that_cannot_be_made_is_an_error_with_its_reason(name: str, says: str) -> None:
+    """What stands in the way reaches the client and the count, whoever asks next too."""
+    app, _ = server(CHAT, sink=name)
+    for count in (1, 2):
+        reply = post(app, CHAT.request, form="ticket")
+
+        assert (502, count) == (reply.status_code, middleware_of(app).report().refused)
+        assert says in reply.json()["error"]["message"]
+
+
+def open_nowhere(spec: RouteSpec) -> RouteSink:
+    """A factory whose target is not there."""
+    return new_stream(open("/no/such/folder/stream", "wb"), spec)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
