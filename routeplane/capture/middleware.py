@@ -10,12 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from routeplane.capture.shipping import Asked, ShippingForm, parse_form, prepare_request, ship_routes, strip_routes
+from routeplane.capture.shipping import (
+    Asked,
+    ShippingForm,
+    parse_form,
+    prepare_request,
+    require_routes,
+    ship_routes,
+    strip_routes,
+)
 from routeplane.capture.tickets import record_of_call, ticket_for
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError, refused
 from routeplane.spec import RouteSpec
@@ -161,7 +169,7 @@ class RouteMiddleware:
         if document is None or "choices" not in document:
             return content, {"untouched": 1}
         if asked.form == "npy":
-            return content, {}
+            return content, {"shipped": require_routes(document)}
         if asked.form == "none":
             stripped = strip_routes(document)
             return _compact(document) if stripped else content, {"stripped": stripped}
@@ -169,26 +177,30 @@ class RouteMiddleware:
             document,
             asked,
             spec=self._spec_of(scope),
-            issue=lambda call: self._issue(call, scope),
+            issue=lambda calls: self._issue(calls, scope),
             axis=self._axis,
             weights_version=self._weights_version(),
             cached=self._cached,
         )
         return _compact(document), {"shipped": shipped}
 
-    def _issue(self, call: ModelCall, scope: Scope) -> str:
-        ticket = ticket_for(call, stream=self._stream).to_json()
+    def _issue(self, calls: Sequence[ModelCall], scope: Scope) -> list[str]:
+        """The tickets of calls whose records were written; all are made before the first is, since a record whose
+        response is refused has no owner."""
+        tickets = [ticket_for(call, stream=self._stream).to_json() for call in calls]
+        records = [record_of_call(call, self._spec_of(scope)) for call in calls]
         try:
             with self._lock:
-                self._sink_of(scope).write(record_of_call(call, self._spec_of(scope)))
+                for record in records:
+                    self._sink_of(scope).write(record)
         except OSError as error:
             if isinstance(error, RouteplaneError):
                 raise
             # a file's or a pipe's own: who asked must hear of it as of any other refusal
             raise TransportError(
-                f"expected the sink to take call {call.call_id}, got {error}", kind=ErrorKind.CONNECTION
+                f"expected the sink to take call {calls[0].call_id}, got {error}", kind=ErrorKind.CONNECTION
             ) from error
-        return ticket
+        return tickets
 
     def _sink_of(self, scope: Scope) -> RouteSink:
         if self._sink is None:

@@ -13,6 +13,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from routeplane.capture.middleware import HEADER, RouteMiddleware
 from routeplane.capture.openai import calls_from_response
 from routeplane.capture.shipping import parse_form
 from routeplane.capture.tickets import TicketDesk
+from routeplane.capture.wire import decode_npy, encode_npy
 from routeplane.errors import UsageError
 from routeplane.ports import RouteSink
 from routeplane.spec import MISSING, RouteSpec
@@ -139,6 +141,75 @@ def test_inline_routes_are_the_calls(one: Exchange) -> None:
     assert len(text) < len(one.response["choices"][0]["routed_experts"])
 
 
+def changed(one: Exchange, *, choice: int = 0, **fields: Any) -> Exchange:
+    """The same exchange, answered with other fields of one choice."""
+    response = copy.deepcopy(one.response)
+    response["choices"][choice].update(fields)
+    return replace(one, response=response)
+
+
+@pytest.mark.parametrize("form", ["inline", "ticket"])
+def test_token_in_token_out_is_trimmed_by_its_sampling_parameters(form: str) -> None:
+    """``/inference/v1/generate`` takes the first row among the sampling parameters; and token ids, the whole of its
+    answer, stay in it."""
+    desk = TicketDesk(SPEC, stream="routes")
+    rows_RDK = decode_npy(GENERATE.response["choices"][0]["routed_experts"])
+    request = copy.deepcopy(GENERATE.request)
+    request["sampling_params"]["routed_experts_prompt_start"] = 4
+    app, _ = server(changed(GENERATE, routed_experts=encode_npy(rows_RDK[4:])), sink=desk)
+    document = post(app, request, form=form, path="/inference/v1/generate").json()
+
+    assert GENERATE.response["choices"][0]["token_ids"] == document["choices"][0]["token_ids"]
+    given: dict[str, Any] = {"weights_version": 3, "cached": 0, "prompt_ids": GENERATE.prompt_ids}
+    [call] = calls_from_response(document, SPEC, redeem=desk.redeem, **given)
+    [whole] = calls_from_response(GENERATE.response, SPEC, **given)
+    assert (4, whole.num_tokens - 1) == (call.first_row, call.rows_stop)
+    np.testing.assert_array_equal(whole.routes[4:], call.routes)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("form", ["ticket", "inline", "npy"])
+def test_an_aborted_choice_without_routes_can_be_read(form: str) -> None:
+    """What was aborted before its first token has no routes and no ticket, and is read with its sibling: its ids stay.
+    It is not counted as shipped."""
+    desk = TicketDesk(SPEC, stream="routes")
+    one = changed(TWO, choice=1, finish_reason="abort", token_ids=[], routed_experts=None, logprobs=None)
+    app, _ = server(one, sink=desk)
+    request = {name: value for name, value in TWO.request.items() if name != "return_token_ids" or form == "npy"}
+    reply = post(app, request, form=form)
+
+    whole, aborted = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+    assert ("aborted", None) == (aborted.loss, aborted.routes)
+    assert TWO.reference(0) == np.sort(whole.routes, axis=2).tolist()  # type: ignore[arg-type]
+    assert (form, 1) == (reply.headers[HEADER], middleware_of(app).report().shipped)
+
+
+def test_choices_are_written_when_all_of_them_can_be() -> None:
+    """Rows that no record may have, in the last choice: the sink got nothing of the first, whose ticket nobody has."""
+    desk = TicketDesk(SPEC, stream="routes")
+    rows_RDK = decode_npy(TWO.response["choices"][1]["routed_experts"]).copy()
+    rows_RDK[3, SPEC.layer_ids[0], :] = 5
+    app, _ = server(changed(TWO, choice=1, routed_experts=encode_npy(rows_RDK)), sink=desk)
+
+    assert (502, 0) == (post(app, TWO.request, form="ticket").status_code, desk.report().received)
+
+
+@pytest.mark.parametrize("form", ["ticket", "inline", "none"])
+def test_routes_on_the_message_are_moved_too(form: str) -> None:
+    """A server that has them there, as NeMo RL's: they do not stay beside the form that was asked for."""
+    desk = TicketDesk(SPEC, stream="routes")
+    text = CHAT.response["choices"][0]["routed_experts"]
+    message = {**CHAT.response["choices"][0]["message"], "routed_experts": text}
+    app, _ = server(changed(CHAT, routed_experts=None, message=message), sink=desk)
+    reply = post(app, CHAT.request, form=form)
+
+    assert text not in reply.text
+    if form == "none":
+        assert 1 == middleware_of(app).report().stripped
+    else:
+        [call] = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+        assert CHAT.reference(0) == np.sort(call.routes, axis=2).tolist()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("form", ["nemo", "nemo-lists"])
 def test_nemo_forms_stand_on_the_message(form: str) -> None:
     """Fact C-008: ids, log-probabilities and one row per token on the message, matched by index; the choice's own field
@@ -166,8 +237,9 @@ def test_nemo_forms_stand_on_the_message(form: str) -> None:
 def test_vllms_own_form_passes_by_name() -> None:
     """The form npy is the response as vLLM made it."""
     app, _ = server(CHAT)
+    reply = post(app, CHAT.request, form="npy")
 
-    assert CHAT.response == post(app, CHAT.request, form="npy").json()
+    assert (CHAT.response, "npy", 1) == (reply.json(), reply.headers[HEADER], middleware_of(app).report().shipped)
 
 
 def test_routes_are_shipped_only_where_they_are_asked_for() -> None:
@@ -419,17 +491,34 @@ def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(conte
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_routes_that_cannot_be_shipped_are_an_error() -> None:
+@pytest.mark.parametrize("form", ["inline", "ticket", "npy", "nemo"])
+def test_routes_that_cannot_be_shipped_are_an_error(form: str) -> None:
     """A response without routes, to a request that asked for them, is no response (fact W17): 502 with the reason."""
-    one = exchange("0.30", "chat")
-    bare = Exchange(name="bare", spec=SPEC, request=one.request, response=copy.deepcopy(one.response), sequences=[])
-    bare.response["choices"][0]["routed_experts"] = None
-    app, _ = server(bare)
-    reply = post(app, one.request, form="inline")
+    app, _ = server(changed(CHAT, routed_experts=None))
+    reply = post(app, CHAT.request, form=form)
 
     assert (502, "capture_off") == (reply.status_code, reply.json()["error"]["kind"])
     assert "--enable-return-routed-experts" in reply.json()["error"]["message"]
     assert 1 == middleware_of(app).report().refused
+
+
+def test_the_ticket_of_the_engines_own_writer_passes_as_it_is() -> None:
+    """Where the engine wrote the routes itself, its ticket is what it has to say, and ``npy`` asks for just that."""
+    one = changed(CHAT, routed_experts=None)
+    one.response["kv_transfer_params"] = {"routeplane": "{}"}
+    app, _ = server(one)
+
+    assert one.response == post(app, CHAT.request, form="npy").json()
+
+
+@pytest.mark.parametrize("form", ["nemo", "nemo-lists"])
+def test_a_message_for_nemo_is_not_made_without_log_probabilities(form: str) -> None:
+    """NeMo Gym trains on them: none for tokens that were sampled would be a list of another length."""
+    app, _ = server(changed(CHAT, logprobs=None))
+    reply = post(app, CHAT.request, form=form)
+
+    assert (502, "capture_off") == (reply.status_code, reply.json()["error"]["kind"])
+    assert "log-probabilities" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
