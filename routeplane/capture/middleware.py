@@ -98,6 +98,8 @@ class RouteMiddleware:
         self._axis = axis
         self._weights_version = weights_version or (lambda: None)
         self._cached = cached
+        if isinstance(paths, str):
+            raise refused("paths as a sequence of text", f"one text {paths!r}")
         self._paths = tuple(paths)
         self._lock = threading.Lock()  # responses are rewritten in threads, and a sink takes one record at a time
         self._counts = dict.fromkeys(MiddlewareReport.__slots__, 0)
@@ -126,12 +128,25 @@ class RouteMiddleware:
             return await self._refuse(send, error, status=400)
         content, more = await _read_body(receive)
         document = None if more or "content-encoding" in headers else _json_object(content)
-        if document is None or document.get("stream"):
-            self._counts["streams" if document is not None else "untouched"] += 1
+        if document is None:
+            self._counts["untouched"] += 1
             return await self._app(scope, _replay(content, more, receive), send)
-        changed, asked = prepare_request(document, form, chat=scope["path"].endswith("/chat/completions"))
+        return await self._serve(document, form, scope, receive, send)
+
+    async def _serve(
+        self, document: Mapping[str, Any], form: ShippingForm, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        streams = _is_yes(document.get("stream"))
+        changed, asked = prepare_request(
+            document, "none" if streams else form, chat=scope["path"].endswith("/chat/completions")
+        )
         body = _compact(changed)
         scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
+        if streams:
+            self._counts["streams"] += 1
+            return await self._app(scope, _replay(body, [], receive), send)
+        # a compressed response would pass untouched, so the server is not told that the client takes one
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() != b"accept-encoding"]
         reply = _Reply(send, lambda start, content: self._answer(start, content, asked, scope, send))
         try:
             await self._app(scope, _replay(body, [], receive), reply.take)
@@ -248,7 +263,7 @@ class _Reply:
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = {name.lower(): value for name, value in message.get("headers", ())}
-            is_json = headers.get(b"content-type", b"").split(b";")[0].strip() == b"application/json"
+            is_json = headers.get(b"content-type", b"").split(b";")[0].strip().lower() == b"application/json"
             if message["status"] == 200 and is_json and b"content-encoding" not in headers:
                 self._start = message
                 return
@@ -291,6 +306,12 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _is_yes(value: object) -> bool:
+    """Whether a server takes a field for true: of what is no bool, vLLM's reader (pydantic) takes these words for
+    false."""
+    return bool(value) and str(value).lower() not in ("0", "f", "false", "n", "no", "off")
 
 
 def _factory(name: str) -> Callable[[RouteSpec], RouteSink]:

@@ -93,7 +93,7 @@ class DeskReport:
     received: int = 0
     redeemed: int = 0
     expired: int = 0
-    refused: int = 0  # tickets that no call answered: unknown, redeemed before, expired, of another stream
+    refused: int = 0  # tickets that no call answered: unknown, redeemed before, expired, of another stream or call
     held: int = 0
     held_bytes: int = 0
 
@@ -182,7 +182,11 @@ class TicketDesk:
                 self._counts["refused"] += 1
                 raise self._unknown(ticket)
             _, record = self._held[ticket.key]
-            call = call_of_ticket(record, ticket)
+            try:
+                call = call_of_ticket(record, ticket)
+            except DataError:
+                self._counts["refused"] += 1
+                raise
             self._forget(ticket.key, "was redeemed")
             self._counts["redeemed"] += 1
             return call

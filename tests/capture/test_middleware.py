@@ -21,7 +21,9 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import TypeAdapter
 
 from routeplane import new_stream
 from routeplane.capture.envelopes import decode_lists, decode_nrlre1
@@ -264,9 +266,43 @@ def test_routes_in_a_harness_messages_do_not_reach_the_engine() -> None:
     """What NeMo Gym sends back inside the history is dropped from the request, and nothing else."""
     app, seen = server(CHAT)
     past = {"role": "assistant", "content": "a", "prompt_token_ids": [1], "routed_experts": [[[1, 2]]] * 9}
-    post(app, {**CHAT.request, "messages": [*CHAT.request["messages"], past]}, form="inline")
+    request = {**CHAT.request, "messages": [*CHAT.request["messages"], past]}
+    post(app, request, form="inline")
+    post(app, {**request, "stream": True})
 
-    assert {"role": "assistant", "content": "a", "prompt_token_ids": [1]} == seen[0]["messages"][1]
+    assert [{"role": "assistant", "content": "a", "prompt_token_ids": [1]}] * 2 == [one["messages"][1] for one in seen]
+
+
+@pytest.mark.parametrize("stream", [False, None, 0, "false", "no", "Off", "0"], ids=repr)
+def test_who_says_no_to_a_stream_gets_routes(stream: Any) -> None:
+    """In every word that the server's own reader of requests takes for no."""
+    assert not TypeAdapter(bool | None).validate_python(stream)
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> Response:
+        return JSONResponse(CHAT.response)
+
+    app.add_middleware(RouteMiddleware, spec=SPEC)
+    reply = post(app, {**CHAT.request, "stream": stream}, form="inline")
+
+    assert "inline" == reply.headers.get(HEADER)
+
+
+def test_a_server_that_could_compress_its_response_does_not() -> None:
+    """Where compression stands inside the middleware, a client that takes it must not lose its ticket for it: the
+    server is not told."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> Response:
+        return JSONResponse(CHAT.response)
+
+    app.add_middleware(GZipMiddleware, minimum_size=10)
+    app.add_middleware(RouteMiddleware, spec=SPEC)
+    reply = post(app, CHAT.request, form="inline", headers={"accept-encoding": "gzip, deflate"})
+
+    assert ("inline", None) == (reply.headers.get(HEADER), reply.headers.get("content-encoding"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -632,6 +668,12 @@ def test_a_sink_made_by_name_is_closed_with_the_server() -> None:
 
     assert ["lifespan.startup.complete", "200", "lifespan.shutdown.complete"] == sent
     assert 502 == post(app, CHAT.request, form="ticket").status_code
+
+
+def test_one_path_is_not_its_letters() -> None:
+    """Text is an iterable too, whose every character ends some path."""
+    with pytest.raises(UsageError, match="paths"):
+        RouteMiddleware(answering(b"{}"), spec=SPEC, paths="/v1/completions")
 
 
 def test_the_spec_of_a_vllm_server_is_its_own() -> None:

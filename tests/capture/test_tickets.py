@@ -190,6 +190,7 @@ def test_a_ticket_of_another_call_is_refused_and_loses_nothing() -> None:
         with pytest.raises(UsageError) as caught:
             at.redeem(unknown)
         assert ErrorKind.ARGUMENT == caught.value.kind
+    assert 6 == at.report().refused
     assert "call-0" == at.redeem(ticket).call_id
 
 
