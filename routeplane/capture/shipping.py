@@ -120,9 +120,10 @@ def require_routes(document: Mapping[str, Any]) -> int:
     """
     said = as_mapping(document.get("kv_transfer_params"), "kv_transfer_params")
     count = 0
-    for choice in as_list(document.get("choices"), "choices"):
-        places = (as_mapping(choice, "a choice"), as_mapping(choice.get("message"), "a message"))
-        if any(place.get("routed_experts") is not None for place in places):
+    for one in as_list(document.get("choices"), "choices"):
+        choice = as_mapping(one, "a choice")
+        message = as_mapping(choice.get("message"), "a message")
+        if any(place.get("routed_experts") is not None for place in (choice, message)):
             count += 1
         elif choice.get("finish_reason") not in ("abort", "error") and "routeplane" not in said:
             raise CaptureError(

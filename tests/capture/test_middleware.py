@@ -513,13 +513,15 @@ def test_documents_of_another_kind_pass_untouched_and_are_counted(content: bytes
     assert (1, 0) == (app.report().untouched, app.report().refused)
 
 
-@pytest.mark.parametrize("content", [b'{"choices": null}', b'{"choices": [1]}', b'{"choices": {"index": 0}}'])
+@pytest.mark.parametrize(
+    "content", [b'{"choices": null}', b'{"choices": [1]}', b'{"choices": [null]}', b'{"choices": {"index": 0}}']
+)
 def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(content: bytes) -> None:
     """Only who asked for routes is told that there is nothing to ship them in."""
     app = RouteMiddleware(answering(content), spec=SPEC)
 
     assert (200, content) == (post(app, CHAT.request).status_code, post(app, CHAT.request).content)
-    assert 502 == post(app, CHAT.request, form="inline").status_code
+    assert [502, 502] == [post(app, CHAT.request, form=form).status_code for form in ("inline", "npy")]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
