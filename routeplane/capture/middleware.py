@@ -24,7 +24,7 @@ from routeplane.capture.shipping import (
     ship_routes,
     strip_routes,
 )
-from routeplane.capture.tickets import record_of_call, ticket_for
+from routeplane.capture.tickets import issued
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError, refused
 from routeplane.spec import RouteSpec
 
@@ -202,11 +202,10 @@ class RouteMiddleware:
     def _issue(self, calls: Sequence[ModelCall], scope: Scope) -> list[str]:
         """The tickets of calls whose records were written; all are made before the first is, since a record whose
         response is refused has no owner."""
-        tickets = [ticket_for(call, stream=self._stream).to_json() for call in calls]
-        records = [record_of_call(call, self._spec_of(scope)) for call in calls]
+        pairs = [issued(call, self._spec_of(scope), stream=self._stream) for call in calls]
         try:
             with self._lock:
-                for record in records:
+                for record, _ in pairs:
                     self._sink_of(scope).write(record)
         except OSError as error:
             if isinstance(error, RouteplaneError):
@@ -215,7 +214,7 @@ class RouteMiddleware:
             raise TransportError(
                 f"expected the sink to take call {calls[0].call_id}, got {error}", kind=ErrorKind.CONNECTION
             ) from error
-        return tickets
+        return [ticket.to_json() for _, ticket in pairs]
 
     def _sink_of(self, scope: Scope) -> RouteSink:
         if self._sink is None:
