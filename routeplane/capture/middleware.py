@@ -70,7 +70,8 @@ class RouteMiddleware:
     of a function that makes one of a spec (``"package.module:function"``), called when the first ticket is due; that
     one is closed when the server shuts down, or by ``close()``. ``stream``: the name in the tickets. ``form``: what a
     request without the header gets. ``axis``: what the engine's layer axis counts. ``weights_version``: asked for each
-    response, None where unknown; then whoever redeems says. ``cached``: as ``openai.calls_from_response``.
+    request before it is passed on, since its first rows are of those weights whatever comes meanwhile; None where
+    unknown, then whoever redeems says. ``cached``: as ``openai.calls_from_response``.
 
     Responses that are streams, errors, compressed or no JSON pass untouched, and are counted. Routes that a request
     asked for and that cannot be shipped are an error (HTTP 502 with the reason), never a response without them.
@@ -147,7 +148,8 @@ class RouteMiddleware:
             return await self._app(scope, _replay(body, [], receive), send)
         # a compressed response would pass untouched, so the server is not told that the client takes one
         scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() != b"accept-encoding"]
-        reply = _Reply(send, lambda start, content: self._answer(start, content, asked, scope, send))
+        request = _Request(asked=asked, scope=scope, weights_version=self._weights_version())
+        reply = _Reply(send, lambda start, content: self._answer(start, content, request, send))
         try:
             await self._app(scope, _replay(body, [], receive), reply.take)
         finally:
@@ -164,22 +166,23 @@ class RouteMiddleware:
 
         return closed
 
-    async def _answer(self, start: Message, content: bytes, asked: Asked, scope: Scope, send: Send) -> None:
+    async def _answer(self, start: Message, content: bytes, request: _Request, send: Send) -> None:
         try:
-            content, counts = await asyncio.to_thread(self._rewrite, content, asked, scope)
+            content, counts = await asyncio.to_thread(self._rewrite, content, request)
         except RouteplaneError as error:
             return await self._refuse(send, error, status=502)
         for name, count in counts.items():
             self._counts[name] += count
         headers = _with_length(start["headers"], len(content))
         if counts.get("shipped"):
-            headers.append((HEADER.encode(), asked.form.encode()))
+            headers.append((HEADER.encode(), request.asked.form.encode()))
         await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": False})
         return None
 
-    def _rewrite(self, content: bytes, asked: Asked, scope: Scope) -> tuple[bytes, dict[str, int]]:
+    def _rewrite(self, content: bytes, request: _Request) -> tuple[bytes, dict[str, int]]:
         """The body to send, and what to count of it."""
+        asked, scope = request.asked, request.scope
         document = _json_object(content)
         if document is None or "choices" not in document:
             return content, {"untouched": 1}
@@ -194,7 +197,7 @@ class RouteMiddleware:
             spec=self._spec_of(scope),
             issue=lambda calls: self._issue(calls, scope),
             axis=self._axis,
-            weights_version=self._weights_version(),
+            weights_version=request.weights_version,
             cached=self._cached,
         )
         return _compact(document), {"shipped": shipped}
@@ -247,6 +250,15 @@ class RouteMiddleware:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What an answer is made for, and the weights that its request found."""
+
+    asked: Asked
+    scope: Scope
+    weights_version: int | None
 
 
 class _Reply:

@@ -82,7 +82,9 @@ def calls_from_response(
     found = [_choice(document, choice, prompt_ids, name=name) for choice in choices]
     if several:
         found = [replace(choice, call_id=f"{name}/{index}") for index, choice in enumerate(found)]
-    calls = tuple(call_of_choice(choice, reading) for choice in found)
+    # The last ticket first: records come in the order of the choices, and where the last one has not come yet no other
+    # ticket is spent.
+    calls = tuple(call_of_choice(choice, reading) for choice in reversed(found))[::-1]
     for call in calls:
         # the ids that a ticket's call brought must be the request's too
         if prompt_ids is not None and call.prompt_ids.tolist() != list(prompt_ids):

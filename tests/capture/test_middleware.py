@@ -36,6 +36,7 @@ from routeplane.capture.tickets import TicketDesk
 from routeplane.capture.wire import decode_npy, encode_npy
 from routeplane.errors import UsageError
 from routeplane.ports import RouteSink
+from routeplane.record import RouteRecord
 from routeplane.spec import MISSING, RouteSpec
 from tests.capture.recorded import DATA, Exchange, exchange
 
@@ -114,6 +115,23 @@ def test_a_ticket_gives_the_call(one: Exchange) -> None:
         assert "token_ids" not in choice
     assert "prompt_token_ids" not in reply.json()
     assert len(expected) == desk.report().redeemed == middleware_of(app).report().shipped
+
+
+def test_a_record_that_has_not_come_spends_no_ticket() -> None:
+    """Of several choices none is redeemed before the last record is there: asked again, all calls come."""
+    written: list[RouteRecord] = []
+    sink = SimpleNamespace(write=written.append)
+    app, _ = server(TWO, sink=sink)
+    document = post(app, TWO.request, form="ticket").json()
+    desk = TicketDesk(SPEC, stream="routes")
+    for count in range(len(written)):
+        desk.write(written[count])
+        if count + 1 < len(written):
+            with pytest.raises(UsageError):
+                calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+
+    calls = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+    assert [record.token_ids.tolist() for record in written] == [call.token_ids.tolist() for call in calls]
 
 
 def test_ids_that_were_asked_for_stay() -> None:
@@ -699,3 +717,22 @@ def test_the_weights_version_of_the_server_is_the_calls() -> None:
 
         [call] = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
         assert expected == call.weights_version
+
+
+def test_a_call_is_of_the_weights_that_its_request_found() -> None:
+    """An update while it ran changes no label: its first rows are of the older weights."""
+    version, desk = [7], TicketDesk(SPEC, stream="routes")
+    app, _ = server(CHAT, sink=desk, weights_version=lambda: version[0])
+
+    @app.middleware("http")
+    async def updating(request: Request, passed_on: Callable[[Request], Any]) -> Any:
+        reply = await passed_on(request)
+        version[0] += 1
+        return reply
+
+    inner = app.user_middleware
+    inner.append(inner.pop(0))  # the update happens behind the routes' middleware
+    document = post(app, CHAT.request, form="ticket").json()
+    [call] = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+
+    assert (7, [8]) == (call.weights_version, version)
