@@ -64,15 +64,21 @@ class Group:
     def arrived(self, producer: str, sent: int) -> None:
         """A producer's blocks below ``sent`` are there."""
         self.cursors[producer].sent = sent
-        if self._known.get(producer, 0) >= sent:
-            self.skip(producer, through=sent)
+        self.skip(producer, through=min(self._known.get(producer, 0), sent))
         self._line_up(producer)
 
     def has(self, producer: str, through: int) -> None:
-        """A consumer has everything of a producer below ``through``, whether it is here or still comes again."""
+        """A consumer has everything of a producer below ``through``, whether it is here, out with another one, or still
+        comes again."""
         self._known[producer] = max(through, self._known.get(producer, 0))
-        if producer in self.cursors and self.cursors[producer].holder is None:
+        if producer in self.cursors:
             self.skip(producer, through=min(through, self.cursors[producer].sent))
+
+    def done(self) -> dict[str, int]:
+        """Producer -> below this the group needs nothing any more."""
+        return self._known | {
+            name: max(cursor.acknowledged, self._known.get(name, 0)) for name, cursor in self.cursors.items()
+        }
 
     def _line_up(self, producer: str) -> None:
         cursor = self.cursors[producer]

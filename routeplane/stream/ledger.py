@@ -367,10 +367,7 @@ class Ledger:
                 )
                 for name, known in self._roster.items()
             },
-            groups={
-                name: {producer: cursor.acknowledged for producer, cursor in group.cursors.items()}
-                for name, group in self._groups.items()
-            },
+            groups={name: group.done() for name, group in self._groups.items()},
             places=self._shelf.places(),
             floor=self._shelf.floor,
             sealed=self._sealed,
@@ -384,15 +381,17 @@ class Ledger:
         """
         held = {(block.producer, block.sequence): block for block in blocks}
         self._sealed = state.sealed
-        for name in state.groups:
-            self._groups.setdefault(name, Group())
+        for name, at in state.groups.items():
+            group = self._groups.setdefault(name, Group())
+            for producer, through in at.items():
+                group.has(producer, through)
         for name, known in state.producers.items():
             self._roster.restore(name, totals=known.totals, end=known.end, seen=self._time)
             self._shelf.enter(name, known.settled)
             for sequence in range(known.settled, known.sent):
                 self._shelf.insert(name, held.get((name, sequence)))
-            for group_name, group in self._groups.items():
-                group.enter(name, state.groups.get(group_name, {}).get(name, known.settled))
+            for group in self._groups.values():
+                group.enter(name, known.settled)
                 group.arrived(name, known.sent)
         self._shelf.remember(state.places, floor=state.floor)
         for name in state.producers:
