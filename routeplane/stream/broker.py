@@ -77,8 +77,8 @@ class Store(Protocol):
     def joined(self, group: str) -> None:
         """A group has come."""
 
-    def attached(self, producer: str, *, first: int, before: Totals) -> None:
-        """A producer has come that begins at block ``first``."""
+    def attached(self, producer: str, *, first: int, before: Totals, owner: str | None) -> None:
+        """A producer has come that begins at block ``first``; ``owner``: the name that its writer made up, if any."""
 
     def acknowledged(self, group: str, *, producer: str, through: int) -> None:
         """A group is done with a producer's blocks below ``through``."""
@@ -106,12 +106,24 @@ class Broker:
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
-    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
-        """See ``Ledger.attach``."""
+    def attach(
+        self,
+        producer: str,
+        *,
+        first: int = 0,
+        before: Totals | None = None,
+        again: bool = False,
+        owner: str | None = None,
+    ) -> Session:
+        """See ``Ledger.attach``; ``owner``: see ``Store.attached``."""
         with self._changed:
-            session = self._ledger.attach(producer, first=first, before=before)
-            if self._store is not None:
-                self._store.attached(producer, first=first, before=before or Totals())
+            session = self._ledger.attach(producer, first=first, before=before, again=again)
+            try:
+                if self._store is not None:
+                    self._store.attached(producer, first=first, before=before or Totals(), owner=owner)
+            except TransportError:
+                self._ledger.disconnect(session)  # which nobody was told of: the name is free
+                raise
             self._changed.notify_all()
             return session
 

@@ -105,9 +105,9 @@ class Ledger:
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
-    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
+    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None, again: bool = False) -> Session:
         """Begin, or go on, as a producer; ``first``: the oldest block that it still holds, ``before``: what all those
-        below it held.
+        below it held; ``again``: see ``Roster.attach``.
 
         A ledger that does not know the producer (it was made anew, without a spool) begins at ``first``. Raises
         UsageError where one of that name is alive, has ended, or holds only blocks behind a gap.
@@ -125,7 +125,8 @@ class Ledger:
                 f"blocks from {first} on",
                 kind=ErrorKind.SEQUENCE,
             )
-        return self._session(producer, self._roster.attach(producer, self._time, before=before or Totals()))
+        epoch = self._roster.attach(producer, self._time, before=before or Totals(), again=again)
+        return self._session(producer, epoch)
 
     def _session(self, producer: str, epoch: int) -> Session:
         return Session(

@@ -43,6 +43,7 @@ class _Row:
 
     base: int
     before: Totals
+    owner: str | None = None
     end: str = "open"
     blocks: dict[int, Block] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -97,6 +98,8 @@ class Spool:
             match entry["what"]:
                 case "attached" if row is None:
                     rows[str(name)] = _Row(base=entry["first"], before=Totals(**entry["before"]))
+                case "owned" if row is not None:
+                    row.owner = entry["owner"]
                 case "kept" if row is not None:
                     row.blocks[entry["sequence"]] = self._block(entry)
                 case "left" if row is not None:
@@ -183,6 +186,11 @@ class Spool:
         )
         return Recovered(state=state, blocks=tuple(blocks))
 
+    @property
+    def owners(self) -> Mapping[str, str]:
+        """Producer -> the name that whoever wrote for it last made up, where it made one up."""
+        return {name: row.owner for name, row in self._rows.items() if row.owner is not None}
+
     # -- what is ---------------------------------------------------------------------------------------------------
 
     def _entries(self) -> list[dict[str, Any]]:
@@ -190,6 +198,8 @@ class Spool:
         found: list[dict[str, Any]] = []
         for name, row in self._rows.items():
             found.append(_attached(name, first=row.base, before=row.before))
+            if row.owner is not None:
+                found.append(_owned(name, row.owner))
             for sequence, block in sorted(row.blocks.items()):
                 found.append(_kept(block))
                 if sequence in row.left:
@@ -226,11 +236,15 @@ class Spool:
             raise
         return block if self._in_memory else replace(block, payload=path)
 
-    def attached(self, producer: str, *, first: int, before: Totals) -> None:
+    def attached(self, producer: str, *, first: int, before: Totals, owner: str | None = None) -> None:
         """See ``Store``."""
         if producer not in self._rows:
             self._journal.append(_attached(producer, first=first, before=before))
             self._rows[producer] = _Row(base=first, before=before)
+        row = self._rows[producer]
+        if owner != row.owner:
+            self._journal.append(_owned(producer, owner))
+            row.owner = owner
 
     def joined(self, group: str) -> None:
         """See ``Store``."""
@@ -288,6 +302,10 @@ def _end_of(text: str) -> Any:
 
 def _attached(producer: str, *, first: int, before: Totals) -> dict[str, Any]:
     return {"what": "attached", "producer": producer, "first": first, "before": asdict(before)}
+
+
+def _owned(producer: str, owner: str | None) -> dict[str, Any]:
+    return {"what": "owned", "producer": producer, "owner": owner}
 
 
 def _acknowledged(group: str, *, producer: str, through: int) -> dict[str, Any]:
