@@ -154,16 +154,22 @@ class BrokeredWriter(RecordWriter):
 
     def _fail(self) -> None:
         self._held = []
-        with contextlib.suppress(TransportError, UsageError):
-            self._port.disconnect(self._session)
+        self._say(self._port.disconnect)
 
     def _discard(self) -> None:
         self._held = []
-        try:
-            self._port.abort(self._session)
-        except (TransportError, UsageError):
-            # The broker is gone, or took this producer for lost: consumers are told so without us.
-            return
+        self._say(self._port.abort)
+
+    def _say(self, last: Callable[[Session], None]) -> None:
+        """A last word, once more where the way broke meanwhile: unsaid, the name is taken until the lease runs out."""
+        for _ in range(2):
+            try:
+                return last(self._session)
+            except (TransportError, UsageError) as error:
+                # The broker is gone, or took this producer for lost: consumers are told so without us.
+                if error.kind is not ErrorKind.CONNECTION:
+                    return None
+        return None
 
 
 class BrokeredReader(RecordReader):
@@ -209,7 +215,10 @@ class BrokeredReader(RecordReader):
         """Leave the group; what was not acknowledged is given to the next. Records already yielded stay valid."""
         if not self._closed:
             super().close()
-            self._port.leave(self._member)
+            # A broker that is gone has no members, and from one that is not reached the lease takes back what is out:
+            # whoever has read everything is told nothing by a way that breaks then.
+            with contextlib.suppress(TransportError):
+                self._port.leave(self._member)
 
     def _arrive(self) -> Iterator[RouteRecord]:
         while not self._closed:
