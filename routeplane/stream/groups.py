@@ -43,7 +43,6 @@ class Member:
 
     epoch: int
     seen: float
-    present: bool = True
     held: set[str] = field(default_factory=set)  # producers of which it has blocks out
     ready: dict[str, None] = field(default_factory=dict)  # ... and of which there are more
 
@@ -153,14 +152,19 @@ class Group:
             cursor.following = cursor.acknowledged
             self._let_go(producer, consumer)
 
+    def leave(self, consumer: str) -> None:
+        """A consumer goes, where it is here, and is forgotten."""
+        if consumer in self.members:
+            self.give_back(consumer)
+            del self.members[consumer]
+
     def expire(self, seen_until: float) -> None:
-        """Hand on what consumers hold that showed no sign of life since; alone, a slow consumer keeps what it has."""
-        present = [name for name, member in self.members.items() if member.present]
-        for consumer in present if len(present) > 1 else ():
-            member = self.members[consumer]
-            if member.held and member.seen <= seen_until:
-                member.present = False
-                self.give_back(consumer)
+        """Hand on what consumers hold that showed no sign of life since, where another one did: a slow consumer keeps
+        what it has while nobody stands in for it, and one that died beside it stands in for nobody."""
+        if any(member.seen > seen_until for member in self.members.values()):
+            late = [name for name, member in self.members.items() if member.held and member.seen <= seen_until]
+            for consumer in late:
+                self.leave(consumer)
 
     def has_rest(self, consumer: str) -> bool:
         """Whether anything is here for a consumer, or may come back from another."""
@@ -170,7 +174,7 @@ class Group:
 
     def signs_of_life(self) -> list[float]:
         """When each consumer that holds something was seen last."""
-        return [member.seen for member in self.members.values() if member.present and member.held]
+        return [member.seen for member in self.members.values() if member.held]
 
     def _let_go(self, producer: str, consumer: str) -> None:
         member = self.members[consumer]
