@@ -145,12 +145,16 @@ class BrokeredWriter(RecordWriter):
     def _finish(self) -> None:
         self.flush()
         self._send(self._end)
+        # block by block: consumers may take days, and a way that breaks once a day is no way that fails
+        while self._linger and self._outbox.pending:
+            self._send(self._end)
 
     def _end(self) -> None:
         self._port.close(self._session, totals=self._outbox.totals)
         if self._linger:
-            self._port.wait_acknowledged(self._session, through=self._outbox.next_sequence, timeout_s=self._timeout_s)
-            self._outbox.acknowledge(self._outbox.next_sequence)
+            through = min(self._outbox.acknowledged + 1, self._outbox.next_sequence)
+            session = self._port.wait_acknowledged(self._session, through=through, timeout_s=self._timeout_s)
+            self._outbox.acknowledge(session.acknowledged)
 
     def _fail(self) -> None:
         self._held = []

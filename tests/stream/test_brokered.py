@@ -6,6 +6,7 @@ What both see is as if nothing had happened: everything comes, once, in order; t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +83,29 @@ def test_a_consumer_is_not_heard_when_it_leaves(tmp_path: Path, loss: Loss) -> N
         plane._losses = {plane.calls: loss}
     assert reader.report().complete
     plane.close()
+
+
+def test_a_producer_that_waits_for_long_is_cut_off_often() -> None:
+    """Its way may break as often for each block that is acknowledged as for one that is sent."""
+    plane = LossyPlane(None)
+    asked = 0
+
+    def others() -> None:
+        """The way breaks five times; then each group is done with one more block."""
+        nonlocal asked
+        asked += 1
+        if asked % 6:
+            plane._losses = {plane.calls: "request"}
+            return
+        for group in ("default", "audit"):
+            member = plane.gate.join(group, "c")
+            [block] = plane.gate.take(member, timeout_s=0.0).blocks
+            plane.gate.acknowledge(member, producer="p", through=block.sequence + 1)
+
+    plane.while_waiting = others
+    sink: Any = new_stream(plane, SPEC, producer="p")
+    for record in RECORDS:
+        sink.write(record)
+    sink.close()
+    assert () == sink.unacknowledged
+    assert 0 == plane.gate.report().unacknowledged_blocks
