@@ -103,6 +103,7 @@ class Broker:
         self._ledger, self._store = ledger, store
         self._changed = threading.Condition()
         self._shut: str | None = None
+        self._for_good = True
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
@@ -264,15 +265,25 @@ class Broker:
         """Look at the ledger's clock now, for owners of another clock than the machine's."""
         self._change(self._ledger.tick)
 
-    def shut(self, why: str) -> None:
-        """Nobody will read, or write, any more: whoever waits, or comes, gets UsageError (CLOSED)."""
+    def shut(self, why: str, *, for_good: bool = True) -> None:
+        """Nobody will read, or write, any more: whoever waits, or comes, gets UsageError (CLOSED).
+
+        Where another broker may go on, not ``for_good``, it is TransportError (CONNECTION), as where this one died.
+        """
         with self._changed:
-            self._shut = self._shut or why
+            if self._shut is None:
+                self._shut, self._for_good = why, for_good
             self._changed.notify_all()
 
     def _check_open(self) -> None:
-        if self._shut is not None:
+        if self._shut is not None and self._for_good:
             raise UsageError(f"expected an open stream, got one that was {self._shut}", kind=ErrorKind.CLOSED)
+        if self._shut is not None:
+            raise TransportError(
+                f"expected a service, got one that was {self._shut}: start it again, and open the stream again under "
+                "the same name; what was not acknowledged is sent again",
+                kind=ErrorKind.CONNECTION,
+            )
 
     def _let_go(self) -> None:
         # also where nobody is told: a list of what left would keep it all
