@@ -26,7 +26,7 @@ from routeplane.capture.wire import encode_npy
 from routeplane.spec import RouteSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -122,13 +122,18 @@ def hops(routes_RLK: NDArray[np.int16], *, rounds: int) -> list[Result]:
     """Bodies by form: their bytes, and the rate at which a hop passes them on."""
     desk = TicketDesk(SPEC, stream="routes")
 
-    def issue(call: ModelCall) -> str:
-        desk.write(record_of_call(call, SPEC))
-        return ticket_for(call, stream="routes").to_json()
+    def issue(calls: Sequence[ModelCall]) -> list[str]:
+        for call in calls:
+            desk.write(record_of_call(call, SPEC))
+        return [ticket_for(call, stream="routes").to_json() for call in calls]
 
     bodies: dict[str, bytes] = {}
     for form in ("ticket", "inline", "nemo"):
         document = response(routes_RLK)
+        if form == "nemo":
+            # its messages must have them
+            [choice] = document["choices"]
+            choice["message"]["generation_log_probs"] = [-0.5] * len(choice["token_ids"])
         ship_routes(document, Asked(form=form, keep_ids=form == "inline"), spec=SPEC, issue=issue, cached=0)
         bodies[form] = json.dumps(document).encode()
     document = response(routes_RLK)

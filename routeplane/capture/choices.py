@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["Choice", "FinalRow", "Reading", "Redeem", "call_of_choice"]
+__all__ = ["WHY_ABSENT", "Choice", "FinalRow", "Reading", "Redeem", "call_of_choice"]
 
 #: What a row for the call's last token is: none that an engine made (so it may only be MISSING), the engine's, or what
 #: a harness wrote since it wants one row per token.
@@ -38,6 +38,10 @@ FinalRow = Literal["absent", "captured", "filler"]
 #: Gives the call behind a ticket, once; ``tickets.TicketDesk.redeem`` is one.
 Redeem = Callable[[RouteTicket], ModelCall]
 
+#: What is wrong where a response that should have routes has none.
+WHY_ABSENT = (
+    "start the server with --enable-return-routed-experts; a proxy or an agent between may have dropped the field"
+)
 # What a server's finish reasons say of rows that are not there.
 _LOSS_OF: Mapping[str, RowLoss] = MappingProxyType({"abort": "aborted", "error": "lost"})
 _TICKET = '{"call":'
@@ -81,9 +85,7 @@ class Choice:
     routes: Any
     logprobs: Sequence[float] | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
-    why_absent: str = (
-        "start the server with --enable-return-routed-experts; a proxy or an agent between may have dropped the field"
-    )
+    why_absent: str = WHY_ABSENT
 
 
 def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:

@@ -8,16 +8,24 @@ request and its response: which are read, which are passed on untouched, what is
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from routeplane.capture.shipping import Asked, ShippingForm, parse_form, prepare_request, ship_routes, strip_routes
-from routeplane.capture.tickets import record_of_call, ticket_for
-from routeplane.errors import RouteplaneError, UsageError, refused
+from routeplane.capture.shipping import (
+    Asked,
+    ShippingForm,
+    parse_form,
+    prepare_request,
+    require_routes,
+    ship_routes,
+    strip_routes,
+)
+from routeplane.capture.tickets import issued
+from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError, refused
 from routeplane.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -47,7 +55,7 @@ class MiddlewareReport:
     shipped: int = 0
     stripped: int = 0
     streams: int = 0  # answered as a stream: passed on untouched
-    untouched: int = 0  # other bodies: errors, compressed, not JSON
+    untouched: int = 0  # other bodies: errors, compressed, not JSON, without choices, or not whole
     refused: int = 0  # answered with an error, since their routes could not be shipped
 
     def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
@@ -90,6 +98,8 @@ class RouteMiddleware:
         self._axis = axis
         self._weights_version = weights_version or (lambda: None)
         self._cached = cached
+        if isinstance(paths, str):
+            raise refused("paths as a sequence of text", f"one text {paths!r}")
         self._paths = tuple(paths)
         self._lock = threading.Lock()  # responses are rewritten in threads, and a sink takes one record at a time
         self._counts = dict.fromkeys(MiddlewareReport.__slots__, 0)
@@ -117,19 +127,32 @@ class RouteMiddleware:
         except UsageError as error:
             return await self._refuse(send, error, status=400)
         content, more = await _read_body(receive)
-        document = None if "content-encoding" in headers else _json_object(content)
-        if document is None or document.get("stream"):
-            self._counts["streams" if document is not None else "untouched"] += 1
+        document = None if more or "content-encoding" in headers else _json_object(content)
+        if document is None:
+            self._counts["untouched"] += 1
             return await self._app(scope, _replay(content, more, receive), send)
-        changed, asked = prepare_request(document, form, chat=scope["path"].endswith("/chat/completions"))
-        body = json.dumps(changed, separators=(",", ":")).encode()
+        return await self._serve(document, form, scope, receive, send)
+
+    async def _serve(
+        self, document: Mapping[str, Any], form: ShippingForm, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        streams = _is_yes(document.get("stream"))
+        changed, asked = prepare_request(
+            document, "none" if streams else form, chat=scope["path"].endswith("/chat/completions")
+        )
+        body = _compact(changed)
         scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
-        reply = _Reply(send)
-        await self._app(scope, _replay(body, [], receive), reply.take)
-        if reply.start is None:
+        if streams:
+            self._counts["streams"] += 1
+            return await self._app(scope, _replay(body, [], receive), send)
+        # a compressed response would pass untouched, so the server is not told that the client takes one
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() != b"accept-encoding"]
+        reply = _Reply(send, lambda start, content: self._answer(start, content, asked, scope, send))
+        try:
+            await self._app(scope, _replay(body, [], receive), reply.take)
+        finally:
             self._counts["untouched"] += reply.passed
-            return None
-        return await self._answer(reply, asked, scope, send)
+        return None
 
     def _closing(self, send: Send) -> Send:
         """Closes the sink that was made by name once the application has shut down."""
@@ -141,44 +164,57 @@ class RouteMiddleware:
 
         return closed
 
-    async def _answer(self, reply: _Reply, asked: Asked, scope: Scope, send: Send) -> None:
+    async def _answer(self, start: Message, content: bytes, asked: Asked, scope: Scope, send: Send) -> None:
         try:
-            content, shipped, stripped = await asyncio.to_thread(self._rewrite, bytes(reply.body), asked, scope)
+            content, counts = await asyncio.to_thread(self._rewrite, content, asked, scope)
         except RouteplaneError as error:
             return await self._refuse(send, error, status=502)
-        self._counts["shipped"] += shipped
-        self._counts["stripped"] += stripped
-        headers = _with_length(reply.start["headers"], len(content)) if reply.start else []
-        if shipped:
+        for name, count in counts.items():
+            self._counts[name] += count
+        headers = _with_length(start["headers"], len(content))
+        if counts.get("shipped"):
             headers.append((HEADER.encode(), asked.form.encode()))
-        await send({**(reply.start or {}), "headers": headers})
+        await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": False})
         return None
 
-    def _rewrite(self, content: bytes, asked: Asked, scope: Scope) -> tuple[bytes, int, int]:
-        """The body to send, and from how many choices routes were shipped and stripped."""
+    def _rewrite(self, content: bytes, asked: Asked, scope: Scope) -> tuple[bytes, dict[str, int]]:
+        """The body to send, and what to count of it."""
         document = _json_object(content)
-        if document is None or "choices" not in document or asked.form == "npy":
-            return content, 0, 0
+        if document is None or "choices" not in document:
+            return content, {"untouched": 1}
+        if asked.form == "npy":
+            return content, {"shipped": require_routes(document)}
         if asked.form == "none":
             stripped = strip_routes(document)
-            return (json.dumps(document, separators=(",", ":")).encode() if stripped else content), 0, stripped
+            return _compact(document) if stripped else content, {"stripped": stripped}
         shipped = ship_routes(
             document,
             asked,
             spec=self._spec_of(scope),
-            issue=lambda call: self._issue(call, scope),
+            issue=lambda calls: self._issue(calls, scope),
             axis=self._axis,
             weights_version=self._weights_version(),
             cached=self._cached,
         )
-        return json.dumps(document, separators=(",", ":")).encode(), shipped, 0
+        return _compact(document), {"shipped": shipped}
 
-    def _issue(self, call: ModelCall, scope: Scope) -> str:
-        ticket = ticket_for(call, stream=self._stream).to_json()
-        with self._lock:
-            self._sink_of(scope).write(record_of_call(call, self._spec_of(scope)))
-        return ticket
+    def _issue(self, calls: Sequence[ModelCall], scope: Scope) -> list[str]:
+        """The tickets of calls whose records were written; all are made before the first is, since a record whose
+        response is refused has no owner."""
+        pairs = [issued(call, self._spec_of(scope), stream=self._stream) for call in calls]
+        try:
+            with self._lock:
+                for record, _ in pairs:
+                    self._sink_of(scope).write(record)
+        except OSError as error:
+            if isinstance(error, RouteplaneError):
+                raise
+            # a file's or a pipe's own: who asked must hear of it as of any other refusal
+            raise TransportError(
+                f"expected the sink to take call {calls[0].call_id}, got {error}", kind=ErrorKind.CONNECTION
+            ) from error
+        return [ticket.to_json() for _, ticket in pairs]
 
     def _sink_of(self, scope: Scope) -> RouteSink:
         if self._sink is None:
@@ -186,8 +222,7 @@ class RouteMiddleware:
         if not isinstance(self._sink, str):
             return self._sink
         if self._made_sink is None:
-            module, _, name = self._sink.replace(":", ".").rpartition(".")
-            self._made_sink = getattr(importlib.import_module(module), name)(self._spec_of(scope))
+            self._made_sink = _factory(self._sink)(self._spec_of(scope))
         return self._made_sink
 
     def _spec_of(self, scope: Scope) -> RouteSpec:
@@ -215,24 +250,29 @@ class RouteMiddleware:
 
 
 class _Reply:
-    """Holds a JSON response back until it is whole; passes any other on as it comes."""
+    """Holds a JSON response back until it is whole, and has it answered then; passes any other on as it comes."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, answer: Callable[[Message, bytes], Awaitable[None]]) -> None:
         self._send = send
-        self.start: Message | None = None
-        self.body = bytearray()
+        self._answer = answer
+        self._start: Message | None = None
+        self._body = bytearray()
         self.passed = False
 
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = {name.lower(): value for name, value in message["headers"]}
-            is_json = headers.get(b"content-type", b"").split(b";")[0].strip() == b"application/json"
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            is_json = headers.get(b"content-type", b"").split(b";")[0].strip().lower() == b"application/json"
             if message["status"] == 200 and is_json and b"content-encoding" not in headers:
-                self.start = message
+                self._start = message
                 return
             self.passed = True
-        elif message["type"] == "http.response.body" and self.start is not None:
-            self.body += message.get("body", b"")
+        elif message["type"] == "http.response.body" and self._start is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                # not when the application returns: it may have work of its own behind its answer
+                start, self._start = self._start, None
+                await self._answer(start, bytes(self._body))
             return
         await self._send(message)
 
@@ -250,7 +290,7 @@ async def _read_body(receive: Receive) -> tuple[bytes, list[Message]]:
 
 
 def _replay(content: bytes, more: list[Message], receive: Receive) -> Receive:
-    pending = [{"type": "http.request", "body": content, "more_body": False}, *more]
+    pending = [{"type": "http.request", "body": content, "more_body": bool(more)}, *more]
 
     async def replayed() -> Message:
         return pending.pop(0) if pending else await receive()
@@ -265,6 +305,31 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _is_yes(value: object) -> bool:
+    """Whether a server takes a field for true: of what is no bool, vLLM's reader (pydantic) takes these words for
+    false."""
+    return bool(value) and str(value).lower() not in ("0", "f", "false", "n", "no", "off")
+
+
+def _factory(name: str) -> Callable[[RouteSpec], RouteSink]:
+    """What a dotted name leads to. Raises UsageError where that cannot be called."""
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    found: Callable[[RouteSpec], RouteSink] | None = None
+    try:
+        found = getattr(import_module(module), attribute, None) if module else None
+    except ModuleNotFoundError as error:
+        # what a module that is there fails to import is its own matter
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+    if not callable(found):
+        raise refused("sink as the dotted name of a factory", f"{name!r}, which is none")
+    return found
+
+
+def _compact(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from routeplane.capture.choices import WHY_ABSENT
 from routeplane.capture.envelopes import encode_lists, encode_nrlre1
 from routeplane.capture.inline import encode_inline
 from routeplane.capture.openai import as_list, as_mapping, calls_from_response
-from routeplane.errors import refused
+from routeplane.errors import CaptureError, ErrorKind, refused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from routeplane.capture.wire import LayerAxis
     from routeplane.spec import RouteSpec
 
-__all__ = ["Asked", "ShippingForm", "parse_form", "prepare_request", "ship_routes", "strip_routes"]
+__all__ = ["Asked", "ShippingForm", "parse_form", "prepare_request", "require_routes", "ship_routes", "strip_routes"]
 
 #: How a response carries routes: a ticket for them, our inline text, what vLLM wrote, NeMo's envelope or lists; none.
 ShippingForm = Literal["ticket", "inline", "npy", "nemo", "nemo-lists", "none"]
@@ -70,12 +71,15 @@ def prepare_request(body: Mapping[str, Any], form: ShippingForm, *, chat: bool) 
             for one in messages
         ]
     tokens = body.get("token_ids")
-    start = body.get("routed_experts_prompt_start")
+    # token in / token out has all that it samples by one level below
+    place = body if tokens is None else body.get("sampling_params")
+    start = place.get("routed_experts_prompt_start") if isinstance(place, Mapping) else None
     asked = Asked(
         form=form,
         first_row=start if isinstance(start, int) else None,
         prompt_ids=tokens if isinstance(tokens, list) else None,
-        keep_ids=form in ("inline", "npy", "none") or bool(body.get("return_token_ids")),
+        # whoever sends token ids is answered in token ids, unasked
+        keep_ids=form in ("inline", "npy", "none") or tokens is not None or bool(body.get("return_token_ids")),
         keep_logprobs=form not in _MESSAGE_FORMS or bool(body.get("logprobs")),
     )
     if form not in ("none", "npy") and tokens is None:
@@ -86,12 +90,47 @@ def prepare_request(body: Mapping[str, Any], form: ShippingForm, *, chat: bool) 
 
 
 def strip_routes(document: dict[str, Any]) -> int:
-    """Take the routes out of a response that nobody asked to have them in; from how many choices."""
+    """Take the routes out of a response that nobody asked to have them in; from how many choices.
+
+    Whatever else a server answered is not ours to refuse.
+    """
     count = 0
-    for choice in as_list(document.get("choices", []), "choices"):
-        if as_mapping(choice, "a choice").get("routed_experts") is not None:
+    choices = document.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if not isinstance(choice, dict):
+            continue
+        found = [choice.get("routed_experts"), _take_off_message(choice)]
+        if found[0] is not None:
             choice["routed_experts"] = None
+        count += any(routes is not None for routes in found)
+    return count
+
+
+def _take_off_message(choice: Mapping[str, Any]) -> Any:
+    """The routes that some servers (NeMo RL's) put on the message, which has them no longer."""
+    message = choice.get("message")
+    return message.pop("routed_experts", None) if isinstance(message, dict) else None
+
+
+def require_routes(document: Mapping[str, Any]) -> int:
+    """How many choices have routes, in whatever form; for who asked for those that the server writes.
+
+    Raises CaptureError (CAPTURE_OFF) for a choice without them, unless it was aborted, or a writer inside the engine
+    says in its place what became of them; DataError for choices of another kind.
+    """
+    said = as_mapping(document.get("kv_transfer_params"), "kv_transfer_params")
+    count = 0
+    for one in as_list(document.get("choices"), "choices"):
+        choice = as_mapping(one, "a choice")
+        message = as_mapping(choice.get("message"), "a message")
+        if any(place.get("routed_experts") is not None for place in (choice, message)):
             count += 1
+        elif choice.get("finish_reason") not in ("abort", "error") and "routeplane" not in said:
+            raise CaptureError(
+                f"expected routes in choice {choice.get('index', 0)}, got none: {WHY_ABSENT} @ call "
+                f"{document.get('id')}",
+                kind=ErrorKind.CAPTURE_OFF,
+            )
     return count
 
 
@@ -100,15 +139,17 @@ def ship_routes(
     asked: Asked,
     *,
     spec: RouteSpec,
-    issue: Callable[[ModelCall], str],
+    issue: Callable[[Sequence[ModelCall]], Sequence[str]],
     axis: LayerAxis = "decoder",
     weights_version: int | None = None,
     cached: int | None = None,
 ) -> int:
     """Replace the routes of a response by the form asked for, in place; in how many choices.
 
-    ``issue``: takes a call into a stream and gives its ticket's text. Every choice is read, and so checked, before the
-    first is changed. Raises as ``calls_from_response``, and UsageError for a form on the message where there is none.
+    ``issue``: takes calls into a stream, all or none, and gives the text of their tickets. Every choice is read, and so
+    checked, before the first is changed. An aborted choice without routes has no ticket; then the response's ids stay,
+    which are all that there is to read of it. Raises as ``calls_from_response``, UsageError for a form on the message
+    where there is none, and CaptureError (CAPTURE_OFF) for one without log-probabilities.
     """
     calls = calls_from_response(
         document,
@@ -120,25 +161,35 @@ def ship_routes(
         axis=axis,
     )
     choices = sorted(document["choices"], key=lambda one: int(one.get("index", 0)))
+    shipped = [call for call in calls if call.routes is not None]
+    tickets = iter(issue(shipped) if asked.form == "ticket" else ())
     for choice, call in zip(choices, calls, strict=True):
         if asked.form in _MESSAGE_FORMS:
             _put_on_message(choice, call, spec, lists=asked.form == "nemo-lists")
-        elif call.routes is None:
+            continue
+        _take_off_message(choice)
+        if call.routes is None:
             choice["routed_experts"] = None
         elif asked.form == "ticket":
-            choice["routed_experts"] = issue(call)
+            choice["routed_experts"] = next(tickets)
         else:
             choice["routed_experts"] = encode_inline(
                 call.routes, spec, token_ids=call.token_ids, first_row=call.first_row
             )
-    _tidy(document, asked)
-    return len(calls)
+    _tidy(document, asked, keep_ids=asked.keep_ids or (asked.form == "ticket" and len(shipped) < len(calls)))
+    return len(shipped)
 
 
 def _put_on_message(choice: dict[str, Any], call: ModelCall, spec: RouteSpec, *, lists: bool) -> None:
     message = choice.get("message")
     if not isinstance(message, dict):
         raise refused("a chat completion for routes on the message", "a choice without a message")
+    if call.logprobs is None and len(call.generation_ids):
+        raise CaptureError(
+            f"expected log-probabilities of the {len(call.generation_ids)} generated tokens, which a message has for "
+            f"NeMo Gym, got none @ call {call.call_id}",
+            kind=ErrorKind.CAPTURE_OFF,
+        )
     rows_SLK = _one_row_per_token(call, spec)
     choice["routed_experts"] = None
     message["prompt_token_ids"] = call.prompt_ids.tolist()
@@ -156,12 +207,12 @@ def _one_row_per_token(call: ModelCall, spec: RouteSpec) -> NDArray[np.int16]:
     return rows_SLK
 
 
-def _tidy(document: dict[str, Any], asked: Asked) -> None:
+def _tidy(document: dict[str, Any], asked: Asked, *, keep_ids: bool) -> None:
     """Take out of the answer what only we asked for."""
-    if not asked.keep_ids:
+    if not keep_ids:
         document.pop("prompt_token_ids", None)
     for choice in document["choices"]:
-        if not asked.keep_ids:
+        if not keep_ids:
             choice.pop("prompt_token_ids", None)
             choice.pop("token_ids", None)
         if not asked.keep_logprobs:

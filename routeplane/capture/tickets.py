@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from routeplane.spec import RouteSpec
 
-__all__ = ["DeskReport", "TicketDesk", "call_of_ticket", "record_of_call", "ticket_for"]
+__all__ = ["DeskReport", "TicketDesk", "call_of_ticket", "issued", "record_of_call", "ticket_for"]
 
 #: Keys of redeemed and expired calls that a desk remembers, to say what became of them.
 _REMEMBERED = 4_096
@@ -36,6 +36,18 @@ _REMEMBERED = 4_096
 def record_of_call(call: ModelCall, spec: RouteSpec) -> RouteRecord:
     """The one-call record of a call, under the key ``(call_id, 0, 0)``."""
     return single.record_of_call(call, spec, sample_id=call.call_id)
+
+
+def issued(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[RouteRecord, RouteTicket]:
+    """The record of a call that brought routes, and the ticket for the call that it gives back.
+
+    That is the very call, but for what says nothing of a row: a version that no token and no row is of, a bound of the
+    cache that lies among rows which did not come. Raises as ``record_of_call`` and ``ticket_for``.
+    """
+    record = record_of_call(call, spec)
+    return record, ticket_for(
+        _call_behind(record, call.call_id, start=call.first_row, stop=call.rows_stop), stream=stream
+    )
 
 
 def ticket_for(call: ModelCall, *, stream: str) -> RouteTicket:
@@ -60,30 +72,35 @@ def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
         raise DataError(
             f"expected the record of call {ticket.call_id}, got {record.key}", kind=ErrorKind.TOKEN_MISMATCH
         )
+    call = _call_behind(record, ticket.call_id, start=ticket.start, stop=ticket.stop)
+    if call.checksum != ticket.checksum:
+        # a call need not name the layers where they are the spec's
+        call = replace(call, layer_ids=None, checksum=None)
+    require_equal(ticket.checksum, call.checksum, where=f"call {ticket.call_id}", sample=ticket.call_id)
+    return call
+
+
+def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) -> ModelCall:
     generated = [span for span in record.spans if span.kind == "generation"]
     prompt = generated[0].start if generated else record.num_tokens
     known = [capture.weights_version for capture in record.captures if capture.state in ("captured", "partial")]
-    behind = {capture.state for capture in record.captures if capture.start >= ticket.stop}
+    # rows lost behind the last that came may go on from lost ones among those that did
+    behind = {capture.state for capture in record.captures if capture.stop > stop}
     lost: list[RowLoss] = [loss for loss in get_args(RowLoss) if loss in behind]
-    call = ModelCall(
+    return ModelCall(
         prompt_ids=record.token_ids[:prompt],
         generation_ids=record.token_ids[prompt:],
-        routes=record.routes[ticket.start : ticket.stop] if ticket.stop > ticket.start or not lost else None,
-        first_row=ticket.start,
+        routes=record.routes[start:stop] if stop > start or not lost else None,
+        first_row=start,
         layer_ids=record.spec.layer_ids,
         weights_version=generated[0].weights_version if generated else next(iter(known), None),
-        call_id=ticket.call_id,
+        call_id=call_id,
         logprobs=None if record.logprobs is None else record.logprobs[prompt:],
         media=tuple(json.loads(record.attributes["media"])) if "media" in record.attributes else (),
         cached=max((capture.stop for capture in record.captures if capture.state == "cached"), default=0),
         loss=lost[0] if lost else None,
         columns=dict(record.columns),
     )
-    if call.checksum != ticket.checksum:
-        # a call need not name the layers where they are the spec's
-        call = replace(call, layer_ids=None, checksum=None)
-    require_equal(ticket.checksum, call.checksum, where=f"call {ticket.call_id}", sample=ticket.call_id)
-    return call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +110,7 @@ class DeskReport:
     received: int = 0
     redeemed: int = 0
     expired: int = 0
-    refused: int = 0  # tickets that no call answered: unknown, redeemed before, expired, of another stream
+    refused: int = 0  # tickets that no call answered: unknown, redeemed before, expired, of another stream or call
     held: int = 0
     held_bytes: int = 0
 
@@ -182,7 +199,11 @@ class TicketDesk:
                 self._counts["refused"] += 1
                 raise self._unknown(ticket)
             _, record = self._held[ticket.key]
-            call = call_of_ticket(record, ticket)
+            try:
+                call = call_of_ticket(record, ticket)
+            except DataError:
+                self._counts["refused"] += 1
+                raise
             self._forget(ticket.key, "was redeemed")
             self._counts["redeemed"] += 1
             return call

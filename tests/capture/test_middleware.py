@@ -11,7 +11,9 @@ import asyncio
 import copy
 import gzip
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,11 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import TypeAdapter
 
+from routeplane import new_stream
 from routeplane.capture.envelopes import decode_lists, decode_nrlre1
 from routeplane.capture.gym import calls_from_gym
 from routeplane.capture.inline import INLINE_PREFIX
@@ -28,6 +33,7 @@ from routeplane.capture.middleware import HEADER, RouteMiddleware
 from routeplane.capture.openai import calls_from_response
 from routeplane.capture.shipping import parse_form
 from routeplane.capture.tickets import TicketDesk
+from routeplane.capture.wire import decode_npy, encode_npy
 from routeplane.errors import UsageError
 from routeplane.ports import RouteSink
 from routeplane.spec import MISSING, RouteSpec
@@ -137,6 +143,75 @@ def test_inline_routes_are_the_calls(one: Exchange) -> None:
     assert len(text) < len(one.response["choices"][0]["routed_experts"])
 
 
+def changed(one: Exchange, *, choice: int = 0, **fields: Any) -> Exchange:
+    """The same exchange, answered with other fields of one choice."""
+    response = copy.deepcopy(one.response)
+    response["choices"][choice].update(fields)
+    return replace(one, response=response)
+
+
+@pytest.mark.parametrize("form", ["inline", "ticket"])
+def test_token_in_token_out_is_trimmed_by_its_sampling_parameters(form: str) -> None:
+    """``/inference/v1/generate`` takes the first row among the sampling parameters; and token ids, the whole of its
+    answer, stay in it."""
+    desk = TicketDesk(SPEC, stream="routes")
+    rows_RDK = decode_npy(GENERATE.response["choices"][0]["routed_experts"])
+    request = copy.deepcopy(GENERATE.request)
+    request["sampling_params"]["routed_experts_prompt_start"] = 4
+    app, _ = server(changed(GENERATE, routed_experts=encode_npy(rows_RDK[4:])), sink=desk)
+    document = post(app, request, form=form, path="/inference/v1/generate").json()
+
+    assert GENERATE.response["choices"][0]["token_ids"] == document["choices"][0]["token_ids"]
+    given: dict[str, Any] = {"weights_version": 3, "cached": 0, "prompt_ids": GENERATE.prompt_ids}
+    [call] = calls_from_response(document, SPEC, redeem=desk.redeem, **given)
+    [whole] = calls_from_response(GENERATE.response, SPEC, **given)
+    assert (4, whole.num_tokens - 1) == (call.first_row, call.rows_stop)
+    np.testing.assert_array_equal(whole.routes[4:], call.routes)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("form", ["ticket", "inline", "npy"])
+def test_an_aborted_choice_without_routes_can_be_read(form: str) -> None:
+    """What was aborted before its first token has no routes and no ticket, and is read with its sibling: its ids stay.
+    It is not counted as shipped."""
+    desk = TicketDesk(SPEC, stream="routes")
+    one = changed(TWO, choice=1, finish_reason="abort", token_ids=[], routed_experts=None, logprobs=None)
+    app, _ = server(one, sink=desk)
+    request = {name: value for name, value in TWO.request.items() if name != "return_token_ids" or form == "npy"}
+    reply = post(app, request, form=form)
+
+    whole, aborted = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+    assert ("aborted", None) == (aborted.loss, aborted.routes)
+    assert TWO.reference(0) == np.sort(whole.routes, axis=2).tolist()  # type: ignore[arg-type]
+    assert (form, 1) == (reply.headers[HEADER], middleware_of(app).report().shipped)
+
+
+def test_choices_are_written_when_all_of_them_can_be() -> None:
+    """Rows that no record may have, in the last choice: the sink got nothing of the first, whose ticket nobody has."""
+    desk = TicketDesk(SPEC, stream="routes")
+    rows_RDK = decode_npy(TWO.response["choices"][1]["routed_experts"]).copy()
+    rows_RDK[3, SPEC.layer_ids[0], :] = 5
+    app, _ = server(changed(TWO, choice=1, routed_experts=encode_npy(rows_RDK)), sink=desk)
+
+    assert (502, 0) == (post(app, TWO.request, form="ticket").status_code, desk.report().received)
+
+
+@pytest.mark.parametrize("form", ["ticket", "inline", "none"])
+def test_routes_on_the_message_are_moved_too(form: str) -> None:
+    """A server that has them there, as NeMo RL's: they do not stay beside the form that was asked for."""
+    desk = TicketDesk(SPEC, stream="routes")
+    text = CHAT.response["choices"][0]["routed_experts"]
+    message = {**CHAT.response["choices"][0]["message"], "routed_experts": text}
+    app, _ = server(changed(CHAT, routed_experts=None, message=message), sink=desk)
+    reply = post(app, CHAT.request, form=form)
+
+    assert text not in reply.text
+    if form == "none":
+        assert 1 == middleware_of(app).report().stripped
+    else:
+        [call] = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+        assert CHAT.reference(0) == np.sort(call.routes, axis=2).tolist()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("form", ["nemo", "nemo-lists"])
 def test_nemo_forms_stand_on_the_message(form: str) -> None:
     """Fact C-008: ids, log-probabilities and one row per token on the message, matched by index; the choice's own field
@@ -164,8 +239,9 @@ def test_nemo_forms_stand_on_the_message(form: str) -> None:
 def test_vllms_own_form_passes_by_name() -> None:
     """The form npy is the response as vLLM made it."""
     app, _ = server(CHAT)
+    reply = post(app, CHAT.request, form="npy")
 
-    assert CHAT.response == post(app, CHAT.request, form="npy").json()
+    assert (CHAT.response, "npy", 1) == (reply.json(), reply.headers[HEADER], middleware_of(app).report().shipped)
 
 
 def test_routes_are_shipped_only_where_they_are_asked_for() -> None:
@@ -190,9 +266,43 @@ def test_routes_in_a_harness_messages_do_not_reach_the_engine() -> None:
     """What NeMo Gym sends back inside the history is dropped from the request, and nothing else."""
     app, seen = server(CHAT)
     past = {"role": "assistant", "content": "a", "prompt_token_ids": [1], "routed_experts": [[[1, 2]]] * 9}
-    post(app, {**CHAT.request, "messages": [*CHAT.request["messages"], past]}, form="inline")
+    request = {**CHAT.request, "messages": [*CHAT.request["messages"], past]}
+    post(app, request, form="inline")
+    post(app, {**request, "stream": True})
 
-    assert {"role": "assistant", "content": "a", "prompt_token_ids": [1]} == seen[0]["messages"][1]
+    assert [{"role": "assistant", "content": "a", "prompt_token_ids": [1]}] * 2 == [one["messages"][1] for one in seen]
+
+
+@pytest.mark.parametrize("stream", [False, None, 0, "false", "no", "Off", "0"], ids=repr)
+def test_who_says_no_to_a_stream_gets_routes(stream: Any) -> None:
+    """In every word that the server's own reader of requests takes for no."""
+    assert not TypeAdapter(bool | None).validate_python(stream)
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> Response:
+        return JSONResponse(CHAT.response)
+
+    app.add_middleware(RouteMiddleware, spec=SPEC)
+    reply = post(app, {**CHAT.request, "stream": stream}, form="inline")
+
+    assert "inline" == reply.headers.get(HEADER)
+
+
+def test_a_server_that_could_compress_its_response_does_not() -> None:
+    """Where compression stands inside the middleware, a client that takes it must not lose its ticket for it: the
+    server is not told."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> Response:
+        return JSONResponse(CHAT.response)
+
+    app.add_middleware(GZipMiddleware, minimum_size=10)
+    app.add_middleware(RouteMiddleware, spec=SPEC)
+    reply = post(app, CHAT.request, form="inline", headers={"accept-encoding": "gzip, deflate"})
+
+    assert ("inline", None) == (reply.headers.get(HEADER), reply.headers.get("content-encoding"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -253,7 +363,9 @@ def test_other_bodies_pass_untouched_and_are_counted(name: str) -> None:
     assert (1, 0) == (app.report().untouched, app.report().refused)
 
 
-async def _raw(app: RouteMiddleware, content: bytes, *, leave: bool = False) -> list[Any]:
+async def _raw(
+    app: RouteMiddleware, content: bytes, *, leave: bool = False, sent: list[Any] | None = None
+) -> list[Any]:
     """Every message that the application sent; the body comes in pieces of 7 bytes."""
     pieces = [content[at : at + 7] for at in range(0, len(content), 7)] or [b""]
     incoming: list[Any] = [
@@ -261,7 +373,7 @@ async def _raw(app: RouteMiddleware, content: bytes, *, leave: bool = False) -> 
         for index, piece in enumerate(pieces)
     ]
     incoming.append({"type": "http.disconnect"})
-    sent: list[Any] = []
+    sent = [] if sent is None else sent
 
     async def receive() -> Any:
         return incoming.pop(0)
@@ -313,15 +425,103 @@ def test_other_requests_pass_untouched(content: bytes) -> None:
 
 
 def test_a_client_that_left_is_passed_on() -> None:
-    """Where a client goes away within its request, the server is told, with what had come."""
-    got: list[Any] = []
+    """Where a client goes away within its request, the server is told, with what had come, which is not passed for all
+    of it; also where that happens to be a whole document."""
+    for content in (b"partial", b'{"prompt":"x"}'):
+        got: list[Any] = []
 
-    async def echo(scope: Any, receive: Any, send: Any) -> None:
-        got.extend([await receive(), await receive()])
+        async def echo(scope: Any, receive: Any, send: Any, got: list[Any] = got) -> None:
+            got.extend([await receive(), await receive()])
 
-    asyncio.run(_raw(RouteMiddleware(echo, spec=SPEC), b"partial", leave=True))
+        asyncio.run(_raw(RouteMiddleware(echo, spec=SPEC), content, leave=True))
 
-    assert [b"partial", "http.disconnect"] == [got[0]["body"], got[1]["type"]]
+        assert (content, True) == (got[0]["body"], got[0]["more_body"])
+        assert "http.disconnect" == got[1]["type"]
+
+
+def answering(content: bytes, *more: Any, headers: list[tuple[bytes, bytes]] | None = None) -> Callable[..., Any]:
+    """An application that reads the request, sends so much of a JSON response, and ends as ``more`` says: a message to
+    send besides, an error to raise, a future to wait for."""
+    typed = [(b"content-type", b"application/json")] if headers is None else headers
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": typed})
+        await send({"type": "http.response.body", "body": content, "more_body": bool(more)})
+        for one in more:
+            if isinstance(one, Exception):
+                raise one
+            await (one() if callable(one) else send(one))
+
+    return plain
+
+
+LAST: dict[str, Any] = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def test_an_answer_leaves_before_what_the_server_does_behind_it() -> None:
+    """Background tasks run when the client has its answer, as without the middleware; one that fails takes nothing
+    back."""
+    content = json.dumps(CHAT.response).encode()
+    sent: list[Any] = []
+
+    async def later() -> None:
+        # what the client does with its answer may be what the task waits for
+        assert ["http.response.start", "http.response.body"] == [message["type"] for message in sent]
+        sent.append({"type": "later"})
+
+    app = RouteMiddleware(answering(content, LAST, later, OSError("behind the answer")), spec=SPEC)
+    with pytest.raises(OSError, match="behind the answer"):
+        asyncio.run(_raw(app, json.dumps(CHAT.request).encode(), sent=sent))
+
+    assert ["http.response.start", "http.response.body", "later"] == [message["type"] for message in sent]
+    assert json.loads(sent[1]["body"])["choices"][0]["routed_experts"].startswith(INLINE_PREFIX)
+    assert 1 == app.report().shipped
+
+
+def test_a_response_that_does_not_end_is_not_passed_for_a_whole_one() -> None:
+    """Where the application stops within its body nothing was answered, and its server says so: half a body with a
+    length of its own would look like all of it."""
+    half = json.dumps(CHAT.response).encode()[:100]
+    more = {"type": "http.response.body", "body": b"", "more_body": True}
+
+    assert [] == asyncio.run(_raw(RouteMiddleware(answering(half, more), spec=SPEC), b"{}"))
+
+
+def test_a_response_start_need_not_have_headers() -> None:
+    """In ASGI they are optional."""
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body"})
+
+    app = RouteMiddleware(plain, spec=SPEC)
+
+    assert [204, None] == [message.get("status") for message in asyncio.run(_raw(app, b"{}"))]
+    assert 1 == app.report().untouched
+
+
+@pytest.mark.parametrize("form", ["inline", "npy", "none"])
+@pytest.mark.parametrize("content", [b"no json", b"[]", b'{"error": {"message": "full"}}'])
+def test_documents_of_another_kind_pass_untouched_and_are_counted(content: bytes, form: str) -> None:
+    """A server may answer with status 200 and no choices; that is the client's to read."""
+    app = RouteMiddleware(answering(content), spec=SPEC)
+    reply = post(app, CHAT.request, form=form)
+
+    assert (200, content, None) == (reply.status_code, reply.content, reply.headers.get(HEADER))
+    assert (1, 0) == (app.report().untouched, app.report().refused)
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"choices": null}', b'{"choices": [1]}', b'{"choices": [null]}', b'{"choices": {"index": 0}}']
+)
+def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(content: bytes) -> None:
+    """Only who asked for routes is told that there is nothing to ship them in."""
+    app = RouteMiddleware(answering(content), spec=SPEC)
+
+    assert (200, content) == (post(app, CHAT.request).status_code, post(app, CHAT.request).content)
+    assert [502, 502] == [post(app, CHAT.request, form=form).status_code for form in ("inline", "npy")]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -329,17 +529,34 @@ def test_a_client_that_left_is_passed_on() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_routes_that_cannot_be_shipped_are_an_error() -> None:
+@pytest.mark.parametrize("form", ["inline", "ticket", "npy", "nemo"])
+def test_routes_that_cannot_be_shipped_are_an_error(form: str) -> None:
     """A response without routes, to a request that asked for them, is no response (fact W17): 502 with the reason."""
-    one = exchange("0.30", "chat")
-    bare = Exchange(name="bare", spec=SPEC, request=one.request, response=copy.deepcopy(one.response), sequences=[])
-    bare.response["choices"][0]["routed_experts"] = None
-    app, _ = server(bare)
-    reply = post(app, one.request, form="inline")
+    app, _ = server(changed(CHAT, routed_experts=None))
+    reply = post(app, CHAT.request, form=form)
 
     assert (502, "capture_off") == (reply.status_code, reply.json()["error"]["kind"])
     assert "--enable-return-routed-experts" in reply.json()["error"]["message"]
     assert 1 == middleware_of(app).report().refused
+
+
+def test_the_ticket_of_the_engines_own_writer_passes_as_it_is() -> None:
+    """Where the engine wrote the routes itself, its ticket is what it has to say, and ``npy`` asks for just that."""
+    one = changed(CHAT, routed_experts=None)
+    one.response["kv_transfer_params"] = {"routeplane": "{}"}
+    app, _ = server(one)
+
+    assert one.response == post(app, CHAT.request, form="npy").json()
+
+
+@pytest.mark.parametrize("form", ["nemo", "nemo-lists"])
+def test_a_message_for_nemo_is_not_made_without_log_probabilities(form: str) -> None:
+    """NeMo Gym trains on them: none for tokens that were sampled would be a list of another length."""
+    app, _ = server(changed(CHAT, logprobs=None))
+    reply = post(app, CHAT.request, form=form)
+
+    assert (502, "capture_off") == (reply.status_code, reply.json()["error"]["kind"])
+    assert "log-probabilities" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -363,6 +580,46 @@ def test_an_unknown_form_is_a_bad_request() -> None:
     assert (400, []) == (reply.status_code, seen)
     with pytest.raises(UsageError):
         parse_form("Ticket")
+
+
+def test_a_sink_whose_reader_is_gone_is_an_error_with_its_reason() -> None:
+    """A FIFO's reader ended: the ticket is refused with what the system said, later ones since the stream closed; each
+    is counted, and none is a bare 500."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as file:
+        app, _ = server(CHAT, sink=new_stream(file, SPEC, max_bytes=1))
+        for count, kind, says in ((1, "connection", "Broken pipe"), (2, "closed", "open")):
+            reply = post(app, CHAT.request, form="ticket")
+
+            assert (502, kind) == (reply.status_code, reply.json()["error"]["kind"])
+            assert says in reply.json()["error"]["message"]
+            assert (count, 0) == (middleware_of(app).report().refused, middleware_of(app).report().shipped)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tests.capture.test_middleware.open_nowhere", "No such file"),
+        ("tests.capture.no_such_module.sink", "dotted name"),
+        ("tests.capture.test_middleware.no_such_name", "dotted name"),
+        ("tests.capture.test_middleware.HEADER", "dotted name"),
+        ("sink", "dotted name"),
+    ],
+)
+def test_a_sink_that_cannot_be_made_is_an_error_with_its_reason(name: str, says: str) -> None:
+    """What stands in the way reaches the client and the count, whoever asks next too."""
+    app, _ = server(CHAT, sink=name)
+    for count in (1, 2):
+        reply = post(app, CHAT.request, form="ticket")
+
+        assert (502, count) == (reply.status_code, middleware_of(app).report().refused)
+        assert says in reply.json()["error"]["message"]
+
+
+def open_nowhere(spec: RouteSpec) -> RouteSink:
+    """A factory whose target is not there."""
+    return new_stream(open("/no/such/folder/stream", "wb"), spec)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -413,6 +670,12 @@ def test_a_sink_made_by_name_is_closed_with_the_server() -> None:
 
     assert ["lifespan.startup.complete", "200", "lifespan.shutdown.complete"] == sent
     assert 502 == post(app, CHAT.request, form="ticket").status_code
+
+
+def test_one_path_is_not_its_letters() -> None:
+    """Text is an iterable too, whose every character ends some path."""
+    with pytest.raises(UsageError, match="paths"):
+        RouteMiddleware(answering(b"{}"), spec=SPEC, paths="/v1/completions")
 
 
 def test_the_spec_of_a_vllm_server_is_its_own() -> None:

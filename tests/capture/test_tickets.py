@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,13 +16,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from routeplane import new_stream, open_stream
-from routeplane.calls import ModelCall
-from routeplane.capture.tickets import TicketDesk, call_of_ticket, record_of_call, ticket_for
+from routeplane.calls import ModelCall, RowLoss
+from routeplane.capture.tickets import TicketDesk, call_of_ticket, issued, record_of_call, ticket_for
 from routeplane.errors import ChecksumError, DataError, ErrorKind, SpecError, UsageError
 from routeplane.ports import MAX_TICKET_BYTES, RouteTicket
 from routeplane.record import RecordKey
+from routeplane.spec import MISSING
 from routeplane.testing.builders import watermarked_spec
-from tests.turns import SPEC, turn
+from tests.turns import SPEC, turn, watermarks
 
 
 class Clock:
@@ -97,6 +98,44 @@ def test_a_redeemed_call_is_the_very_call(
 
     assert call.checksum == back.checksum == back.compute_checksum()
     assert len(ticket.to_json()) <= MAX_TICKET_BYTES
+
+
+@given(data=st.data())
+def test_no_ticket_is_issued_that_nobody_can_redeem(data: st.DataObject) -> None:
+    """Whatever rows are not there, before, among or behind those that came: the call that comes back has the same
+    tokens, rows and record. A record does not hold what says nothing of a row, so the ticket is made for what it
+    holds."""
+    prompt, generated = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any))
+    fed = prompt + max(generated - 1, 0)
+    first, stop = sorted(data.draw(st.tuples(st.integers(0, fed), st.integers(0, fed))))
+    loss = data.draw(st.sampled_from(get_args(RowLoss))) if stop < fed else None
+    rows_RLK = watermarks(stop - first, first=first)
+    for row in data.draw(st.sets(st.integers(0, stop - first - 1))) if stop > first else ():
+        rows_RLK[row] = MISSING
+    cached = data.draw(st.integers(0, stop))
+    call = turn(
+        0,
+        prompt,
+        generated,
+        routes=rows_RLK,
+        first_row=first,
+        loss=loss,
+        cached=cached if cached > first else 0,
+        layer_ids=data.draw(st.sampled_from([None, SPEC.layer_ids])),
+        weights_version=data.draw(st.sampled_from([None, 3])),
+    )
+    record, ticket = issued(call, SPEC, stream="s")
+
+    back = call_of_ticket(record, ticket)
+
+    assert (call.token_ids.tolist(), call.first_row, call.rows_stop, call.loss) == (
+        back.token_ids.tolist(),
+        back.first_row,
+        back.rows_stop,
+        back.loss,
+    )
+    np.testing.assert_array_equal(rows_RLK, rows_RLK[:0] if back.routes is None else back.routes)
+    assert record.checksum == record_of_call(call, SPEC).checksum == record_of_call(back, SPEC).checksum
 
 
 def test_a_ticket_is_redeemed_once() -> None:
@@ -190,6 +229,7 @@ def test_a_ticket_of_another_call_is_refused_and_loses_nothing() -> None:
         with pytest.raises(UsageError) as caught:
             at.redeem(unknown)
         assert ErrorKind.ARGUMENT == caught.value.kind
+    assert 6 == at.report().refused
     assert "call-0" == at.redeem(ticket).call_id
 
 
