@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from routeplane.errors import DataError, ErrorKind
 from routeplane.scalars import check_text
 
-__all__ = ["RESERVED_COLUMNS", "as_integers", "as_logprobs", "as_token_columns", "frozen_view"]
+__all__ = ["RESERVED_COLUMNS", "as_array", "as_integers", "as_logprobs", "as_token_columns", "frozen_view"]
 
 #: Names a token column may not take: the format's own columns, and ``route_weights``, kept for a later version.
 RESERVED_COLUMNS = frozenset(
@@ -54,7 +54,10 @@ def as_integers(values: Any, dtype: type[np.signedinteger[Any]], *, what: str, n
     """
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == ndim and values.flags.c_contiguous:
         return frozen_view(values)  # nearly always
-    array = _array(values, what)
+    if isinstance(values, list | tuple) and bool in map(type, values):
+        # among integers, numpy makes True a 1
+        raise DataError(f"expected {what} of an integer type, got a bool", kind=ErrorKind.DTYPE)
+    array = as_array(values, what=what)
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(values, np.ndarray):
         array = array.astype(dtype)  # an empty list has no type of its own
     if array.dtype.kind not in "iu":
@@ -76,7 +79,7 @@ def as_integers(values: Any, dtype: type[np.signedinteger[Any]], *, what: str, n
 def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[np.float32]:
     """``values`` as read-only float32 ``[length]``. NaN means none; positive values and infinities above are
     refused."""
-    array = _array(values, what)
+    array = as_array(values, what=what)
     if array.dtype.kind != "f" and array.size:
         raise DataError(f"expected {what} of a float type, got {array.dtype}", kind=ErrorKind.DTYPE)
     if array.shape != (length,):
@@ -90,16 +93,20 @@ def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[
     return frozen_view(np.ascontiguousarray(array, dtype=np.float32))
 
 
-def _array(values: Any, what: str) -> NDArray[Any]:
+def as_array(values: Any, *, what: str) -> NDArray[Any]:
+    """``values`` as numpy has them, a view where it can be.
+
+    Raises DataError for what is no array: ragged lists, a mask, a tensor that numpy cannot read (on a device, of a type
+    it lacks, waiting for its gradient).
+    """
     if isinstance(values, np.ma.MaskedArray):
         # what is masked would come out as the value behind the mask
         raise DataError(f"expected {what} without a mask, got a masked array", kind=ErrorKind.DTYPE)
     try:
         return np.asarray(values)
-    except (ValueError, OverflowError) as error:
-        raise DataError(
-            f"expected {what} as one array, got what numpy refuses: {error}", kind=ErrorKind.SHAPE
-        ) from None
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:
+        kind = ErrorKind.DTYPE if isinstance(error, TypeError | RuntimeError) else ErrorKind.SHAPE
+        raise DataError(f"expected {what} as one array, got what numpy refuses: {error}", kind=kind) from None
 
 
 def as_token_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[str, NDArray[Any]]:
@@ -117,7 +124,7 @@ def as_token_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[
                 f"expected a token column name outside the format's own, got {name!r}", kind=ErrorKind.TOKEN_COLUMN
             )
     for name in sorted(given):
-        array = _array(given[name], f"token column {name!r}")
+        array = as_array(given[name], what=f"token column {name!r}")
         if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
             raise DataError(
                 f"expected token column {name!r} of an integer, float or bool type, got {array.dtype}",

@@ -126,6 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "call_id_not_utf8": ({"call_id": "\ud800"}, ErrorKind.DTYPE),
     "no_tokens": ({"prompt_ids": [], "generation_ids": [], "routes": None}, ErrorKind.SHAPE),
     "tokens_floating": ({"prompt_ids": [0.0, 1.0, 2.0]}, ErrorKind.DTYPE),
+    "a_bool_among_tokens": ({"prompt_ids": [0, True, 2]}, ErrorKind.DTYPE),
     "tokens_nested": ({"generation_ids": [[3, 4]]}, ErrorKind.SHAPE),
     "token_beyond_int32": ({"generation_ids": [3, 2**31]}, ErrorKind.VALUE_RANGE),
     "version_text": ({"weights_version": "v1"}, ErrorKind.DTYPE),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from routeplane.arrays import as_integers
+from routeplane.arrays import as_integers, as_logprobs
 from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.forms import WireForm, read_routes
 from routeplane.capture.requests import cached_rows
@@ -76,14 +76,19 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a server said of one choice. ``routes``: a value in a wire form, rows ``(array, first row)``, or None."""
+    """What a server said of one choice.
+
+    ``routes``: a value in a wire form, or None. ``rows``: the rows and the token of the first one, where they were read
+    already.
+    """
 
     call_id: str
     prompt_ids: Sequence[int]
     generation_ids: Sequence[int]
     finish_reason: str | None
-    routes: Any
-    logprobs: Sequence[float] | None = None
+    routes: Any = None
+    rows: tuple[NDArray[np.int16], int] | None = None
+    logprobs: list[float] | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = WHY_ABSENT
 
@@ -104,7 +109,8 @@ def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:
         return _redeemed(choice, reading, np.concatenate([prompt_P, generation_G]))
     rows_RLK, first_row = _rows(choice, reading, np.concatenate([prompt_P, generation_G]))
     loss = _loss(choice, reading, rows_RLK, first_row=first_row)
-    bound = max(len(prompt_P) - 1, 0) if reading.cached is None else reading.cached
+    # what was generated comes from no prefix cache, whatever a server's count says
+    bound = max(len(prompt_P) - 1, 0) if reading.cached is None else min(reading.cached, len(prompt_P))
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,
@@ -136,17 +142,29 @@ def _redeemed(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> M
             f"others @ call {choice.call_id}",
             kind=ErrorKind.TOKEN_MISMATCH,
         )
-    version = reading.weights_version if call.weights_version is None else call.weights_version
-    if (version, choice.call_id) == (call.weights_version, call.call_id):
-        return call
-    return replace(call, weights_version=version, call_id=choice.call_id, checksum=None)
+    if reading.media and call.media and reading.media != call.media:
+        raise DataError(
+            f"expected the ticket's call to have the media {list(reading.media)}, got {list(call.media)} "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.MEDIA,
+        )
+    # what the writer of the ticket could not know is the caller's, or the response's, to say
+    said: dict[str, Any] = {
+        "weights_version": reading.weights_version if call.weights_version is None else call.weights_version,
+        "call_id": choice.call_id,
+        "media": call.media or reading.media,
+    }
+    changes = {name: value for name, value in said.items() if value != getattr(call, name)}
+    if call.logprobs is None and choice.logprobs is not None:
+        changes["logprobs"] = _logprobs(choice)
+    return replace(call, **changes, checksum=None) if changes else call
 
 
 def _rows(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> tuple[NDArray[np.int16] | None, int]:
-    if choice.routes is None:
+    if choice.rows is not None:
+        rows_RLK, first_row = choice.rows
+    elif choice.routes is None:
         return None, 0
-    if isinstance(choice.routes, tuple):
-        rows_RLK, first_row = choice.routes
     else:
         rows_RLK, first_row = read_routes(
             choice.routes,
@@ -195,12 +213,13 @@ def _loss(choice: Choice, reading: Reading, rows_RLK: NDArray[np.int16] | None, 
 def _logprobs(choice: Choice) -> NDArray[np.float32] | None:
     if choice.logprobs is None:
         return None
+    what = f"log-probabilities of call {choice.call_id}"
+    if not isinstance(choice.logprobs, list):
+        raise DataError(f"expected {what} as a list, got {type(choice.logprobs).__name__}", kind=ErrorKind.DTYPE)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in choice.logprobs):
         raise DataError(f"expected a number for every log-probability @ call {choice.call_id}", kind=ErrorKind.DTYPE)
-    if len(choice.logprobs) != len(choice.generation_ids):
-        raise DataError(
-            f"expected {len(choice.generation_ids)} log-probabilities, got {len(choice.logprobs)} "
-            f"@ call {choice.call_id}",
-            kind=ErrorKind.SHAPE,
-        )
-    return np.asarray(choice.logprobs, dtype=np.float64).astype(np.float32)
+    try:
+        logprobs_G = np.asarray(choice.logprobs, dtype=np.float64)
+    except OverflowError:  # JSON has whole numbers of any length
+        raise DataError(f"expected {what} that a float holds, got a larger one", kind=ErrorKind.VALUE_RANGE) from None
+    return as_logprobs(logprobs_G, len(choice.generation_ids), what=what)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from routeplane.arrays import as_integers
 from routeplane.capture.choices import Choice, Reading, call_of_choice
 from routeplane.capture.forms import WireForm, read_routes
 from routeplane.capture.openai import (
@@ -150,10 +151,9 @@ def _add_rows(
     # rows that a delta brings begin where those before it end, unless the form itself says where
     expected = begins if spans == "cumulative" or not total.parts else total.first_row + total.rows
     says_start = isinstance(value, Mapping)
-    token_S = np.asarray([*(total.prompt_ids or []), *total.generation_ids])
-    rows_RLK, start = read_routes(
-        value, spec, token_ids=token_S, form=form, axis=axis, first_row=None if says_start else expected, call=where
-    )
+    token_S = as_integers([*(total.prompt_ids or []), *total.generation_ids], np.int32, what="token ids", ndim=1)
+    begin = None if says_start and total.parts else expected
+    rows_RLK, start = read_routes(value, spec, token_ids=token_S, form=form, axis=axis, first_row=begin, call=where)
     if not total.parts:
         total.first_row = start
     held = total.first_row + total.rows
@@ -191,7 +191,7 @@ def _whole(total: _Sum, name: str) -> Choice:
         prompt_ids=total.prompt_ids,
         generation_ids=total.generation_ids,
         finish_reason=total.finish_reason,
-        routes=rows,
+        rows=rows,
         logprobs=total.logprobs or None,
         why_absent=_WHY_ABSENT,
     )

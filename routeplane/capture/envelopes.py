@@ -104,7 +104,7 @@ def decode_prime(document: Mapping[str, Any]) -> tuple[NDArray[Any], int]:
         raise DataError(f"expected a dtype of {_PRIME_DTYPES}, got {str(name)[:40]!r}", kind=ErrorKind.DTYPE)
     if not isinstance(shape, list | tuple) or not all(type(side) is int for side in shape):
         raise undecodable("shape as a list of three whole numbers", repr(shape)[:80])
-    if type(start) is not int or not 0 <= start < 2**31:
+    if not _is_position(start):
         raise undecodable("start as a token position", repr(start)[:40])
     _require_text(document["data"], "data as base64 text")
     dtype = np.dtype(name).newbyteorder("<")
@@ -113,11 +113,18 @@ def decode_prime(document: Mapping[str, Any]) -> tuple[NDArray[Any], int]:
 
 
 def encode_prime(routes: NDArray[Any], *, start: int = 0) -> dict[str, Any]:
-    """The object that ``decode_prime`` reads, in the array's own integer type."""
+    """The object that ``decode_prime`` reads, in the array's own integer type. Raises as ``encode_nrlre1``, and for no
+    token position as ``start``."""
+    if not _is_position(start):
+        raise refused("start as a token position", repr(start)[:40])
     if routes.dtype.kind not in "iu" or routes.dtype.name not in _PRIME_DTYPES or routes.ndim != 3:
         raise refused(f"an array of rank 3 and a dtype of {_PRIME_DTYPES}", f"{routes.dtype} {list(routes.shape)}")
     data = _to_base64(_narrowed(routes, routes.dtype.newbyteorder("<")))
     return {"data": data, "shape": list(routes.shape), "dtype": routes.dtype.name, "start": start}
+
+
+def _is_position(start: object) -> bool:
+    return type(start) is int and 0 <= start < 2**31
 
 
 def decode_lists(rows: object) -> NDArray[np.int64]:

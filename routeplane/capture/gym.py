@@ -150,7 +150,8 @@ def _calls(items: Sequence[Any], reading: Reading, call_id: str) -> Iterator[Mod
     for index, raw in enumerate(items):
         try:
             item = as_document(raw) if hasattr(raw, "model_dump") else as_mapping(raw, "an output item")
-            if item.get("generation_token_ids"):
+            ids = item.get("generation_token_ids")
+            if ids is not None and as_list(ids, "generation_token_ids"):
                 yield call_of_choice(_choice(item, f"{call_id}/output-{index}"), reading)
         except RouteplaneError as error:
             raise type(error)(
@@ -162,7 +163,7 @@ def _choice(item: Mapping[str, Any], name: str) -> Choice:
     return Choice(
         call_id=name,
         prompt_ids=as_list(item.get("prompt_token_ids"), "prompt_token_ids"),
-        generation_ids=as_list(item["generation_token_ids"], "generation_token_ids"),
+        generation_ids=item["generation_token_ids"],
         # a response in Gym has no finish reasons; an item that is there was finished
         finish_reason="stop",
         routes=item.get("routed_experts"),

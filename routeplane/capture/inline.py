@@ -30,6 +30,7 @@ from routeplane.capture.text64 import (
 from routeplane.checksum import CanonicalHash, require_equal
 from routeplane.errors import DataError, ErrorKind, SpecError
 from routeplane.rows import lay_out
+from routeplane.scalars import check_count
 from routeplane.spec import MAX_EXPERTS, NARROW_MISSING
 from routeplane.validate import check_routes
 
@@ -59,9 +60,10 @@ def encode_inline(routes: NDArray[np.int16], spec: RouteSpec, *, token_ids: NDAr
     """The text for int16 rows ``[R, L, K]`` of tokens ``[first_row, first_row + R)`` of a call.
 
     ``token_ids``: all of the call, prompt and generated. Raises DataError for rows that are not legal under the spec:
-    narrowed, they would be other rows.
+    narrowed, they would be other rows; and for a ``first_row`` that is no token of it.
     """
     routes_RLK = as_integers(routes, np.int16, what="routes", ndim=3)
+    check_count(first_row, "first_row", below=MAX_ROWS - len(routes_RLK) + 1)
     check_routes(routes_RLK, spec, first_token=first_row)
     # of a byte, -1 becomes 0xFF; legal ids are below 256
     wire = np.ascontiguousarray(routes_RLK.astype(_stored_type(spec), copy=False))

@@ -10,19 +10,21 @@ Axes: S token positions, M tokens of a message, D layers as the sender counts th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.arrays import as_integers, as_logprobs
+from routeplane.arrays import as_array, as_integers, as_logprobs
 from routeplane.assembly import assemble
 from routeplane.calls import ModelCall
+from routeplane.capture.envelopes import decode_lists
 from routeplane.capture.filler import rows_without_filler
 from routeplane.capture.wire import LayerAxis
-from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
+from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 from routeplane.spans import Span
+from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,7 +48,8 @@ def message_log_from_record(record: RouteRecord) -> list[dict[str, Any]]:
     int16 ``[M, L, K]`` (MISSING where nothing was captured) and every token column; generated ones also
     ``generation_logprobs`` float32 ``[M]`` where the record has log-probabilities. Two generations in a row have a
     message without tokens between them, as readers that take messages in pairs expect. Verifies first. Raises
-    UsageError (PREFIX) for a record whose first rows stand in another one.
+    UsageError: PREFIX for a record whose first rows stand in another one, ARGUMENT for a generated span of another role
+    than assistant, or a prompt's span of that role: the log would say that the policy sampled it.
     """
     record.verify()
     if record.routes_start:
@@ -58,12 +61,23 @@ def message_log_from_record(record: RouteRecord) -> list[dict[str, Any]]:
     for span in record.spans:
         if span.kind == "generation" and (not log or log[-1]["role"] == _ASSISTANT):
             log.append(_message(record, "user", start=span.start, stop=span.start))
-        role = span.role or (_ASSISTANT if span.kind == "generation" else "user")
-        message = _message(record, role, start=span.start, stop=span.stop)
+        message = _message(record, _role(span), start=span.start, stop=span.stop)
         if span.kind == "generation" and record.logprobs is not None:
             message["generation_logprobs"] = record.logprobs[span.start : span.stop].copy()
         log.append(message)
     return log
+
+
+def _role(span: Span) -> str:
+    """A span's role. Whoever reads a log takes every message of the assistant, and no other, for sampled tokens."""
+    generated = span.kind == "generation"
+    role = span.role or (_ASSISTANT if generated else "user")
+    if generated != (role == _ASSISTANT):
+        raise refused(
+            f"the role {_ASSISTANT!r} at generated tokens and at no others",
+            f"{role!r} at {span.kind} tokens [{span.start}, {span.stop})",
+        )
+    return role
 
 
 def _message(record: RouteRecord, role: str, *, start: int, stop: int) -> dict[str, Any]:
@@ -93,6 +107,10 @@ class _Message:
     def stop(self) -> int:
         return self.start + len(self.token_M)
 
+    @property
+    def has_rows(self) -> bool:
+        return self.routes_MDK is not None and bool((self.routes_MDK != MISSING).any())
+
 
 def record_from_message_log(
     log: Sequence[Mapping[str, Any]],
@@ -110,12 +128,13 @@ def record_from_message_log(
     """One record of a message log; each message of role ``assistant`` is one call's generation.
 
     The row of the last generated token, and of every token behind it, belongs to tokens that were never fed: it is
-    filler by its place and becomes MISSING, whatever it holds (NeMo RL writes ``arange(K)``). Rows of all tokens before
-    it are taken as captured; -1 throughout is MISSING. ``require_routes``: whether a message with tokens and without
-    rows is an error; else its rows are not captured. ``axis``: what the layer axis counts (as
-    ``message_log_from_record`` writes it: the captured layers; vLLM's rows have every decoder layer). Further arrays
-    are token columns, and must be in every message; others are refused by name unless ``ignore`` has it. Raises
-    DataError naming message and field, CaptureError (CAPTURE_OFF) for absent rows.
+    filler by its place and becomes MISSING, whatever it holds (NeMo RL writes ``arange(K)``). So does the row of an
+    earlier generation's last token where the message behind it has no row at all: the call that would have fed it
+    brought none, and repaired none. All other rows are taken as captured; -1 throughout is MISSING. ``require_routes``:
+    whether a message with tokens and without rows is an error; else its rows are not captured. ``axis``: what the layer
+    axis counts (as ``message_log_from_record`` writes it: the captured layers; vLLM's rows have every decoder layer).
+    Further arrays are token columns, and must be in every message; others are refused by name unless ``ignore`` has it.
+    Raises DataError naming message and field, CaptureError (CAPTURE_OFF) for absent rows.
     """
     messages = list(_read(log, frozenset(ignore)))
     if not messages:
@@ -140,7 +159,7 @@ def _read(log: Sequence[Mapping[str, Any]], ignore: frozenset[str]) -> Iterable[
                 f"expected token_ids in {where} ({message['role']}), got none", kind=ErrorKind.TOKEN_MISMATCH
             )
         # a message without tokens may have them as floats: torch makes an empty list of another type than a full one
-        token_M = as_integers(given if len(given) else [], np.int32, what=f"token_ids of {where}", ndim=1)
+        token_M = as_integers([] if _is_empty(given) else given, np.int32, what=f"token_ids of {where}", ndim=1)
         if len(token_M) == 0:
             continue
         logprobs = message.get("generation_logprobs") if message["role"] == _ASSISTANT else None
@@ -155,10 +174,15 @@ def _read(log: Sequence[Mapping[str, Any]], ignore: frozenset[str]) -> Iterable[
         start += len(token_M)
 
 
+def _is_empty(given: Any) -> bool:
+    shape = getattr(given, "shape", None)
+    return tuple(shape) == (0,) if shape is not None else isinstance(given, Sized) and len(given) == 0
+
+
 def _routes(given: Any, count: int, where: str) -> NDArray[Any] | None:
     if given is None:
         return None
-    routes_MDK = np.asarray(given)
+    routes_MDK = decode_lists(given) if isinstance(given, list) else as_array(given, what=f"routed_experts of {where}")
     if routes_MDK.dtype.kind not in "iu":
         raise DataError(
             f"expected routed_experts of {where} of an integer type, got {routes_MDK.dtype}", kind=ErrorKind.DTYPE
@@ -179,7 +203,7 @@ def _columns(
         # what is no array belongs to the text of the conversation
         if name in _KNOWN or name in ignore or not hasattr(value, "shape"):
             continue
-        column_M = np.asarray(value)
+        column_M = as_array(value, what=f"{name!r} of {where}")
         if column_M.shape != (count,):
             raise DataError(
                 f"expected {name!r} of {where} as a token column [{count}], got {list(column_M.shape)}: cut it "
@@ -191,11 +215,13 @@ def _columns(
 
 
 def _require_same_columns(messages: Sequence[_Message]) -> None:
-    names = set(messages[0].columns)
+    """Names and types: joined, integers and floats would all become floats."""
+    types = {name: values.dtype.name for name, values in messages[0].columns.items()}
     for message in messages:
-        if set(message.columns) != names:
+        found = {name: values.dtype.name for name, values in message.columns.items()}
+        if found != types:
             raise DataError(
-                f"expected the token columns {sorted(names)} in every message, got {sorted(message.columns)} "
+                f"expected the token columns {types} in every message, got {found} "
                 f"@ token {message.start} ({message.role})",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
@@ -205,7 +231,7 @@ def _rows(
     messages: Sequence[_Message], spec: RouteSpec, *, fed: int, required: bool, axis: LayerAxis
 ) -> NDArray[np.int16]:
     rows_SLK = spec.missing_rows(messages[-1].stop)
-    for message in messages:
+    for message, behind in itertools.zip_longest(messages, messages[1:]):
         where = f"tokens [{message.start}, {message.stop}) ({message.role})"
         if message.routes_MDK is None:
             if required and message.start < fed:
@@ -215,7 +241,10 @@ def _rows(
                     kind=ErrorKind.CAPTURE_OFF,
                 )
             continue
-        captured = [(0, min(max(fed - message.start, 0), len(message.token_M)))]
+        stop = min(max(fed - message.start, 0), len(message.token_M))
+        if message.role == _ASSISTANT and (behind is None or not behind.has_rows):
+            stop = min(stop, len(message.token_M) - 1)  # what would have fed the last token brought nothing
+        captured = [(0, stop)]
         rows_SLK[message.start : message.stop] = rows_without_filler(
             message.routes_MDK, spec, captured=captured, axis=axis, call=where
         )

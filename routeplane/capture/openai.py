@@ -82,7 +82,12 @@ def calls_from_response(
     found = [_choice(document, choice, prompt_ids, name=name) for choice in choices]
     if several:
         found = [replace(choice, call_id=f"{name}/{index}") for index, choice in enumerate(found)]
-    return tuple(call_of_choice(choice, reading) for choice in found)
+    calls = tuple(call_of_choice(choice, reading) for choice in found)
+    for call in calls:
+        # the ids that a ticket's call brought must be the request's too
+        if prompt_ids is not None and call.prompt_ids.tolist() != list(prompt_ids):
+            raise _another_prompt(prompt_ids, call.prompt_ids.tolist(), call.call_id)
+    return calls
 
 
 def as_document(response: object) -> Mapping[str, Any]:
@@ -132,14 +137,12 @@ def _choice(
     prompt = _ids((choice, message, document), "prompt_token_ids")
     generation = _ids((choice,), "token_ids")
     generation = _ids((message,), "generation_token_ids") if generation is None else generation
-    # a ticket's call brings its own ids, so that hops need not carry them
-    if isinstance(routes, str) and routes.startswith("{") and prompt is None and generation is None:
-        prompt, generation = [], []
     if prompt is not None and prompt_ids is not None and list(prompt_ids) != prompt:
-        raise DataError(
-            f"expected the request's {len(prompt_ids)} prompt ids in the response, got {len(prompt)} others "
-            f"@ call {name}",
-            kind=ErrorKind.TOKEN_MISMATCH,
+        raise _another_prompt(prompt_ids, prompt, name)
+    if isinstance(routes, str) and routes.startswith("{") and prompt is None and generation is None:
+        # a ticket's call brings its own ids and log-probabilities, so that hops need not carry them
+        return Choice(
+            call_id=name, prompt_ids=[], generation_ids=[], finish_reason=finish_reason(choice), routes=routes
         )
     prompt = list(prompt_ids) if prompt is None and prompt_ids is not None else prompt
     if prompt is None:
@@ -156,6 +159,13 @@ def _choice(
         finish_reason=finish_reason(choice),
         routes=routes,
         logprobs=logprobs,
+    )
+
+
+def _another_prompt(expected: Sequence[int], got: Sequence[int], name: str) -> DataError:
+    return DataError(
+        f"expected the request's {len(expected)} prompt ids in the response, got {len(got)} others @ call {name}",
+        kind=ErrorKind.TOKEN_MISMATCH,
     )
 
 

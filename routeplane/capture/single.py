@@ -40,7 +40,8 @@ def record_of_call(
     """
     routes_RLK = call.routes
     whole = routes_RLK is not None and call.layer_ids in (None, spec.layer_ids) and routes_RLK.size > 0
-    if routes_RLK is None or not whole or routes_RLK.min() < 0:
+    # rows of another shape are assemble's to refuse: one layer would be broadcast to all of them
+    if routes_RLK is None or not whole or routes_RLK.shape[1:] != spec.row_shape or routes_RLK.min() < 0:
         options = {"sample_id": sample_id, "attempt": attempt, "group": group, "attributes": attributes}
         return assemble([call], spec, **options).records[0]  # type: ignore[arg-type]  # a dict of mixed values
     routes_SLK = spec.missing_rows(call.num_tokens)

@@ -59,7 +59,19 @@ def rows_from_layers(
     """
     layers_RDK = np.asarray(layers)
     _check_layout(layers_RDK, spec, call)
-    _check_dense_slots(layers_RDK, spec, first_row, call)
+    return _captured_layers(layers_RDK, spec, first_row=first_row, call=call)
+
+
+def _captured_layers(
+    layers_RDK: NDArray[Any],
+    spec: RouteSpec,
+    *,
+    missing_R: NDArray[np.bool_] | None = None,
+    first_row: int,
+    call: str | None,
+) -> NDArray[np.int16]:
+    """``missing_R``: rows that may be -1 in dense slots too."""
+    _check_dense_slots(layers_RDK, spec, missing_R=missing_R, first_row=first_row, call=call)
     narrow_RLK = layers_RDK[:, _slots(spec.layer_ids)]
     _check_written(narrow_RLK, spec, first_row, call)
     return as_integers(narrow_RLK, np.int16, what=_named("routes", call), ndim=3)
@@ -106,14 +118,10 @@ def rows_from_axis(
     layers_RDK = np.asarray(routes)
     _check_layout(layers_RDK, spec, call)
     _check_range(layers_RDK, spec, slots=spec.layer_ids, first_row=first_row, call=call)
-    dense = sorted(set(range(layers_RDK.shape[1])) - set(spec.layer_ids))
-    if layers_RDK.dtype.kind == "i" and dense and layers_RDK.size:
+    missing_R = None
+    if layers_RDK.dtype.kind == "i" and layers_RDK.size and layers_RDK.shape[1] > spec.num_layers:
         missing_R = layers_RDK.max(axis=(1, 2)) == MISSING
-        if missing_R.any():
-            layers_RDK = layers_RDK.copy()
-            # anything else than -1 there stays, and is refused as what a dense layer cannot hold
-            layers_RDK[np.ix_(missing_R, dense)] = layers_RDK[np.ix_(missing_R, dense)] != MISSING
-    return rows_from_layers(layers_RDK, spec, first_row=first_row, call=call)
+    return _captured_layers(layers_RDK, spec, missing_R=missing_R, first_row=first_row, call=call)
 
 
 def _check_range(
@@ -131,7 +139,7 @@ def _check_range(
             kind=ErrorKind.ID_OUT_OF_RANGE if high >= width else ErrorKind.PARTIAL_ROW,
             message=f"expected ids in [0, {width}) or {MISSING}, got [{low}, {high}]",
             sample=call,
-            token=first_row + int((ids_RK.max(axis=1) if high >= width else -ids_RK.min(axis=1)).argmax()),
+            token=first_row + int(ids_RK.max(axis=1).argmax() if high >= width else ids_RK.min(axis=1).argmin()),
             layer=layer,
         )
         raise DataError.from_problems([problem], what="ids that the router does not have")
@@ -174,9 +182,15 @@ def _slots(layer_ids: tuple[int, ...]) -> slice | list[int]:
     return list(layer_ids)
 
 
-def _check_dense_slots(layers_RDK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:
+def _check_dense_slots(
+    layers_RDK: NDArray[Any],
+    spec: RouteSpec,
+    *,
+    missing_R: NDArray[np.bool_] | None,
+    first_row: int,
+    call: str | None,
+) -> None:
     dense = sorted(set(range(layers_RDK.shape[1])) - set(spec.layer_ids))
-    filled_RD = np.asarray(layers_RDK[:, dense].any(axis=2))
     problems = [
         Problem(
             kind=ErrorKind.DENSE_SLOT,
@@ -185,11 +199,22 @@ def _check_dense_slots(layers_RDK: NDArray[Any], spec: RouteSpec, first_row: int
             token=first_row + row,
             layer=layer,
         )
-        for slot, layer in enumerate(dense)
-        if (row := _first(filled_RD[:, slot])) is not None
+        for layer in dense
+        if (row := _first_filled(layers_RDK[:, layer], missing_R)) is not None
     ]
     if problems:
         raise CaptureError.from_problems(problems, what="the engine's layers are not the spec's")
+
+
+def _first_filled(ids_RK: NDArray[Any], missing_R: NDArray[np.bool_] | None) -> int | None:
+    """The first row of a layer with ids other than zeros, or other than -1 in a row that may be MISSING. A layer at a
+    time, and no copy: all dense layers together can be the whole payload."""
+    if not ids_RK.any():
+        return None
+    filled_R = np.asarray(ids_RK.any(axis=1))
+    if missing_R is not None:
+        filled_R &= ~missing_R | (ids_RK != MISSING).any(axis=1)
+    return _first(filled_R)
 
 
 def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:

@@ -288,6 +288,18 @@ def test_inline_does_not_narrow_what_is_illegal(row: list[int]) -> None:
         encode_inline(rows_RLK, SPEC, token_ids=np.arange(6))
 
 
+@pytest.mark.parametrize("first", [-1, 2**31 - 4, 2**32, True, 1.5, "2"])
+def test_no_text_is_written_that_nobody_reads(first: Any) -> None:
+    """Rows that begin at no token position, or run past the last one, are refused by the writer."""
+    rows_RLK = engine_rows(5)[:, [0, 2, 3]].astype(np.int16)
+
+    with pytest.raises(DataError, match="first_row"):
+        encode_inline(rows_RLK, SPEC, token_ids=np.arange(6), first_row=first)
+    if first != 2**31 - 4:
+        with pytest.raises(UsageError, match="start"):
+            encode_prime(rows_RLK, start=first)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Malformed
 # ----------------------------------------------------------------------------------------------------------------------
@@ -296,12 +308,12 @@ def test_inline_does_not_narrow_what_is_illegal(row: list[int]) -> None:
 SLACK = 48_000
 
 
-def peak(payload: Malformed) -> tuple[RouteplaneError, int]:
+def peak(payload: Malformed, spec: RouteSpec = SPEC) -> tuple[RouteplaneError, int]:
     """What reading a payload raises, and the most bytes that were allocated at once on the way."""
     tracemalloc.start()
     try:
         with pytest.raises(RouteplaneError) as caught:
-            read_routes(payload.payload, SPEC, token_ids=TOKENS, form=payload.form)
+            read_routes(payload.payload, spec, token_ids=TOKENS, form=payload.form)
         return caught.value, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -314,6 +326,39 @@ def test_what_is_malformed_is_refused_at_little_cost(case: Malformed) -> None:
 
     assert case.kind == error.kind, error
     assert allocated <= 2 * size_of(case.payload) + SLACK
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("layers", [(5,), tuple(range(0, 32, 2))], ids=["nearly all dense", "half of them dense"])
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_dense_layers_cost_no_copy(top_k: int, layers: tuple[int, ...], dtype: Any) -> None:
+    """Where most of a payload is slots of dense layers, some of its rows MISSING and one wrong, the bound holds too."""
+    spec = RouteSpec(num_experts=99, top_k=top_k, layer_ids=layers)
+    ids_RDK = np.zeros((4_000, 32, top_k), np.int16)
+    ids_RDK[:, layers] = np.arange(1, top_k + 1)
+    ids_RDK[7] = MISSING
+    ids_RDK[9, 31, 0] = 3
+    case = Malformed(name="", payload=encode_nrlre1(ids_RDK, dtype=dtype))
+    error, allocated = peak(case, spec)
+
+    assert (ErrorKind.DENSE_SLOT, 9, 31) == (error.kind, error.problems[0].token, error.problems[0].layer)
+    assert allocated <= 2 * size_of(case.payload) + SLACK
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64])
+def test_the_least_id_of_a_type_is_found(dtype: Any) -> None:
+    """The error names the row that holds it, though its negative is itself."""
+    ids_RDK = np.ones((8, 4, 4), dtype) * np.arange(1, 5, dtype=dtype)
+    ids_RDK[:, 1] = 0
+    ids_RDK[5, 2, 0] = np.iinfo(dtype).min
+
+    with pytest.raises(DataError) as caught:
+        rows_from_axis(ids_RDK, SPEC)
+    assert (ErrorKind.PARTIAL_ROW, 5, 2) == (
+        caught.value.kind,
+        caught.value.problems[0].token,
+        caught.value.problems[0].layer,
+    )
 
 
 def test_the_table_is_long_enough() -> None:

@@ -8,6 +8,7 @@ Axes: S tokens, D decoder layers, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneErro
 from routeplane.record import RouteRecord
 from routeplane.spec import MISSING, RouteSpec
 from routeplane.testing.rollouts import Rollout, rollouts
+from tests.capture.test_openai import leaves, values
 
 #: two layers, both with routers, so that NeMo's worked examples can be written down as they are
 SPEC = RouteSpec(num_experts=64, top_k=2, layer_ids=(0, 1), model="gym")
@@ -289,6 +291,11 @@ BAD: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "zeros": ({"routed_experts": [[[0, 0]] * 2] * 3}, ErrorKind.UNCAPTURED_SLOT),
     "log-probabilities of fewer": ({"generation_log_probs": []}, ErrorKind.SHAPE),
     "a log-probability above 0": ({"generation_log_probs": [0.5]}, ErrorKind.VALUE_RANGE),
+    "one log-probability for all": ({"generation_log_probs": -0.5}, ErrorKind.DTYPE),
+    "a log-probability below float32": ({"generation_log_probs": [-1e300]}, ErrorKind.VALUE_RANGE),
+    "a log-probability below any float": ({"generation_log_probs": [-(10**400)]}, ErrorKind.VALUE_RANGE),
+    "ids as an array": ({"generation_token_ids": np.asarray([3, 4])}, ErrorKind.DTYPE),
+    "ids as no text": ({"generation_token_ids": ""}, ErrorKind.DTYPE),
     "ids as text": ({"generation_token_ids": ["3"]}, ErrorKind.DTYPE),
 }
 
@@ -307,6 +314,13 @@ def test_invalid_items_are_refused(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Any rollout
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(TWO_TURNS[0])), values | st.lists(leaves, min_size=1, max_size=1))
+def test_a_changed_field_of_an_item_is_refused_or_read(name: str, value: object) -> None:
+    """Whatever stands in a field of an output item, reading raises a typed error or gives records."""
+    with contextlib.suppress(RouteplaneError):
+        rollout([{**TWO_TURNS[0], name: value}, TWO_TURNS[1]], require_routes=False, on_break="split")
 
 
 @given(rollouts(), st.sampled_from(["lists", "nrlre1"]), st.booleans())

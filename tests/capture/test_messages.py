@@ -5,6 +5,8 @@ Axes: S tokens, M tokens of a message, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,8 @@ def read(log: list[Any], **options: Any) -> RouteRecord:
 @given(rollouts(breaks=False))
 def test_a_log_gives_back_its_record(made: Rollout) -> None:
     """Tokens, rows, log-probabilities, token columns, roles and spans survive the way out and back; only who captured a
-    row is no longer known."""
+    row is no longer known, and whether the last row of a generation is one that a harness made up, where the message
+    behind it has none."""
     [record] = assemble(made.calls, made.spec, sample_id="s").records
     log = message_log_from_record(record)
 
@@ -63,8 +66,12 @@ def test_a_log_gives_back_its_record(made: Rollout) -> None:
     back = record_from_message_log(log, made.spec, sample_id="s", weights_version=1, require_routes=False)
 
     np.testing.assert_array_equal(record.token_ids, back.token_ids)
-    np.testing.assert_array_equal(record.routes[:fed], back.routes[:fed])
-    assert (back.routes[fed:] == MISSING).all()
+    expected_SLK = record.routes.copy()
+    expected_SLK[fed:] = MISSING
+    for span, behind in itertools.pairwise(record.spans):
+        if span.kind == "generation" and (record.routes[behind.start : behind.stop] == MISSING).all():
+            expected_SLK[span.stop - 1] = MISSING
+    np.testing.assert_array_equal(expected_SLK, back.routes)
     assert [(one.start, one.stop, one.kind) for one in record.spans] == [
         (one.start, one.stop, one.kind) for one in back.spans
     ]
@@ -207,6 +214,47 @@ def test_c051_c052_rows_behind_the_last_generation_are_filler() -> None:
     assert 3 == record.coverage().total - record.coverage().count("captured")
 
 
+@pytest.mark.parametrize("behind", [None, [NOTHING] * 2], ids=["route-less", "back-filled"])
+@pytest.mark.parametrize("filler", [FILLER, [[0, 0]] * 2], ids=["arange", "zeros"])
+def test_c039_a_last_row_that_no_turn_repaired_is_filler(behind: Any, filler: Any) -> None:
+    """Fact C-039: a turn with rows before one without keeps the dummy of its last token, as no prompt repaired it. It
+    becomes MISSING by its place, also once upstream has written -1 into the messages behind it; a turn whose prompt
+    brought rows keeps its repaired one."""
+    first = ("user", [1, 2], [row(2), row(4)])
+    cut = log_of(first, ("assistant", [3], [filler]), ("user", [4, 5], behind), ("assistant", [6, 7], behind))
+    whole = log_of(first, ("assistant", [3], [FILLER]), ("user", [4], [row(6)]), ("assistant", [5], [filler]))
+    record = read(cut, require_routes=False)
+
+    assert [row(2), row(4), *[NOTHING] * 5] == record.routes.tolist()
+    assert (4, 1) == (record.coverage().count("not_captured"), record.coverage().count("not_fed"))
+    assert [row(2), row(4), FILLER, row(6), NOTHING] == read(whole).routes.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), min_size=1, max_size=5), st.booleans())
+def test_a_log_as_upstream_keeps_it_holds_no_filler(turns: list[tuple[int, int, bool]], back_filled: bool) -> None:
+    """Logs made by section 2.1's rules (a row per token, the last one a dummy until the next turn's prompt repairs it,
+    turns without routes, -1 written behind them or not): of each token the row that was captured, or none."""
+    log: list[dict[str, Any]] = []
+    truth: list[Any] = []
+    for added, generated, routed in turns:
+        known, prompt = len(truth), len(truth) + (added if truth else added + 1)
+        total = prompt + generated
+        true_SLK = np.asarray([row(at % 30 * 2) for at in range(total)], dtype=np.int16)
+        if routed and log and "routed_experts" in log[-1]:
+            log[-1]["routed_experts"][-1] = true_SLK[known - 1]
+            truth[-1] = true_SLK[known - 1].tolist()
+        made_SLK = np.concatenate([true_SLK[:-1], np.asarray([FILLER])])
+        for role, start, stop in (("user", known, prompt), ("assistant", prompt, total)):
+            rows = made_SLK[start:stop].copy() if routed else None
+            log += log_of((role, list(range(start, stop)), rows))
+        truth += [*true_SLK[known:-1].tolist(), NOTHING] if routed else [NOTHING] * (total - known)
+    if back_filled:
+        for message in log:
+            message.setdefault("routed_experts", np.full((len(message["token_ids"]), 2, 2), -1, np.int16))
+
+    assert truth == read(log, require_routes=False).routes.tolist()
+
+
 def test_c053_earlier_rows_are_not_replaced_by_later_ones() -> None:
     """Fact C-053: upstream overwrites the rows of earlier turns with the newest capture; a log here is read as it
     stands, and assembling keeps the first capture unless told otherwise."""
@@ -247,6 +295,15 @@ BAD: dict[str, tuple[dict[str, Any], type[RouteplaneError], ErrorKind]] = {
     "no role": ({"role": None}, DataError, ErrorKind.DTYPE),
     "a column of another length": ({"mask": np.ones(3)}, DataError, ErrorKind.TOKEN_COLUMN),
     "a column in one message alone": ({"mask": np.ones(2)}, DataError, ErrorKind.TOKEN_COLUMN),
+    "rows of other lengths": ({"routed_experts": [row(2), row(4)[:1]]}, DataError, ErrorKind.SHAPE),
+    "a bool among ids": ({"routed_experts": [[[True, 2], [3, 4]], row(4)]}, DataError, ErrorKind.DTYPE),
+    "rows behind a mask": (
+        {"routed_experts": np.ma.masked_equal(np.asarray([row(2)] * 2), 3)},  # type: ignore[no-untyped-call]
+        DataError,
+        ErrorKind.DTYPE,
+    ),
+    "one token": ({"token_ids": 1}, DataError, ErrorKind.SHAPE),
+    "a column numpy has no type for": ({"mask": torch.ones(2, dtype=torch.bfloat16)}, DataError, ErrorKind.DTYPE),
     "images": ({"pixel_values": np.ones((2, 3, 3))}, DataError, ErrorKind.TOKEN_COLUMN),
 }
 
@@ -259,6 +316,30 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(error) as caught:
         read([{**GOOD[0], **change}, GOOD[1]])
     assert kind == caught.value.kind
+
+
+@pytest.mark.parametrize("other", [np.float32, np.uint64, np.bool_])
+def test_columns_of_two_types_are_refused(other: Any) -> None:
+    """Joined, integers beside floats (or int64 beside uint64) would become floats, and large ones other numbers."""
+    columns = [np.asarray([2**62 + 1, 1], np.int64), np.ones(2, other)]
+    log = [{**message, "mask": values} for message, values in zip(GOOD, columns, strict=True)]
+
+    with pytest.raises(DataError, match="int64") as caught:
+        read(log)
+    assert ErrorKind.TOKEN_COLUMN == caught.value.kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "role"), [("generation", "model"), ("prompt", "assistant")], ids=["no assistant", "no policy"]
+)
+def test_a_log_never_says_that_other_tokens_were_sampled(kind: str, role: str) -> None:
+    """Readers train what the assistant says: a prompt's span of that role, or a generated one of another, is refused
+    on the way out, where it would come back as the other kind."""
+    record = only(TWO_TURNS)
+    spans = tuple(replace(span, role=role) if span.kind == kind else span for span in record.spans)
+
+    with pytest.raises(UsageError, match=f"{role!r} at {kind} tokens"):
+        message_log_from_record(replace(record, spans=spans, checksum=None))
 
 
 def test_columns_may_be_left_out_by_name() -> None:
@@ -280,7 +361,8 @@ def test_c056_a_failed_member_is_all_missing() -> None:
 
 @given(st.integers(1, 4), st.data())
 def test_missing_messages_are_counted(turns: int, data: st.DataObject) -> None:
-    """Each fed token of a message without rows is not captured; no other row moves."""
+    """Each fed token of a message without rows is not captured, nor the last one of a generation before it, which only
+    such a message's call would have fed; no other row moves."""
     has = data.draw(st.lists(st.booleans(), min_size=2 * turns, max_size=2 * turns))
     assume(any(has))
     messages, at = [], 0
@@ -296,7 +378,8 @@ def test_missing_messages_are_counted(turns: int, data: st.DataObject) -> None:
         at += 2
     record = read(log_of(*messages), require_routes=False)
 
-    for token in range(at - 1):
-        expected = row((token // 2 * 2) % 30 * 2 + token % 2) if has[token // 2] else NOTHING
+    there = [has[token // 2] and (token % 4 < 3 or has[token // 2 + 1]) for token in range(at - 1)]
+    for token, kept in enumerate(there):
+        expected = row((token // 2 * 2) % 30 * 2 + token % 2) if kept else NOTHING
         assert expected == record.routes[token].tolist()
-    assert sum(2 for present in has if not present) - (not has[-1]) == record.coverage().missing
+    assert there.count(False) == record.coverage().missing

@@ -65,8 +65,28 @@ def test_c002_c004_a_row_of_the_last_token_needs_a_word() -> None:
     assert rows == as_captured.routes.tolist()
 
 
-def test_c005_missing_rows_are_an_error_unless_something_explains_them() -> None:
-    """Two rows of five: upstream writes -1 and warns once; here absent rows need a reason that the server gave."""
+def test_c003_a_row_has_its_own_width() -> None:
+    """Three experts of a row, two layers: as they came; upstream's [0,1,2] behind them is MISSING."""
+    rows = [[[4, 5, 6], [7, 8, 9]], [[1, 2, 3], [10, 11, 12]]]
+
+    assert [*rows, [[MISSING] * 3] * 2] == record(answered(2, 1, rows), spec_of(2, 3)).routes.tolist()
+
+
+def test_c004_a_row_of_zeros_for_the_last_token_is_no_route() -> None:
+    """The same with a third row of zeros: upstream ignores it unseen. Here a harness's row is left out by its place,
+    and a row said to be captured is refused: no router chooses one expert three times."""
+    rows = [[[4, 5, 6], [7, 8, 9]], [[1, 2, 3], [10, 11, 12]], [[0, 0, 0]] * 2]
+    response, spec = answered(2, 1, rows), spec_of(2, 3)
+
+    assert [*rows[:2], [[MISSING] * 3] * 2] == record(response, spec, final_row="filler").routes.tolist()
+    with pytest.raises(CaptureError) as caught:
+        record(response, spec, final_row="captured")
+    assert ErrorKind.UNCAPTURED_SLOT == caught.value.kind
+
+
+def test_c005_c006_missing_rows_are_an_error_unless_something_explains_them() -> None:
+    """Two rows of five: upstream writes -1 and warns once, or raises where no caller asks it to; here absent rows
+    need a reason that the server gave."""
     rows = np.ones((2, 1, 2), int) * [[[1, 2]]]
     for reason in ("stop", "length"):
         with pytest.raises(DataError) as caught:
@@ -84,6 +104,24 @@ def test_c007_surplus_rows_are_refused(rows: int) -> None:
     with pytest.raises(DataError) as caught:
         record(answered(2, 1, np.tile([[[1, 2]]], (rows, 1, 1))), spec_of(1, 2))
     assert ErrorKind.ROW_COUNT == caught.value.kind
+
+
+def test_c008_c011_rows_go_to_their_own_choice() -> None:
+    """Outputs 1 and 0, in this order, of one prompt: 10, 11, then 30 for choice 0, and 31, 32 for choice 1; the last
+    token of each is MISSING, not 0. An output 1 alone is an answer that lacks its choice 0."""
+    rows = {0: [10, 11, 30], 1: [10, 11, 31, 32]}
+    choices = [
+        {**answered(3, index + 1, np.reshape(rows[index], (-1, 1, 1)))["choices"][0], "index": index}
+        for index in (1, 0)
+    ]
+    response, spec = {"id": "r", "prompt_token_ids": [1, 2, 3], "choices": choices}, spec_of(1, 1)
+    calls = calls_from_response(response, spec, weights_version=1)
+
+    for index, call in enumerate(calls):
+        [made] = assemble([call], spec, sample_id="s").records
+        assert [*rows[index], MISSING] == made.routes.ravel().tolist()
+    with pytest.raises(DataError, match=r"got \[1\]"):
+        calls_from_response({**response, "choices": choices[:1]}, spec, weights_version=1)
 
 
 def test_c009_no_routes_are_an_error() -> None:
@@ -109,6 +147,32 @@ def test_c012_the_type_of_a_record_is_one(experts: int) -> None:
     made = record(answered(2, 2, rows), spec_of(1, 1, experts))
 
     assert (np.dtype(np.int16), experts - 1) == (made.routes.dtype, int(made.routes[0, 0, 0]))
+
+
+def test_c014_narrow_rows_are_the_same_rows() -> None:
+    """The rows of C-001 as int8."""
+    rows = (np.arange(30) % 128).reshape(5, 3, 2)
+    response = answered(4, 2, None, routed_experts=encode_nrlre1(rows, dtype="int8"))
+
+    assert record(answered(4, 2, rows), spec_of(3, 2)).checksum == record(response, spec_of(3, 2)).checksum
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "kept"),
+    [(0, 1, None), (1, 1, 0), (6, 3, None), (6, 5, 5), (3, 0, None), (4, 1, None), (4, 5, None), (4, 4, 3)],
+)
+def test_c017_tokens_and_rows_agree_or_are_refused(tokens: int, rows: int, kept: int | None) -> None:
+    """Section 1.1's table of tokens and rows: upstream cuts, and fills with dummies and -1; here a harness's row for
+    the last token is left out, and any other difference is refused. Its rows of one id twice are no routes: here each
+    has two."""
+    sent = [[[5 + at, 6 + at]] for at in range(rows)]
+    response, spec = answered(0, tokens, np.reshape(sent, (rows, 1, 2))), spec_of(1, 2)
+
+    if kept is None:
+        with pytest.raises(DataError):
+            record(response, spec, final_row="filler")
+        return
+    assert [*sent[:kept], [[MISSING] * 2]] == record(response, spec, final_row="filler").routes.tolist()
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("int16", 200), ("int16", 255), ("int32", 40_000)])

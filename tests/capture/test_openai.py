@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from routeplane import assemble
 from routeplane.calls import ModelCall
 from routeplane.capture.chunks import calls_from_chunks
-from routeplane.capture.envelopes import encode_prime, encode_sglang
+from routeplane.capture.envelopes import encode_lists, encode_prime, encode_sglang
 from routeplane.capture.openai import calls_from_response
 from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
 from routeplane.capture.wire import decode_npy, encode_npy
@@ -262,8 +262,36 @@ BAD = (
         error=DataError,
         kind=ErrorKind.TOKEN_MISMATCH,
     ),
+    Bad(
+        name="a log-probability below float32",
+        change={"logprobs": {"token_logprobs": [-1e300, -1.0]}},
+        error=DataError,
+        kind=ErrorKind.VALUE_RANGE,
+        says="float32",
+    ),
+    Bad(
+        name="a log-probability below any float",
+        change={"logprobs": {"token_logprobs": [-(10**400), -1.0]}},
+        error=DataError,
+        kind=ErrorKind.VALUE_RANGE,
+    ),
+    Bad(
+        name="one log-probability for all",
+        change={"message": {"generation_log_probs": -0.5}},
+        error=DataError,
+        kind=ErrorKind.DTYPE,
+        says="as a list",
+    ),
     Bad(name="ids as text", change={"token_ids": "8 9"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="ids as floats", change={"token_ids": [8.0, 9.0]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="a bool among ids", change={"token_ids": [True, 9]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(name="a bool in the prompt", change={"prompt_token_ids": [5, True, 7]}, error=DataError, kind=ErrorKind.DTYPE),
+    Bad(
+        name="routes as a tuple",
+        change={"routed_experts": (encode_lists(engine_rows(4)), 0)},
+        error=DataError,
+        kind=ErrorKind.ENCODING,
+    ),
     Bad(name="message as text", change={"message": "hello"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="logprobs as text", change={"logprobs": "none"}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(name="finish reason as list", change={"finish_reason": ["stop"]}, error=DataError, kind=ErrorKind.DTYPE),
@@ -321,16 +349,18 @@ def test_rows_that_an_abort_cut_short_are_declared() -> None:
     assert 1 == record.coverage().count("aborted")
 
 
+#: a row per token, the last one made up
+NEMO_MESSAGE = {
+    "prompt_token_ids": PROMPT,
+    "generation_token_ids": GENERATED,
+    "generation_log_probs": [-0.5, -0.25],
+    "routed_experts": [*engine_rows(4).tolist(), [[0, 1, 2, 3]] * 4],
+}
+
+
 def test_routes_on_the_message_are_read_as_nemo_puts_them() -> None:
     """What NeMo RL writes on the message: ids, log-probabilities, routes; its last row is filler by position."""
-    rows = [*engine_rows(4).tolist(), [[0, 1, 2, 3]] * 4]
-    message = {
-        "prompt_token_ids": PROMPT,
-        "generation_token_ids": GENERATED,
-        "generation_log_probs": [-0.5, -0.25],
-        "routed_experts": rows,
-    }
-    response = {"id": "n", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    response = {"id": "n", "choices": [{"index": 0, "finish_reason": "stop", "message": NEMO_MESSAGE}]}
 
     [call] = calls_from_response(response, SPEC, weights_version=1, final_row="filler", cached=0)
 
@@ -348,9 +378,18 @@ def test_the_prompt_of_the_request_must_be_the_responses() -> None:
     assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
 
 
-@pytest.mark.parametrize(("usage", "cached"), [(None, 2), ({"prompt_tokens_details": {"cached_tokens": 1}}, 1)])
+@pytest.mark.parametrize(
+    ("usage", "cached"),
+    [
+        (None, 2),
+        ({"prompt_tokens_details": {"cached_tokens": 1}}, 1),
+        ({"prompt_tokens_details": {"cached_tokens": 99}}, 3),
+        ({"prompt_tokens_details": {"cached_tokens": -1}}, 0),
+    ],
+)
 def test_what_may_come_from_a_prefix_cache_is_said(usage: Any, cached: int) -> None:
-    """Of a single choice the server's number; where it says nothing, all of the prompt but its last token."""
+    """Of a single choice the server's number, and never a generated token; where it says nothing, all of the prompt
+    but its last token."""
     single = answer()
     del single["choices"][1]
     [call] = calls_from_response({**single, "usage": usage}, SPEC, weights_version=1)
@@ -377,7 +416,59 @@ def test_a_ticket_of_the_engines_own_writer_is_redeemed() -> None:
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
 
 
+@pytest.mark.parametrize("asked", [[0, 1, 2], [0, 1, 9], [0, 1], [0, 1, 2, 3]])
+def test_a_ticket_without_ids_is_held_to_the_prompt(asked: list[int]) -> None:
+    """The request's prompt ids may be given for a response that carries a ticket alone: its call must have them."""
+    call = turn(0, 3, 2)
+    desk = TicketDesk(TURNS, stream="s")
+    desk.write(record_of_call(call, TURNS))
+    choice = {"index": 0, "finish_reason": "stop", "routed_experts": ticket_for(call, stream="s").to_json()}
+    given: dict[str, Any] = {"weights_version": 0, "redeem": desk.redeem, "prompt_ids": asked}
+
+    if asked == call.prompt_ids.tolist():
+        [back] = calls_from_response({"id": call.call_id, "choices": [choice]}, TURNS, **given)
+        assert call.checksum == back.checksum
+        return
+    with pytest.raises(DataError, match=f"expected the request's {len(asked)} prompt ids") as caught:
+        calls_from_response({"id": call.call_id, "choices": [choice]}, TURNS, **given)
+    assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
+
+
+def redeemed(call: ModelCall, choice: dict[str, Any], **options: Any) -> ModelCall:
+    """The call behind the ticket of a choice."""
+    desk = TicketDesk(TURNS, stream="s")
+    desk.write(record_of_call(call, TURNS))
+    ticket = ticket_for(call, stream="s").to_json()
+    response = {"id": "c", "choices": [{"index": 0, "finish_reason": "stop", "routed_experts": ticket, **choice}]}
+    [back] = calls_from_response(response, TURNS, weights_version=0, redeem=desk.redeem, **options)
+    return back
+
+
+@pytest.mark.parametrize("ids", [{}, {"prompt_token_ids": [0, 1, 2], "token_ids": [3, 4]}], ids=["no ids", "ids"])
+@pytest.mark.parametrize("own", [None, [-1.0, -2.0]], ids=["unknown to the writer", "its own"])
+def test_log_probabilities_beside_a_ticket_are_no_other_tokens(ids: dict[str, Any], own: Any) -> None:
+    """Named by ids that the response leaves to the ticket, or beside those ids: the call has the writer's, else those
+    of a response that says which tokens they are of."""
+    content = [{"token": f"token_id:{3 + at}", "logprob": -1.0 - at} for at in range(2)]
+    back = redeemed(turn(0, 3, 2, logprobs=own), {"logprobs": {"content": content}, **ids})
+
+    expected = [-1.0, -2.0] if own or ids else None
+    assert expected == (None if back.logprobs is None else back.logprobs.tolist())
+
+
+def test_media_are_those_of_the_ticket_or_of_the_caller() -> None:
+    """A writer beside the engine knows no digests: the caller's become the call's, and are never dropped; where both
+    know some, they must agree."""
+    assert ("sha256:a",) == redeemed(turn(0, 3, 2), {}, media=["sha256:a"]).media
+    assert ("sha256:a",) == redeemed(turn(0, 3, 2, media=("sha256:a",)), {}).media
+    with pytest.raises(DataError) as caught:
+        redeemed(turn(0, 3, 2, media=("sha256:a",)), {}, media=["sha256:b"])
+    assert ErrorKind.MEDIA == caught.value.kind
+
+
+# whole numbers past any float, and floats past float32, are JSON too
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3)
+leaves |= st.sampled_from([10**400, -(10**400), -1e300])
 values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
 
 
@@ -386,6 +477,23 @@ def test_a_changed_field_is_refused_or_read(name: str, value: object) -> None:
     """Whatever stands in a field of a choice, reading raises a typed error or gives calls."""
     with contextlib.suppress(RouteplaneError):
         calls_from_response(answer(**{name: value}), SPEC, weights_version=1)
+
+
+@given(st.sampled_from(sorted(NEMO_MESSAGE)), values | st.lists(leaves, min_size=2, max_size=2))
+def test_a_changed_field_of_a_message_is_refused_or_read(name: str, value: object) -> None:
+    """The same of what NeMo RL puts on the message."""
+    response = {"choices": [{"index": 0, "finish_reason": "stop", "message": {**NEMO_MESSAGE, name: value}}]}
+    with contextlib.suppress(RouteplaneError):
+        calls_from_response(response, SPEC, weights_version=1, final_row="filler")
+
+
+@given(st.sampled_from(["index", "token_ids", "prompt_token_ids", "routed_experts", "logprobs", "delta"]), values)
+def test_a_changed_field_of_a_chunk_is_refused_or_read(name: str, value: object) -> None:
+    """The same of a chunk."""
+    made = chunk([8], engine_rows(1), finish_reason="stop")
+    made["choices"][0][name] = value
+    with contextlib.suppress(RouteplaneError):
+        calls_from_chunks([made], SPEC, weights_version=1, prompt_ids=[5])
 
 
 @given(values)
@@ -474,6 +582,7 @@ CHUNKS = {
         ]
     ),
     "tokens after the end": ([chunk([8], engine_rows(1), finish_reason="stop"), chunk([9], engine_rows(2))]),
+    "ids in lists of other lengths": ([chunk([8, [9, 10]], engine_rows(1), finish_reason="stop")]),  # type: ignore[list-item]
     "another prompt": ([chunk([8], engine_rows(1), prompt_token_ids=[6])]),
     "choice 1 alone": ([{"choices": [{"index": 1, "token_ids": [8]}]}]),
     "an index as text": ([{"choices": [{"index": "0", "token_ids": [8]}]}]),
@@ -486,6 +595,19 @@ def test_chunks_that_do_not_join_are_refused(chunks: list[Any]) -> None:
     """A hole, rows that differ when they come again, rows or tokens out of place."""
     with pytest.raises(DataError):
         calls_from_chunks(copy.deepcopy(chunks), SPEC, weights_version=1, prompt_ids=[5])
+
+
+def test_chunks_that_say_where_they_begin_are_held_to_the_request() -> None:
+    """Rows from token 0 on where the request left out two: refused, as a whole response is."""
+    rows = encode_prime(engine_rows(3), start=0)
+    said = chunk([8], engine_rows(3), encode=lambda _: rows, finish_reason="stop")
+    given: dict[str, Any] = {"weights_version": 1, "prompt_ids": [5, 6, 7], "first_row": 2}
+
+    with pytest.raises(DataError, match="rows from token 2 on") as whole:
+        calls_from_response(said, SPEC, **given)
+    with pytest.raises(DataError, match="rows from token 2 on") as streamed:
+        calls_from_chunks([said], SPEC, **given)
+    assert {ErrorKind.ROW_COUNT} == {whole.value.kind, streamed.value.kind}
 
 
 def test_sglang_rows_need_their_name() -> None:

@@ -72,3 +72,16 @@ def test_illegal_rows_are_refused() -> None:
     with pytest.raises(DataError) as caught:
         record_of_call(call, SPEC, sample_id="s")
     assert ErrorKind.ID_OUT_OF_RANGE == caught.value.kind
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1), (3, 2), (2, 3)])
+def test_rows_of_another_shape_are_never_broadcast(shape: tuple[int, int]) -> None:
+    """One layer for two, one expert for a row of two, more of either: refused as by assemble."""
+    ids = np.arange(6 * shape[0] * shape[1], dtype=np.int16).reshape(6, *shape) % 4
+    call = replace(CALL, routes=ids, checksum=None)
+
+    with pytest.raises(DataError) as joined:
+        assemble([call], SPEC, sample_id="s")
+    with pytest.raises(DataError) as direct:
+        record_of_call(call, SPEC, sample_id="s")
+    assert {ErrorKind.SHAPE} == {joined.value.kind, direct.value.kind}
