@@ -77,8 +77,8 @@ class Store(Protocol):
     def joined(self, group: str) -> None:
         """A group has come."""
 
-    def attached(self, producer: str, *, first: int, before: Totals) -> None:
-        """A producer has come that begins at block ``first``."""
+    def attached(self, producer: str, *, first: int, before: Totals, owner: str | None) -> None:
+        """A producer has come that begins at block ``first``; ``owner``: the name that its writer made up, if any."""
 
     def acknowledged(self, group: str, *, producer: str, through: int) -> None:
         """A group is done with a producer's blocks below ``through``."""
@@ -103,15 +103,28 @@ class Broker:
         self._ledger, self._store = ledger, store
         self._changed = threading.Condition()
         self._shut: str | None = None
+        self._for_good = True
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
-    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
-        """See ``Ledger.attach``."""
+    def attach(
+        self,
+        producer: str,
+        *,
+        first: int = 0,
+        before: Totals | None = None,
+        again: bool = False,
+        owner: str | None = None,
+    ) -> Session:
+        """See ``Ledger.attach``; ``owner``: see ``Store.attached``."""
         with self._changed:
-            session = self._ledger.attach(producer, first=first, before=before)
-            if self._store is not None:
-                self._store.attached(producer, first=first, before=before or Totals())
+            session = self._ledger.attach(producer, first=first, before=before, again=again)
+            try:
+                if self._store is not None:
+                    self._store.attached(producer, first=first, before=before or Totals(), owner=owner)
+            except TransportError:
+                self._ledger.disconnect(session)  # which nobody was told of: the name is free
+                raise
             self._changed.notify_all()
             return session
 
@@ -252,15 +265,25 @@ class Broker:
         """Look at the ledger's clock now, for owners of another clock than the machine's."""
         self._change(self._ledger.tick)
 
-    def shut(self, why: str) -> None:
-        """Nobody will read, or write, any more: whoever waits, or comes, gets UsageError (CLOSED)."""
+    def shut(self, why: str, *, for_good: bool = True) -> None:
+        """Nobody will read, or write, any more: whoever waits, or comes, gets UsageError (CLOSED).
+
+        Where another broker may go on, not ``for_good``, it is TransportError (CONNECTION), as where this one died.
+        """
         with self._changed:
-            self._shut = self._shut or why
+            if self._shut is None:
+                self._shut, self._for_good = why, for_good
             self._changed.notify_all()
 
     def _check_open(self) -> None:
-        if self._shut is not None:
+        if self._shut is not None and self._for_good:
             raise UsageError(f"expected an open stream, got one that was {self._shut}", kind=ErrorKind.CLOSED)
+        if self._shut is not None:
+            raise TransportError(
+                f"expected a service, got one that was {self._shut}: start it again, and open the stream again under "
+                "the same name; what was not acknowledged is sent again",
+                kind=ErrorKind.CONNECTION,
+            )
 
     def _let_go(self) -> None:
         # also where nobody is told: a list of what left would keep it all

@@ -145,25 +145,35 @@ class BrokeredWriter(RecordWriter):
     def _finish(self) -> None:
         self.flush()
         self._send(self._end)
+        # block by block: consumers may take days, and a way that breaks once a day is no way that fails
+        while self._linger and self._outbox.pending:
+            self._send(self._end)
 
     def _end(self) -> None:
         self._port.close(self._session, totals=self._outbox.totals)
         if self._linger:
-            self._port.wait_acknowledged(self._session, through=self._outbox.next_sequence, timeout_s=self._timeout_s)
-            self._outbox.acknowledge(self._outbox.next_sequence)
+            through = min(self._outbox.acknowledged + 1, self._outbox.next_sequence)
+            session = self._port.wait_acknowledged(self._session, through=through, timeout_s=self._timeout_s)
+            self._outbox.acknowledge(session.acknowledged)
 
     def _fail(self) -> None:
         self._held = []
-        with contextlib.suppress(TransportError, UsageError):
-            self._port.disconnect(self._session)
+        self._say(self._port.disconnect)
 
     def _discard(self) -> None:
         self._held = []
-        try:
-            self._port.abort(self._session)
-        except (TransportError, UsageError):
-            # The broker is gone, or took this producer for lost: consumers are told so without us.
-            return
+        self._say(self._port.abort)
+
+    def _say(self, last: Callable[[Session], None]) -> None:
+        """A last word, once more where the way broke meanwhile: unsaid, the name is taken until the lease runs out."""
+        for _ in range(2):
+            try:
+                return last(self._session)
+            except (TransportError, UsageError) as error:
+                # The broker is gone, or took this producer for lost: consumers are told so without us.
+                if error.kind is not ErrorKind.CONNECTION:
+                    return None
+        return None
 
 
 class BrokeredReader(RecordReader):
@@ -209,7 +219,10 @@ class BrokeredReader(RecordReader):
         """Leave the group; what was not acknowledged is given to the next. Records already yielded stay valid."""
         if not self._closed:
             super().close()
-            self._port.leave(self._member)
+            # A broker that is gone has no members, and from one that is not reached the lease takes back what is out:
+            # whoever has read everything is told nothing by a way that breaks then.
+            with contextlib.suppress(TransportError):
+                self._port.leave(self._member)
 
     def _arrive(self) -> Iterator[RouteRecord]:
         while not self._closed:

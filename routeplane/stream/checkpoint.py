@@ -44,8 +44,10 @@ def save_ledger(
 
 
 def _fill(spool: Spool, ledger: Ledger, state: LedgerState) -> int:
-    for group in state.groups:
+    for group, at in state.groups.items():
         spool.joined(group)
+        for name, through in at.items():
+            spool.acknowledged(group, producer=name, through=through)
     count = 0
     for name, producer in state.producers.items():
         held = _held(ledger, state, name)
@@ -55,8 +57,6 @@ def _fill(spool: Spool, ledger: Ledger, state: LedgerState) -> int:
         spool.attached(name, first=producer.settled, before=before)
         for block in held:
             spool.keep(block)
-        for group, at in state.groups.items():
-            spool.acknowledged(group, producer=name, through=at.get(name, 0))
         if producer.end != "open":
             spool.ended(name, end=producer.end, withdrawn=())
         count += len(held)

@@ -108,8 +108,9 @@ class FlightService:
         self._gate.tick()
 
     def stop(self) -> None:
-        """Let go of everybody who waits, and stop listening. What no consumer took is gone unless there is a spool."""
-        self._gate.shut("stopped")
+        """Let go of everybody who waits, and stop listening. What no consumer took is gone unless there is a spool, or
+        its producers send it again to the service that is started next. Again is no error."""
+        self._gate.shut("stopped", for_good=False)
         self._server.shutdown()
         self._gate.close_spool()
 

@@ -76,7 +76,7 @@ class Gate(Broker):
         """``to_bytes``, ``load``: between a payload and the whole Arrow stream that is its file in the folder."""
         self._options, self._to_bytes = options, to_bytes
         self._promises: dict[str, _Promise] = {}
-        self._owners: dict[str, tuple[str, Session]] = {}
+        self._owners: dict[str, tuple[str, Session | None]] = {}
         common: dict[str, Any] = {
             "max_bytes": options.max_bytes,
             "groups": options.groups,
@@ -100,6 +100,7 @@ class Gate(Broker):
         self._spool = Spool(options.spool, to_bytes=to_bytes, in_memory=True)
         try:
             super().__init__(spooled_ledger(self._spool, **common, load=loaded), store=self._spool)
+            self._owners = {producer: (owner, None) for producer, owner in self._spool.owners.items()}
         except BaseException:
             self._spool.close()
             raise
@@ -146,17 +147,12 @@ class Gate(Broker):
 
     def attach_as(self, owner: str, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
         """See ``Broker.attach``. ``owner``: a name that one writer makes up; its own session, whose answer was lost or
-        whose way was cut, is no other producer. One whose end was taken, and not its answer, goes on to hear it."""
-        known = self._owners.get(producer)
-        mine = known[1] if known is not None and known[0] == owner else None
-        if mine is not None:
-            self.disconnect(mine)
-        try:
-            session = self.attach(producer, first=first, before=before)
-        except UsageError as error:
-            if mine is None or error.kind is not ErrorKind.CLOSED:
-                raise
-            session = self.heartbeat(mine)
+        whose way was cut, is no other producer. One whose end was taken, and not its answer, goes on to hear it, from
+        another service over the same folder too."""
+        last, session = self._owners.get(producer, (None, None))
+        if last == owner and session is not None:
+            self.disconnect(session)
+        session = self.attach(producer, first=first, before=before, again=last == owner, owner=owner)
         self._owners[producer] = owner, session
         return session
 

@@ -43,7 +43,6 @@ class Member:
 
     epoch: int
     seen: float
-    present: bool = True
     held: set[str] = field(default_factory=set)  # producers of which it has blocks out
     ready: dict[str, None] = field(default_factory=dict)  # ... and of which there are more
 
@@ -64,15 +63,21 @@ class Group:
     def arrived(self, producer: str, sent: int) -> None:
         """A producer's blocks below ``sent`` are there."""
         self.cursors[producer].sent = sent
-        if self._known.get(producer, 0) >= sent:
-            self.skip(producer, through=sent)
+        self.skip(producer, through=min(self._known.get(producer, 0), sent))
         self._line_up(producer)
 
     def has(self, producer: str, through: int) -> None:
-        """A consumer has everything of a producer below ``through``, whether it is here or still comes again."""
+        """A consumer has everything of a producer below ``through``, whether it is here, out with another one, or still
+        comes again."""
         self._known[producer] = max(through, self._known.get(producer, 0))
-        if producer in self.cursors and self.cursors[producer].holder is None:
+        if producer in self.cursors:
             self.skip(producer, through=min(through, self.cursors[producer].sent))
+
+    def done(self) -> dict[str, int]:
+        """Producer -> below this the group needs nothing any more."""
+        return self._known | {
+            name: max(cursor.acknowledged, self._known.get(name, 0)) for name, cursor in self.cursors.items()
+        }
 
     def _line_up(self, producer: str) -> None:
         cursor = self.cursors[producer]
@@ -147,14 +152,19 @@ class Group:
             cursor.following = cursor.acknowledged
             self._let_go(producer, consumer)
 
+    def leave(self, consumer: str) -> None:
+        """A consumer goes, where it is here, and is forgotten."""
+        if consumer in self.members:
+            self.give_back(consumer)
+            del self.members[consumer]
+
     def expire(self, seen_until: float) -> None:
-        """Hand on what consumers hold that showed no sign of life since; alone, a slow consumer keeps what it has."""
-        present = [name for name, member in self.members.items() if member.present]
-        for consumer in present if len(present) > 1 else ():
-            member = self.members[consumer]
-            if member.held and member.seen <= seen_until:
-                member.present = False
-                self.give_back(consumer)
+        """Hand on what consumers hold that showed no sign of life since, where another one did: a slow consumer keeps
+        what it has while nobody stands in for it, and one that died beside it stands in for nobody."""
+        if any(member.seen > seen_until for member in self.members.values()):
+            late = [name for name, member in self.members.items() if member.held and member.seen <= seen_until]
+            for consumer in late:
+                self.leave(consumer)
 
     def has_rest(self, consumer: str) -> bool:
         """Whether anything is here for a consumer, or may come back from another."""
@@ -164,7 +174,7 @@ class Group:
 
     def signs_of_life(self) -> list[float]:
         """When each consumer that holds something was seen last."""
-        return [member.seen for member in self.members.values() if member.present and member.held]
+        return [member.seen for member in self.members.values() if member.held]
 
     def _let_go(self, producer: str, consumer: str) -> None:
         member = self.members[consumer]

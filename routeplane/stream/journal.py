@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from routeplane.errors import ErrorKind, FormatError, TransportError
+from routeplane.errors import ErrorKind, FormatError, TransportError, UsageError
 from routeplane.stream.files import PublishedPath
 
 __all__ = ["Journal", "no_room", "read_journal"]
@@ -66,7 +66,8 @@ class Journal:
         self.reserve(0)
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for a line of ``nbytes`` and a good many small ones. Raises TransportError (NO_ROOM)."""
+        """Have room for a line of ``nbytes`` and a good many small ones. Raises as ``append``."""
+        self._check_open()
         wanted = self._size + nbytes + _SPARE
         if wanted - self._taken > _SPARE // 2 or nbytes > self._taken - self._size:
             try:
@@ -76,7 +77,8 @@ class Journal:
             self._taken = wanted
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Keep a line. Raises TransportError (NO_ROOM), and then there is none of it."""
+        """Keep a line. Raises TransportError (NO_ROOM), UsageError (CLOSED), and then there is none of it."""
+        self._check_open()
         line = _line(entry)
         try:
             written = os.pwrite(self._file, line, self._size)
@@ -89,8 +91,15 @@ class Journal:
             raise no_room(self._path, error) from error
         self._size += len(line)
 
+    def _check_open(self) -> None:
+        if self._file < 0:
+            raise UsageError(
+                f"expected {self._path.parent} to be ours, got a folder that was let go of: open the folder again",
+                kind=ErrorKind.CLOSED,
+            )
+
     def close(self) -> None:
-        """Close the file; what is in it stays."""
+        """Close the file; what is in it stays. Again is no error."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -70,7 +70,7 @@ class Ledger:
         self._shelf = Shelf(max_bytes=max_bytes, keep=keep)
         self._roster, self._first_epoch = Roster(first_epoch=first_epoch), first_epoch
         self._groups: dict[str, Group] = {name: Group() for name in groups}
-        self._sealed = False
+        self._sealed, self._memberships = False, 0
         self._report = DeliveryReport()
         # Before this no lease runs out: signs of life only become younger, and those of whoever comes are.
         self._due = self._time + lease_s
@@ -84,10 +84,7 @@ class Ledger:
 
     def tick(self) -> None:
         """Let leases run out. Every call does so first; a waiting owner calls it when ``until_deadline`` has passed."""
-        # A clock that goes back stands still here; one that leaps ahead ends leases, which loses no block: whoever was
-        # taken for lost goes on, unless it was replaced.
-        self._time = max(self._time, self._clock())
-        if self._time < self._due:
+        if self._now() < self._due:
             return
         if lost := self._roster.expire(self._time - self._lease_s):
             self._count(lost_producers=lost)
@@ -95,19 +92,26 @@ class Ledger:
             group.expire(self._time - self._lease_s)
         self._due = min(self._signs_of_life(), default=self._time) + self._lease_s
 
+    def _now(self) -> float:
+        # A clock that goes back stands still here; one that leaps ahead ends leases, which loses no block: whoever was
+        # taken for lost goes on, unless it was replaced.
+        self._time = max(self._time, self._clock())
+        return self._time
+
     def until_deadline(self) -> float | None:
         """Seconds until the next lease runs out, by the ledger's clock; None where none does."""
-        ends = self._signs_of_life()
-        return max(0.001, min(ends) + self._lease_s - self._time) if ends else None
+        # one that has run out, of a consumer that nobody stands in for, is nothing to wake up for
+        ends = [end for seen in self._signs_of_life() if (end := seen + self._lease_s) > self._time]
+        return max(0.001, min(ends) - self._time) if ends else None
 
     def _signs_of_life(self) -> list[float]:
         return sum((group.signs_of_life() for group in self._groups.values()), self._roster.signs_of_life())
 
     # -- producers ---------------------------------------------------------------------------------------------------
 
-    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None) -> Session:
+    def attach(self, producer: str, *, first: int = 0, before: Totals | None = None, again: bool = False) -> Session:
         """Begin, or go on, as a producer; ``first``: the oldest block that it still holds, ``before``: what all those
-        below it held.
+        below it held; ``again``: see ``Roster.attach``.
 
         A ledger that does not know the producer (it was made anew, without a spool) begins at ``first``. Raises
         UsageError where one of that name is alive, has ended, or holds only blocks behind a gap.
@@ -125,7 +129,8 @@ class Ledger:
                 f"blocks from {first} on",
                 kind=ErrorKind.SEQUENCE,
             )
-        return self._session(producer, self._roster.attach(producer, self._time, before=before or Totals()))
+        epoch = self._roster.attach(producer, self._time, before=before or Totals(), again=again)
+        return self._session(producer, epoch)
 
     def _session(self, producer: str, epoch: int) -> Session:
         return Session(
@@ -214,9 +219,7 @@ class Ledger:
             return
         self._roster.end(session.producer, "aborted")
         given = max(group.cursors[session.producer].furthest for group in self._groups.values())
-        withdrawn = self._shelf.sent(session.producer) - given
-        self._shelf.withdraw(session.producer, first=given)
-        self._count(aborted_producers=1, withdrawn=withdrawn)
+        self._count(aborted_producers=1, withdrawn=self._shelf.withdraw(session.producer, first=given))
         for group in self._groups.values():
             group.withdraw(session.producer, sent=given)
 
@@ -241,10 +244,9 @@ class Ledger:
                 found.arrived(name, self._shelf.sent(name))
                 missed += self._shelf.settled(name)
         found = self._groups[group]
-        epoch = self._first_epoch + 1
-        if consumer in found.members:
-            epoch = found.members[consumer].epoch + 1
-            found.give_back(consumer)
+        found.leave(consumer)
+        self._memberships += 1  # each its own number: nobody that left need be remembered
+        epoch = self._first_epoch + self._memberships
         found.members[consumer] = Member(epoch=epoch, seen=self._time)
         for name, through in (cursor or {}).items():
             found.has(name, through)
@@ -253,16 +255,16 @@ class Ledger:
         return Membership(group=group, consumer=consumer, epoch=epoch, missed=missed)
 
     def _present(self, member: Membership) -> Group:
-        self.tick()
         group = self._groups.get(member.group)
         found = None if group is None else group.members.get(member.consumer)
-        if group is None or found is None or found.epoch != member.epoch or not found.present:
+        if group is None or found is None or found.epoch != member.epoch:
             raise UsageError(
                 f"expected a consumer of group {member.group!r}, got {member.consumer!r} that left, or was taken for "
                 "lost: open the stream again",
                 kind=ErrorKind.FENCED,
             )
-        found.seen = self._time
+        found.seen = self._now()  # before leases run out: who asks is alive
+        self.tick()
         return group
 
     def take(self, member: Membership, *, max_blocks: int = 1) -> list[Block]:
@@ -293,8 +295,7 @@ class Ledger:
         group = self._groups.get(member.group)
         found = group.members.get(member.consumer) if group is not None else None
         if group is not None and found is not None and found.epoch == member.epoch:
-            group.give_back(member.consumer)
-            found.present = False
+            group.leave(member.consumer)
 
     def progress(self, member: Membership) -> Progress:
         """Whether anything can still come for a consumer, and which producers did not end well."""
@@ -333,8 +334,8 @@ class Ledger:
     def _pass(self, group: Group, producer: str) -> None:
         """Go on over blocks that left before this group came to them; then let go of what all groups are done with."""
         cursor = group.cursors[producer]
-        through, stop = cursor.acknowledged, cursor.sent if cursor.holder is None else cursor.following
-        while through < stop and self._shelf.at(producer, through) is None:
+        through = cursor.acknowledged
+        while through < cursor.sent and self._shelf.at(producer, through) is None:
             through += 1
         group.skip(producer, through=through)
         self._settle(producer)
@@ -367,10 +368,7 @@ class Ledger:
                 )
                 for name, known in self._roster.items()
             },
-            groups={
-                name: {producer: cursor.acknowledged for producer, cursor in group.cursors.items()}
-                for name, group in self._groups.items()
-            },
+            groups={name: group.done() for name, group in self._groups.items()},
             places=self._shelf.places(),
             floor=self._shelf.floor,
             sealed=self._sealed,
@@ -384,15 +382,17 @@ class Ledger:
         """
         held = {(block.producer, block.sequence): block for block in blocks}
         self._sealed = state.sealed
-        for name in state.groups:
-            self._groups.setdefault(name, Group())
+        for name, at in state.groups.items():
+            group = self._groups.setdefault(name, Group())
+            for producer, through in at.items():
+                group.has(producer, through)
         for name, known in state.producers.items():
             self._roster.restore(name, totals=known.totals, end=known.end, seen=self._time)
             self._shelf.enter(name, known.settled)
             for sequence in range(known.settled, known.sent):
                 self._shelf.insert(name, held.get((name, sequence)))
-            for group_name, group in self._groups.items():
-                group.enter(name, state.groups.get(group_name, {}).get(name, known.settled))
+            for group in self._groups.values():
+                group.enter(name, known.settled)
                 group.arrived(name, known.sent)
         self._shelf.remember(state.places, floor=state.floor)
         for name in state.producers:

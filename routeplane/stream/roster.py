@@ -76,8 +76,9 @@ class Roster:
         """Names and producers, in order of appearance."""
         yield from self._known.items()
 
-    def attach(self, producer: str, now: float, *, before: Totals) -> int:
+    def attach(self, producer: str, now: float, *, before: Totals, again: bool) -> int:
         """A new session of a producer; its epoch. ``before``: what a new one sent elsewhere and need not repeat.
+        ``again``: by the very one that had the last session, which may have ended without having heard so.
 
         Raises UsageError where one of that name is alive or has ended.
         """
@@ -85,7 +86,7 @@ class Roster:
         if known is None:
             known = Producer(epoch=self._first_epoch, seen=now, totals=before, connected=False)
             self._enter(producer, known)
-        if known.end != "open":
+        if known.end != "open" and not again:
             raise UsageError(f"expected an open producer, got {producer!r} that {known.end}", kind=ErrorKind.CLOSED)
         if known.connected and not known.lost:
             raise UsageError(

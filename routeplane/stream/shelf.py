@@ -154,13 +154,14 @@ class Shelf:
         row.settled = max(row.settled, through)
         self._trim(producer)
 
-    def withdraw(self, producer: str, *, first: int) -> None:
-        """A producer's blocks from ``first`` on never came."""
-        row = self._rows[producer]
+    def withdraw(self, producer: str, *, first: int) -> int:
+        """A producer's blocks from ``first`` on never came; how many there were."""
+        row, count = self._rows[producer], self.count
         for sequence in range(first, self.sent(producer)):
             self.drop(producer, sequence, forget=True)
         while len(row.blocks) > max(first - row.base, 0):
             row.blocks.pop()
+        return count - self.count
 
     def retire(self, below: int) -> list[Block]:
         """Let go of the blocks of older weights, forget their keys, and take no more of them; which left."""
@@ -173,6 +174,7 @@ class Shelf:
             del self._places[key]
         for producer in {block.producer for block in old}:
             self._trim(producer)
+        self._done = deque(each for each in self._done if self.at(*each) is not None)
         return old
 
     def released(self) -> list[Block]:

@@ -43,6 +43,7 @@ class _Row:
 
     base: int
     before: Totals
+    owner: str | None = None
     end: str = "open"
     blocks: dict[int, Block] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -97,6 +98,8 @@ class Spool:
             match entry["what"]:
                 case "attached" if row is None:
                     rows[str(name)] = _Row(base=entry["first"], before=Totals(**entry["before"]))
+                case "owned" if row is not None:
+                    row.owner = entry["owner"]
                 case "kept" if row is not None:
                     row.blocks[entry["sequence"]] = self._block(entry)
                 case "left" if row is not None:
@@ -110,7 +113,7 @@ class Spool:
                 case "acknowledged":
                     groups.setdefault(entry["group"], {})[str(name)] = entry["through"]
                 case "retired":
-                    floor = entry["below"]
+                    floor = entry["below"] if floor is None else max(floor, entry["below"])
                 case "sealed":
                     sealed = True
         return rows, groups, floor, sealed
@@ -134,11 +137,22 @@ class Spool:
     def _settled(self, producer: str) -> int:
         """Every group is done with the producer's blocks below this number."""
         base = self._rows[producer].base
-        return min((max(at.get(producer, base), base) for at in self._groups.values()), default=base)
+        settled = min((max(at.get(producer, base), base) for at in self._groups.values()), default=base)
+        # a consumer may say that it has more than is here, from a service before this folder
+        return min(settled, self._sent(producer))
+
+    def _sent(self, producer: str) -> int:
+        row = self._rows[producer]
+        return max(row.blocks, default=row.base - 1) + 1
 
     def _let_go_of_settled(self) -> None:
+        """Also of what was retired: a process may have been killed before it noted that they left."""
         for name, row in self._rows.items():
-            row.left |= {sequence for sequence in row.blocks if sequence < self._settled(name)}
+            settled = self._settled(name)
+            row.left |= {at for at, block in row.blocks.items() if at < settled or not self._is_wanted(block)}
+
+    def _is_wanted(self, block: Block) -> bool:
+        return self._floor is None or block.weights_version is None or block.weights_version >= self._floor
 
     def _check_files(self) -> None:
         """Remove what the journal does not know; refuse a folder that lacks what it does know."""
@@ -157,19 +171,25 @@ class Spool:
         """What the folder held when it was opened, for ``Ledger.restore``."""
         producers, places, blocks = {}, {}, []
         for name, row in self._rows.items():
-            sent = max(row.blocks, default=row.base - 1) + 1
             totals = row.before
             for sequence, block in sorted(row.blocks.items()):
                 totals = totals.plus(block)
                 if sequence not in row.left:
                     blocks.append(block)
-                if self._floor is None or block.weights_version is None or block.weights_version >= self._floor:
+                if self._is_wanted(block):
                     places.update({key: Place(name, sequence, block.weights_version) for key in block.keys})
-            producers[name] = ProducerState(sent=sent, settled=self._settled(name), totals=totals, end=_end_of(row.end))
+            producers[name] = ProducerState(
+                sent=self._sent(name), settled=self._settled(name), totals=totals, end=_end_of(row.end)
+            )
         state = LedgerState(
             producers=producers, groups=self._groups, places=places, floor=self._floor, sealed=self._sealed
         )
         return Recovered(state=state, blocks=tuple(blocks))
+
+    @property
+    def owners(self) -> Mapping[str, str]:
+        """Producer -> the name that whoever wrote for it last made up, where it made one up."""
+        return {name: row.owner for name, row in self._rows.items() if row.owner is not None}
 
     # -- what is ---------------------------------------------------------------------------------------------------
 
@@ -178,6 +198,8 @@ class Spool:
         found: list[dict[str, Any]] = []
         for name, row in self._rows.items():
             found.append(_attached(name, first=row.base, before=row.before))
+            if row.owner is not None:
+                found.append(_owned(name, row.owner))
             for sequence, block in sorted(row.blocks.items()):
                 found.append(_kept(block))
                 if sequence in row.left:
@@ -214,11 +236,15 @@ class Spool:
             raise
         return block if self._in_memory else replace(block, payload=path)
 
-    def attached(self, producer: str, *, first: int, before: Totals) -> None:
+    def attached(self, producer: str, *, first: int, before: Totals, owner: str | None = None) -> None:
         """See ``Store``."""
         if producer not in self._rows:
             self._journal.append(_attached(producer, first=first, before=before))
             self._rows[producer] = _Row(base=first, before=before)
+        row = self._rows[producer]
+        if owner != row.owner:
+            self._journal.append(_owned(producer, owner))
+            row.owner = owner
 
     def joined(self, group: str) -> None:
         """See ``Store``."""
@@ -261,9 +287,11 @@ class Spool:
             self._path(block.producer, block.sequence).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the folder; what it holds stays."""
+        """Let go of the folder; what it holds stays. Again is no error."""
         self._journal.close()
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def _end_of(text: str) -> Any:
@@ -274,6 +302,10 @@ def _end_of(text: str) -> Any:
 
 def _attached(producer: str, *, first: int, before: Totals) -> dict[str, Any]:
     return {"what": "attached", "producer": producer, "first": first, "before": asdict(before)}
+
+
+def _owned(producer: str, owner: str | None) -> dict[str, Any]:
+    return {"what": "owned", "producer": producer, "owner": owner}
 
 
 def _acknowledged(group: str, *, producer: str, through: int) -> dict[str, Any]:

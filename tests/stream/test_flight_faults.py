@@ -203,6 +203,29 @@ def test_a_killed_service_with_a_spool(tmp_path: Path) -> None:
     assert 0 == served.end(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("durability", ["memory", "spool"])
+def test_a_service_that_is_stopped_and_started(durability: str, tmp_path: Path) -> None:
+    """It is no worse than one that is killed: a producer that waits for room goes on with the next one."""
+    spool = str(tmp_path / "spool") if durability == "spool" else None
+    options = ServiceOptions(max_bytes=1, spool=spool)
+    first = FlightService(options)
+    plane = FlightPlane(first.location)
+    with beside(lambda: produce(plane, range(6), producer="p")) as raised:
+        reader: Any = open_stream(plane, acknowledge="manual", consumer="c")
+        records = iter(reader)
+        assert facts([sample(0)]) == facts([next(records)])  # nothing is acknowledged, and there is no room
+        first.stop()
+        first.stop()
+        with pytest.raises(TransportError) as caught:
+            list(records)
+        assert ErrorKind.CONNECTION == caught.value.kind
+        with FlightService(options, port=int(plane.location.rpartition(":")[2])):
+            with open_stream(plane, consumer="c") as again:
+                came = list(again)
+    assert [] == raised
+    assert facts([sample(index) for index in range(6)]) == facts(came)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Wires
 # ----------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_counts_are_what_looking_at_every_producer_finds(steps: list[tuple[str, 
         name = f"p{number}"
         try:
             if what == "attach":
-                epoch = roster.attach(name, now, before=Totals())
+                epoch = roster.attach(name, now, before=Totals(), again=False)
                 sessions[name] = Session(producer=name, epoch=epoch, next_sequence=0, acknowledged=0)
             elif what == "expire":
                 roster.expire(now - LEASE_S)
