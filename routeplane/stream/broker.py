@@ -205,7 +205,7 @@ class Broker:
             member = self._ledger.join(group, consumer, cursor=cursor)
             if self._store is not None:
                 self._store.joined(group)
-                for producer, through in (cursor or {}).items():
+                for producer, through in self._ledger.done(group).items():
                     self._store.acknowledged(group, producer=producer, through=through)
             self._let_go()
             self._changed.notify_all()

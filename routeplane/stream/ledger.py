@@ -64,14 +64,12 @@ class Ledger:
                 "max_bytes, lease_s and producers above 0, and at least one group",
                 f"{max_bytes}, {lease_s}, {producers} and {tuple(groups)}",
             )
-        self._expected, self._lease_s = producers, lease_s
+        self._expected, self._lease_s, self._durable = producers, lease_s, durability == "spool"
         self._clock, self._time = clock, clock()
-        self._durable = durability == "spool"
         self._shelf = Shelf(max_bytes=max_bytes, keep=keep)
         self._roster, self._first_epoch = Roster(first_epoch=first_epoch), first_epoch
         self._groups: dict[str, Group] = {name: Group() for name in groups}
-        self._sealed, self._memberships = False, 0
-        self._report = DeliveryReport()
+        self._sealed, self._memberships, self._report = False, 0, DeliveryReport()
         # Before this no lease runs out: signs of life only become younger, and those of whoever comes are.
         self._due = self._time + lease_s
 
@@ -236,14 +234,12 @@ class Ledger:
         ``cursor``: producer -> the number below which the consumer has everything, for a ledger that was made anew.
         """
         self.tick()
-        missed = 0
-        if group not in self._groups:
-            found = self._groups[group] = Group()
-            for name in self._roster:
-                found.enter(name, self._shelf.settled(name))
-                found.arrived(name, self._shelf.sent(name))
-                missed += self._shelf.settled(name)
-        found = self._groups[group]
+        missed, is_new = 0, group not in self._groups
+        found = self._groups.setdefault(group, Group())
+        for name in self._roster if is_new else ():
+            found.enter(name, self._shelf.settled(name))
+            found.arrived(name, self._shelf.sent(name))
+            missed += self._shelf.settled(name)
         found.leave(consumer)
         self._memberships += 1  # each its own number: nobody that left need be remembered
         epoch = self._first_epoch + self._memberships
@@ -253,6 +249,10 @@ class Ledger:
             if name in self._roster:
                 self._settle(name)
         return Membership(group=group, consumer=consumer, epoch=epoch, missed=missed)
+
+    def done(self, group: str) -> dict[str, int]:
+        """Producer -> below this a group needs nothing any more, or came too late."""
+        return self._groups[group].done()
 
     def _present(self, member: Membership) -> Group:
         group = self._groups.get(member.group)

@@ -18,7 +18,7 @@ from routeplane.testing.contracts.samples import SPEC, sample
 from tests.stream.test_ledger import BLOCK, block
 
 
-def opened(folder: Path) -> tuple[Broker, Spool]:
+def opened(folder: Path, *, keep: bool = False) -> tuple[Broker, Spool]:
     """A broker over a folder, for two producers and two groups."""
     spool = Spool(folder, to_bytes=str.encode, in_memory=True)
     ledger = spooled_ledger(
@@ -27,6 +27,7 @@ def opened(folder: Path) -> tuple[Broker, Spool]:
         groups=("train", "audit"),
         producers=2,
         load=lambda path: path.read_text(),
+        keep=keep,
     )
     return Broker(ledger, store=spool), spool
 
@@ -118,6 +119,25 @@ def test_a_consumer_that_has_more_than_is_here(tmp_path: Path, before: int, havi
     broker.close(session, totals=session.totals)
     for group in ("train", "audit"):
         assert (["p-3"] if group in having else ["p-0", "p-1", "p-2", "p-3"]) == given(broker, group)
+    spool.close()
+
+
+def test_a_group_that_came_late_misses_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Blocks that all groups before it were done with are none of its own, also where they are kept."""
+    broker, spool = opened(tmp_path / "spool", keep=True)
+    session = broker.attach("p")
+    for sequence in range(3):
+        session = put(broker, session, sequence)
+    for group in ("train", "audit"):
+        member = broker.join(group, "c")
+        for each in broker.take(member, max_blocks=2, timeout_s=0.0).blocks:
+            broker.acknowledge(member, producer="p", through=each.sequence + 1)
+        broker.leave(member)
+    assert ["p-2"] == given(broker, "late")
+    spool.close()
+
+    broker, spool = opened(tmp_path / "spool", keep=True)
+    assert ["p-2"] == given(broker, "late")
     spool.close()
 
 
