@@ -7,6 +7,8 @@ is bad. An archive is looked up and read in part, a stream is read through.
 from __future__ import annotations
 
 import glob
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +30,13 @@ _WILDCARDS = frozenset("*?[")
 def find_sources(patterns: Sequence[str]) -> SourceSet:
     """Paths, URLs and patterns, as one set of sources in sorted order. Opens each once to compare specs.
 
-    A folder or URL is an archive, a file a stream. Raises UsageError (ARGUMENT) for a pattern that matches nothing,
-    SpecError where two sources differ in geometry, and what opening raises.
+    A folder or URL is an archive, a file a stream; what exists under the very name is no pattern. Raises UsageError
+    (ARGUMENT) for a pattern that matches nothing and for a pipe, which cannot be read twice, SpecError where two
+    sources differ in geometry, and what opening raises.
     """
     paths: list[str] = []
     for pattern in patterns:
-        matched = sorted(glob.glob(pattern)) if _WILDCARDS & set(pattern) and "://" not in pattern else [pattern]
+        matched = sorted(glob.glob(pattern)) if _is_pattern(pattern) else [pattern]
         if not matched:
             raise UsageError(f"expected a file that matches {pattern!r}, got none", kind=ErrorKind.ARGUMENT)
         paths += matched
@@ -47,7 +50,16 @@ def find_sources(patterns: Sequence[str]) -> SourceSet:
                 f"expected sources of one spec, got another in {path} than in {paths[0]}: {differences}",
                 kind=ErrorKind.SPEC_MISMATCH,
             )
-    return SourceSet(paths=tuple(dict.fromkeys(paths)), spec=specs[0])
+    # one file under two names is read once
+    once: dict[str, str] = {}
+    for path in paths:
+        once.setdefault(path if "://" in path else os.path.realpath(path), path)
+    return SourceSet(paths=tuple(once.values()), spec=specs[0])
+
+
+def _is_pattern(text: str) -> bool:
+    # a shell that expanded a pattern hands over names, and as a pattern ``run[1]`` is ``run1``
+    return bool(_WILDCARDS & set(text)) and "://" not in text and not os.path.lexists(text)
 
 
 def parse_sample(text: str) -> tuple[str, int | None, int | None]:
@@ -133,6 +145,11 @@ def _archive(path: str) -> Archive:
 def _spec_of(path: str) -> RouteSpec:
     if is_archive(path):
         return _archive(path).spec
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise UsageError(
+            f"expected a file or an archive, which can be read again, got a pipe or a device @ {path}",
+            kind=ErrorKind.ARGUMENT,
+        )
     with open_stream(path, on_truncated="keep", on_alarm="ignore") as reader:
         return reader.spec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,31 @@ def test_a_pattern_gives_every_record_in_sorted_order_once(folder: Path) -> None
     found = find_sources([str(folder / "run-*.arrows"), str(folder / "run-1.arrows")])
     assert [record.key for record in RECORDS] == [record.key for record in found.records()]
     assert found.spec == SPEC
+
+
+def test_a_name_that_exists_is_no_pattern(tmp_path: Path) -> None:
+    """As a pattern ``run[1].arrows`` is ``run1.arrows``: a shell's expansion would read another file, or none."""
+    named = streamed(tmp_path / "run[1].arrows", RECORDS[:1])
+    streamed(tmp_path / "run1.arrows", RECORDS[1:])
+    found = find_sources([str(named)])
+    assert [RECORDS[0].key] == [record.key for record in found.records()]
+
+
+def test_a_file_under_two_names_is_read_once(folder: Path) -> None:
+    """A link to it, or another spelling of its path; the first name stays, in its place."""
+    (folder / "latest.arrows").symlink_to("run-1.arrows")
+    names = [str(folder / name) for name in ("run-0.arrows", "latest.arrows", "../" + folder.name + "/run-0.arrows")]
+    found = find_sources([*names, str(folder / "run-1.arrows")])
+    assert tuple(names[:2]) == found.paths
+    assert [record.key for record in RECORDS] == [record.key for record in found.records()]
+
+
+def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
+    """Sources are opened once for their specs and once to be read: of a pipe the second would wait for ever."""
+    os.mkfifo(tmp_path / "a.arrows")
+    with pytest.raises(UsageError, match=r"got a pipe.*a\.arrows") as caught:
+        find_sources([str(tmp_path / "a.arrows")])
+    assert caught.value.kind == ErrorKind.ARGUMENT
 
 
 @pytest.fixture(params=PLACINGS)
