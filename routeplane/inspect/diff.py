@@ -224,7 +224,7 @@ _Pair = tuple[RouteRecord | None, RouteRecord | None]
 def _look_up(left: Iterable[RouteRecord], right: Mapping[RecordKey, RouteRecord]) -> Iterator[_Pair]:
     seen: set[RecordKey] = set()
     for record in left:
-        seen.add(record.key)
+        _see(record.key, seen)
         yield record, right.get(record.key)
     for key in right:
         if key not in seen:
@@ -235,6 +235,7 @@ def _in_step(left: Iterable[RouteRecord], right: Iterable[RouteRecord], max_held
     """Take turns, so that two streams in one order hold nothing."""
     sides = (iter(left), iter(right))
     held: tuple[dict[RecordKey, RouteRecord], dict[RecordKey, RouteRecord]] = ({}, {})
+    seen: tuple[set[RecordKey], set[RecordKey]] = (set(), set())
     waiting, open_sides = 0, [0, 1]
     while open_sides:
         for side in tuple(open_sides):
@@ -242,13 +243,15 @@ def _in_step(left: Iterable[RouteRecord], right: Iterable[RouteRecord], max_held
             if record is None:
                 open_sides.remove(side)
                 continue
+            _see(record.key, seen[side])
             partner = held[1 - side].pop(record.key, None)
             if partner is not None:
                 waiting -= partner.routes.nbytes
                 yield (record, partner) if side == 0 else (partner, record)
                 continue
-            if record.key in held[side]:
-                raise DataError(f"expected every key once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
+            if 1 - side not in open_sides:
+                yield (record, None) if side == 0 else (None, record)
+                continue
             held[side][record.key] = record
             waiting += record.routes.nbytes
             if waiting > max_held_bytes:
@@ -259,6 +262,12 @@ def _in_step(left: Iterable[RouteRecord], right: Iterable[RouteRecord], max_held
                 )
     yield from ((record, None) for record in held[0].values())
     yield from ((None, record) for record in held[1].values())
+
+
+def _see(key: RecordKey, seen: set[RecordKey]) -> None:
+    if key in seen:
+        raise DataError(f"expected every key once, got {key} twice", kind=ErrorKind.DUPLICATE_KEY)
+    seen.add(key)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

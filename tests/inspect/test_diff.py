@@ -205,3 +205,26 @@ def test_nothing_compared_is_the_same_and_has_no_share() -> None:
     assert (True, 0.0) == (nothing.same, nothing.flipped_share)
     assert 0.0 == nothing.scalars()["routeplane/diff_jaccard"]
     np.testing.assert_array_equal(0, nothing.compared_L)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
+def test_a_key_that_comes_again_is_refused(side: int) -> None:
+    """Also when its partner was compared before: counted again it would be a difference, or count twice."""
+    once, twice = records(2), [*records(2), records(1)[0]]
+    sides = (twice, once) if side == 0 else (once, twice)
+    with pytest.raises(DataError, match="twice") as caught:
+        compare(*sides, specs=(SPEC, SPEC))
+    assert caught.value.kind == ErrorKind.DUPLICATE_KEY
+    with pytest.raises(DataError, match="twice"):
+        compare(twice, {record.key: record for record in once}, specs=(SPEC, SPEC))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
+def test_what_comes_after_the_other_side_ended_is_not_held(side: int) -> None:
+    """Nothing can match it any more, so no bound is passed."""
+    few, many = records(1), records(5)
+    room = few[0].routes.nbytes
+    sides = (many, few) if side == 0 else (few, many)
+    found = compare(*sides, specs=(SPEC, SPEC), max_held_bytes=room)
+    assert ((4, 0) if side == 0 else (0, 4)) == (found.left_only, found.right_only)
+    assert 1 == found.equal_samples
