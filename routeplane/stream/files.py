@@ -43,8 +43,10 @@ class PublishedPath:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(os.path.realpath(path))
-        self._in_place = self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
+        given = Path(path)
+        self._in_place = given.exists() and not stat.S_ISREG(given.stat().st_mode)
+        # what /dev/fd/N resolves to has no name that could be opened
+        self._path = given if self._in_place else Path(os.path.realpath(path))
         name = self._path if self._in_place else self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         self._written = name
         # unbuffered in place: whoever reads a FIFO is to have each batch when it was written

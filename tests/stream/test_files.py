@@ -288,6 +288,25 @@ def test_a_batch_leaves_through_a_fifo_when_it_was_written(tmp_path: Path) -> No
     assert [RECORDS[0].sample_id] == came
 
 
+def test_a_descriptor_has_a_path(tmp_path: Path) -> None:
+    """What a shell's ``>(...)`` gives, and ``/dev/stdout`` in a pipe: a name that resolves to none."""
+    reading, writing = os.pipe()
+    found: list[RouteRecord] = []
+
+    def read() -> None:
+        with open(reading, "rb") as file:
+            found.extend(open_stream(file))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        write(Path(f"/dev/fd/{writing}"))
+    finally:
+        os.close(writing)
+        reader.join()
+    assert contents(RECORDS) == contents(found)
+
+
 def test_an_abort_down_a_fifo_is_seen(tmp_path: Path) -> None:
     """What went down a pipe cannot be taken back; without a trailer no reader takes it for whole."""
     path = tmp_path / "pipe"
