@@ -7,6 +7,7 @@ value escaped. Pictures come from ``plots``, findings from ``findings``, numbers
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from routeplane.inspect.statistics import RouteStatistics
 from routeplane.inspect.tally import shared_ids
 from routeplane.record import RouteRecord
 from routeplane.spec import MISSING
+from routeplane.stream.files import PublishedPath
 
 __all__ = ["SampleView", "TokenView", "render_report", "view_sample", "write_pictures", "write_report"]
 
@@ -153,11 +155,14 @@ def render_report(
 
 
 def write_report(path: Path, text: str) -> None:
-    """Write the page, all of it or nothing. Raises OSError."""
+    """Write the page, all of it or nothing; into a pipe or a device as it is. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    target = PublishedPath(path)
+    with contextlib.ExitStack() as undo:
+        undo.callback(target.discard)
+        target.file.write(text.encode())
+        target.publish()
+        undo.pop_all()
 
 
 def write_pictures(folder: Path, statistics: RouteStatistics, *, diff: RouteDiff | None = None) -> list[Path]:

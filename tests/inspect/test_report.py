@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -100,6 +101,26 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_report(path, "\ud800")
     assert "old" == path.read_text()
+    assert ["report.html"] == [each.name for each in path.parent.iterdir()]
+
+
+def test_a_page_goes_into_a_pipe_that_stays_one(tmp_path: Path) -> None:
+    """As ``/dev/stdout`` is one: a file in its place would take it from everybody."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR)  # both ends, so that nobody waits; its buffer takes the page
+    try:
+        write_report(path, "page")
+        assert b"page" == os.read(end, 64)
+    finally:
+        os.close(end)
+    assert path.is_fifo()
+
+
+def test_a_page_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    """The system's error, which the command line tells in one line."""
+    with pytest.raises(IsADirectoryError):
+        write_report(tmp_path, "page")
 
 
 def test_pictures_are_written_on_request(tmp_path: Path) -> None:
