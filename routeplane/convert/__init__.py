@@ -208,8 +208,9 @@ def _write(
 
 
 def _join(parts: list[Path], target: Path, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]) -> None:
-    """One part becomes the target; several are copied into it, which happens once, at the end."""
-    if len(parts) == 1:
+    """One part becomes the target; several are copied into it, which happens once, at the end. So is one into what is
+    no regular file, such as a FIFO: a rename would put a file in its place."""
+    if len(parts) == 1 and (target.is_file() or not target.exists()):
         os.replace(parts[0], target)
         return
     records = chain.from_iterable(open_any(str(path)).records(skip=0) for path in parts)

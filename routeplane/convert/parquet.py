@@ -73,6 +73,8 @@ class ParquetReader(RecordReader):
 
     def __init__(self, path: str | os.PathLike[str], *, policy: ReadPolicy) -> None:
         self._where = str(path)
+        with open(path, "rb"):
+            pass  # the system's own error for what is no file or may not be read, of which pyarrow's says no kind
         self._file: Any = self._decode(
             lambda: pq.ParquetFile(path, page_checksum_verification=True, arrow_extensions_enabled=True)
         )
@@ -128,9 +130,9 @@ class ParquetReader(RecordReader):
         """Run a pyarrow decoder over bytes from outside; whatever it objects to is a damaged file."""
         try:
             return work()
-        except FileNotFoundError:
-            raise
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # the system's own; pyarrow's for a damaged file have none
             raise FormatError(
                 f"expected a whole Parquet file, got a damaged one: {error} @ {self._where}",
                 kind=ErrorKind.CORRUPT_BATCH,

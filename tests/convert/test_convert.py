@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from routeplane.convert.parquet import ParquetReader
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
 from routeplane.record import RouteRecord
 from routeplane.spec import RouteSpec
-from routeplane.stream import new_stream
+from routeplane.stream import new_stream, open_stream
 from routeplane.stream.protocol import ReadPolicy
 from tests.archive.archives import SPEC, rich_records, sized
 from tests.stream.streams import content, contents, record, record_lists
@@ -301,3 +302,41 @@ def test_streams_and_parquet_need_no_zarr(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "[]\n" == done.stdout
+
+
+@pytest.mark.parametrize("part_bytes", [1, 2**30], ids=["many parts", "one part"])
+def test_a_fifo_is_written_and_stays_one(tmp_path: Path, part_bytes: int) -> None:
+    """As by a new stream: renamed into its place, a file would leave its reader waiting."""
+    records = sized([5, 6])
+    source, target = made(tmp_path / "a.zarr", records), tmp_path / "b.arrows"
+    os.mkfifo(target)
+    # nobody waits for the other end: this one has both, and the pipe's buffer takes all of it
+    end = os.open(target, os.O_RDWR)
+    try:
+        convert(source, target, overwrite=True, part_bytes=part_bytes)
+        came = os.read(end, 1 << 16)
+    finally:
+        os.close(end)
+    assert target.is_fifo()
+    assert contents(records) == contents(list(open_stream(came)))
+    assert ["a.zarr", "b.arrows"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_what_the_system_refuses_is_no_damage(tmp_path: Path) -> None:
+    """A folder under the name of a Parquet file, and a name too long: the system's error, as for a stream."""
+    (tmp_path / "a.parquet").mkdir()
+    for name in ("a.parquet", "a" * 300 + ".parquet"):
+        with pytest.raises(OSError, match=name) as caught:
+            convert(tmp_path / name, tmp_path / "b.arrows")
+        assert not isinstance(caught.value, RouteplaneError)
+
+
+def test_the_command_takes_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On either side; nothing is written anywhere else."""
+    records = sized([5, 6])
+    source = made(tmp_path / "a.arrows", records)
+    assert 0 == main(arguments=["convert", str(source), f"file://{tmp_path}/b.zarr"])
+    assert 0 == main(arguments=["convert", f"file://{tmp_path}/b.zarr", str(tmp_path / "c.parquet")])
+    assert contents(records) == contents(read(tmp_path / "b.zarr")) == contents(read(tmp_path / "c.parquet"))
+    assert ["a.arrows", "b.zarr", "c.parquet"] == sorted(path.name for path in tmp_path.iterdir())
+    capsys.readouterr()
