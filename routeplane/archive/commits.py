@@ -123,9 +123,7 @@ def begin(store: ArchiveStore, spec: RouteSpec) -> Commit:
             raise FormatError(
                 f"expected an archive or an empty place, got {store.names('')[:4]} @ {store.where}", kind=_FOREIGN
             )
-        if store.create(ROOT, _root(spec)):
-            store.write(f"runs/{ROOT}", json.dumps(group_document({})).encode())
-            store.write(f"{COMMITS}/{ROOT}", json.dumps(leaf_document()).encode())
+        store.create(ROOT, _root(spec))
     check_root(store)
     commit = newest(store) if commit_numbers(store) else Commit(number=0, spec=spec)
     _check_agrees(store, commit)
@@ -135,6 +133,10 @@ def begin(store: ArchiveStore, spec: RouteSpec) -> Commit:
             f"expected routes of model {commit.spec.model!r}, got {spec.model!r} @ {store.where}",
             kind=ErrorKind.SPEC_MISMATCH,
         )
+    # also where whoever made the root died before these
+    for key, document in ((f"runs/{ROOT}", group_document({})), (f"{COMMITS}/{ROOT}", leaf_document())):
+        if store.size(key) is None:
+            store.write(key, json.dumps(document).encode())
     return commit
 
 

@@ -31,7 +31,16 @@ class RemoteFolder:
 
     def __init__(self, url: str, *, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/")
-        self._files, self._root = fsspec.core.url_to_fs(self._url, **options)
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self._url, **options)
+        except ImportError as error:
+            raise MissingExtraError(
+                f"expected the file system of {self._url}, got: {error}", kind=ErrorKind.MISSING_EXTRA
+            ) from error
+        except ValueError as error:
+            raise UsageError(
+                f"expected a URL that fsspec knows, got {self._url} ({error})", kind=ErrorKind.ARGUMENT
+            ) from error
         self._root = self._root.rstrip("/")
 
     @property

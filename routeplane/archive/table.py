@@ -86,7 +86,7 @@ class Row:
 
 def key_hash(key: RecordKey) -> int:
     """xxh3-64 of sample id, attempt and segment, parted by U+0000."""
-    return xxhash.xxh3_64_intdigest(f"{key.sample_id}\0{key.attempt}\0{key.segment}".encode())
+    return xxhash.xxh3_64_intdigest(f"{key.sample_id}\0{key.attempt}\0{key.segment}".encode(errors="surrogatepass"))
 
 
 def read_keys(data: bytes, *, records: int, where: str) -> NDArray[np.uint64]:

@@ -418,6 +418,18 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
     assert ["notes.txt"] == [path.name for path in foreign.iterdir()]
 
 
+def test_a_url_that_nobody_knows_is_refused() -> None:
+    """A protocol that fsspec does not have is the caller's mistake, named."""
+    with pytest.raises(UsageError, match="nothing-such") as caught:
+        open_archive("nothing-such://a/b")
+    assert caught.value.kind == ErrorKind.ARGUMENT
+
+
+def test_a_key_that_no_text_can_be_is_absent(tmp_path: Path) -> None:
+    """A lone surrogate is in no record's id; asking for it is no error."""
+    assert ("\ud800", 0, 0) not in open_archive(saved(tmp_path / "a.zarr", sized([5])))
+
+
 def test_errors_cross_processes(tmp_path: Path) -> None:
     """What an archive raises pickles, kind included."""
     with pytest.raises(UsageError) as caught:

@@ -106,6 +106,20 @@ def _write_and_die(where: Path, files_before_death: int) -> None:
     save_archive(sized([900], first=50), where, spec=SPEC, run="killed", shard_bytes=1)
 
 
+@pytest.mark.parametrize("gone", [["runs/zarr.json", "commits/zarr.json"], ["commits/zarr.json"]], ids=["both", "one"])
+def test_the_next_writer_makes_what_the_first_died_before(tmp_path: Path, gone: list[str]) -> None:
+    """Killed behind the root and before the groups below it, which plain zarr needs to walk an archive."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for where in (whole, cut):
+        with new_run(where, SPEC, run="dies") as sink:
+            sink.abort()
+    for name in gone:
+        (cut / name).unlink()
+    for where in (whole, cut):
+        saved(where, sized([5]))
+    assert [path.relative_to(whole) for path in files(whole)] == [path.relative_to(cut) for path in files(cut)]
+
+
 @pytest.mark.slow
 def test_killed_at_any_time(tmp_path: Path) -> None:
     """Ten writers of small runs, killed after any number of lines: each run is there whole or not at all."""
