@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 
 from routeplane.cli_inspect import add_commands, require_report, write_comparison
 from routeplane.demo import DemoOptions, format_table, run_demo
-from routeplane.errors import FormatError, Problem, RouteplaneError
+from routeplane.errors import FormatError, Problem, RouteplaneError, refused
 from routeplane.inspect.check import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
 
 __all__ = ["main"]
@@ -40,13 +41,27 @@ def main(*, arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else what cannot be written shows after this returned, as status 120
     except FormatError as error:
         _complain(error)
         return 1
     except (RouteplaneError, OSError) as error:
         _complain(error)
+        _give_up_stdout()
         return 2
     return status
+
+
+def _give_up_stdout() -> None:
+    """Where stdout takes no more (a closed pipe, a full disk), let the interpreter's own flush not fail too."""
+    if sys.stdout is None:
+        return  # closed from the beginning
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,8 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     validate.set_defaults(run=_validate)
     convert = commands.add_parser("convert", help="copy between streams, archives and Parquet")
-    convert.add_argument("source", type=Path)
-    convert.add_argument("target", type=Path)
+    # text, since a Path makes ``s3:/bucket`` of ``s3://bucket``
+    convert.add_argument("source")
+    convert.add_argument("target")
     convert.add_argument(
         "--encoding", choices=("auto", "plain", "narrow"), default="auto", help="of a stream or Parquet file"
     )
@@ -110,6 +126,8 @@ def _serve_parser(commands: Any) -> Any:
 def _serve(options: argparse.Namespace) -> int:
     from routeplane.stream.flight_service import FlightService, ServiceOptions
 
+    if not 0 <= options.port < 2**16:
+        raise refused("a port of 0 to 65535", f"{options.port}")
     service = ServiceOptions(
         max_bytes=options.max_bytes,
         max_message_bytes=options.max_message_bytes,
@@ -162,7 +180,7 @@ def _problem_text(problem: Problem) -> str:
 def _convert(options: argparse.Namespace) -> int:
     from routeplane.convert import convert
 
-    with _progress(f"{options.source.name} -> {options.target.name}") as tell:
+    with _progress(" -> ".join(Path(place).name for place in (options.source, options.target))) as tell:
         done = convert(
             options.source, options.target, encoding=options.encoding, overwrite=options.overwrite, progress=tell
         )

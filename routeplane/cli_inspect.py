@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, MissingExtraError
+from routeplane.errors import ErrorKind, MissingExtraError, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from routeplane.inspect.report import SampleView
     from routeplane.inspect.sources import SourceSet
     from routeplane.inspect.statistics import RouteStatistics
+    from routeplane.spec import RouteSpec
 
 __all__ = ["add_commands", "require_report", "write_comparison"]
 
@@ -153,9 +154,15 @@ def _worst_samples(
 
 
 def _collect(sources: SourceSet, options: argparse.Namespace) -> RouteStatistics:
+    spec = sources.spec.select(options.layer) if options.layer else sources.spec
+    found = _counted(sources, spec, options)
+    _require_samples(found.coverage.records, options)
+    return found
+
+
+def _counted(sources: SourceSet, spec: RouteSpec, options: argparse.Namespace) -> RouteStatistics:
     from routeplane.inspect.collect import collect
 
-    spec = sources.spec.select(options.layer) if options.layer else sources.spec
     if options.ray:
         try:
             from routeplane.inspect.reduce import collect_on_ray, joined_cluster
@@ -174,7 +181,15 @@ def _compare(left: SourceSet, right: SourceSet, options: argparse.Namespace) -> 
 
     specs = tuple(side.spec.select(options.layer) if options.layer else side.spec for side in (left, right))
     lookup = right.lookup() if not (options.layer or options.samples) else None
-    return compare(read(left), lookup if lookup is not None else read(right), specs=(specs[0], specs[1]))
+    found = compare(read(left), lookup if lookup is not None else read(right), specs=(specs[0], specs[1]))
+    _require_samples(found.samples + found.left_only + found.right_only, options)
+    return found
+
+
+def _require_samples(records: int, options: argparse.Namespace) -> None:
+    """Of samples that are nowhere, every number is 0 and nothing differs: a mistyped name is not that."""
+    if options.samples and not records:
+        raise refused(f"a record of sample {' or '.join(map(repr, options.samples))}", "none")
 
 
 def _show(options: argparse.Namespace, document: dict[str, Any], text: Callable[[], str]) -> None:

@@ -6,6 +6,7 @@ Commands run in this process; one test starts the installed program. What is fou
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -217,6 +218,34 @@ def test_the_installed_program_is_light(corrupt: Path) -> None:
 
 
 # ---- info -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_that_is_none_is_status_2(routeplane: Program, port: int) -> None:
+    """Before anything is served; Arrow's own error for it would be a trace."""
+    found = routeplane("serve", "--port", port)
+    assert (2, "", 1) == (found.status, found.out, found.err.count("\n"))
+    assert f"got {port}" in found.err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_reader_that_left_is_status_2(good: Path, unbuffered: str) -> None:
+    """A closed pipe: one line on stderr, and no status or trace of the interpreter's own."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; from routeplane.cli import main; sys.exit(main())", "info", str(good)],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (2, 1) == (done.returncode, done.stderr.count("\n"))
+    assert "Broken pipe" in done.stderr
 
 
 def test_info_tells_what_a_stream_holds(routeplane: Program, good: Path) -> None:
