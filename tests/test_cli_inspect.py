@@ -145,7 +145,8 @@ def test_samples_that_are_nowhere_could_not_run(
     routeplane: Program, left: Path, right: Path, command: str, tmp_path: Path
 ) -> None:
     """Status 2: of a mistyped name nothing differs, which would read as the same. One that is there is enough."""
-    more: list[object] = {"stats": [], "diff": [right], "report": ["--out", tmp_path / "page.html"]}[command]
+    options: dict[str, list[object]] = {"stats": [], "diff": [right], "report": ["--out", tmp_path / "page.html"]}
+    more = options[command]
     shown = routeplane(command, left, *more, "--samples", "nobody", "--samples", "no")
     assert (2, "") == (shown.status, shown.out)
     assert "'nobody' or 'no', got none" in shown.err

@@ -182,7 +182,7 @@ def _into_file(
         parts.append((path, done))
         if part.first is None:
             break
-    _join([path for path, _ in parts], target, opened.spec, encoding=encoding)
+    _join([path for path, _ in parts], target, made=folder / f"unfinished{target.suffix}", encoding=encoding)
     shutil.rmtree(folder)
     return Conversion(records=done, resumed=resumed, bytes=target.stat().st_size)
 
@@ -207,11 +207,19 @@ def _write(
             sink.write(record)
 
 
-def _join(parts: list[Path], target: Path, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]) -> None:
+def _join(parts: list[Path], target: Path, *, made: Path, encoding: Literal["plain", "narrow", "auto"]) -> None:
     """One part becomes the target; several are copied into it, which happens once, at the end. So is one into what is
     no regular file, such as a FIFO: a rename would put a file in its place."""
-    if len(parts) == 1 and (target.is_file() or not target.exists()):
-        os.replace(parts[0], target)
+    in_place = target.exists() and not target.is_file()
+    if len(parts) > 1 or in_place:
+        records = chain.from_iterable(open_any(str(path)).records(skip=0) for path in parts)
+        # among the parts, where the next call deletes what a killed one left
+        _write(records, target if in_place else made, open_any(str(parts[0])).spec, encoding=encoding)
+    if in_place:
         return
-    records = chain.from_iterable(open_any(str(path)).records(skip=0) for path in parts)
-    _write(records, target, spec, encoding=encoding)
+    os.replace(made if len(parts) > 1 else parts[0], target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the parts are deleted next
+    finally:
+        os.close(folder)

@@ -142,6 +142,24 @@ def test_a_stopped_conversion_goes_on(tmp_path: Path, start: str, end: str) -> N
     assert sorted([f"a{start}", f"b{end}"]) == sorted(path.name for path in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("renames", [6, 7], ids=["joining", "joined"])
+def test_killed_while_joining_leaves_nothing_behind(tmp_path: Path, renames: int) -> None:
+    """Three parts take two renames each; what they were joined to is as large as all of them, and is not forgotten."""
+    records = sized([5, 6, 7])
+    source, target = made(tmp_path / "a.arrows", records), tmp_path / "b.arrows"
+    program = (
+        "import os; from routeplane.convert import convert\n"
+        f"rename, left = os.replace, iter(range({renames}))\n"
+        "os.replace = lambda *paths: os._exit(9) if next(left, None) is None else rename(*paths)\n"
+        f"convert({str(source)!r}, {str(target)!r}, part_bytes=1)"
+    )
+    assert 9 == subprocess.run([sys.executable, "-c", program], check=False).returncode
+    assert not target.exists()
+    assert 3 == convert(source, target, part_bytes=1).resumed
+    assert contents(records) == contents(read(target))
+    assert ["a.arrows", "b.arrows"] == sorted(path.name for path in tmp_path.iterdir())
+
+
 def test_a_killed_conversion_goes_on(tmp_path: Path) -> None:
     """The same for a process that was killed."""
     records = sized([400] * 12)
