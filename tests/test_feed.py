@@ -19,6 +19,7 @@ from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
 from routeplane.feed import RecordDataset
+from routeplane.shards import Shard
 from routeplane.stream import StreamReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.feeding import (
@@ -215,6 +216,19 @@ def test_what_cannot_be_served_is_refused(call: Callable[[], object], message: s
         call()
 
     assert ErrorKind.ARGUMENT is caught.value.kind
+
+
+@pytest.mark.parametrize("batches", [None, 3, "even"], ids=["any", "three", "even"])
+def test_records_are_not_dealt_twice(batches: Any) -> None:
+    """A dataset's rank and a shard's would each leave most records to nobody; refused before anything is read."""
+    opener = MemoryOpener()
+    dataset = RecordDataset(NUMBERS, opener, rank=0, world_size=2)
+    loader = DataLoader(dataset, batch_size=None)
+    for source in (dataset, dataset.through(loader)):
+        with pytest.raises(UsageError, match="dealt to ranks once"):
+            microbatches(source, tokens=8, spec=SPEC, batches=batches, shard=Shard(data_parallel=(0, 2)))
+
+    assert [] == opener.opened
 
 
 def test_errors_of_a_source_pass_through(paths: list[str]) -> None:
