@@ -205,7 +205,10 @@ class RecordDataset(IterableDataset["RouteRecord"]):
             try:
                 yield source
             finally:
-                self._past, self._source = self.report(), None
+                read: Any = source.report()
+                self._past = read if self._past is None else self._past.merge(read)
+                if self._source is source:  # an iteration that was given up may end while the next one reads
+                    self._source = None
 
     @contextmanager
     def _opened(self, path: str) -> Generator[RouteSource]:

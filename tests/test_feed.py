@@ -25,6 +25,7 @@ from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.feeding import (
     NUMBERS,
     RECORDS,
+    SIZES,
     SPEC,
     TOTAL,
     MemoryOpener,
@@ -160,6 +161,25 @@ def test_reports_of_all_streams_add_up() -> None:
 
     assert isinstance(report, StreamReport)
     assert ([2, 4, 6, 8], TOTAL) == (counts, report.records)
+
+
+def test_an_iteration_that_was_given_up_counts_once() -> None:
+    """Whoever still holds an old iterator, as a kept traceback does, lets go of it during the next: that one goes on
+    being reported, and judged by the source that it reads."""
+    opener = MemoryOpener()
+    dataset = RecordDataset(NUMBERS, opener)
+    old = iter(dataset)
+    next(old)
+    new = iter(dataset)
+    next(new)
+    del old
+    admitted = dataset.admit(RECORDS[:1])
+    rest = list(new)
+    report = dataset.report()
+
+    assert isinstance(report, StreamReport)
+    assert (True, TOTAL - 1, 1 + TOTAL) == (admitted.admitted, len(rest), report.records)
+    assert 1 + len(SIZES) == len(opener.opened)
 
 
 def test_leaving_a_loop_closes_the_source() -> None:
