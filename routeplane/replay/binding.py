@@ -73,6 +73,8 @@ class Wiring:
     def binding(self, binding: Binding) -> Iterator[None]:
         """Make a binding current for the forwards of a ``with`` body."""
         depth = self._depth()
+        for traced in self.traced:
+            traced.refused = False  # an exception may have left the last body before anyone asked
         self.current = binding
         self._seat(binding, rerun=False)
         try:
