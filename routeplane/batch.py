@@ -149,7 +149,8 @@ def microbatches(
     ``spec``: as in ``collate``; default the source's own (a plain list of records has none). Other arguments as in
     ``collate``. ``sort_within``: records that are held at a time and grouped by length (``budget_groups(sort=True)``),
     1 for the source's order. ``shard``: ``tokens`` counts rows before the rank's cut, so ranks that cut the same
-    records form the same groups; each data-parallel rank groups its own records.
+    records form the same groups; each data-parallel rank groups its own records. A source that deals records to ranks
+    itself (``RecordDataset(world_size=)``) and a shard that does are refused together.
 
     ``batches``: how many to come to, by batches of padding alone at the end (``keys`` empty, one sequence of length 0);
     ``"even"``: as many as the data-parallel rank that has most, which each rank counts as all records go by it, and
@@ -196,8 +197,9 @@ class _Dealt:
         self._counts: RankCounts | None = None
         self._rank = wanted.shard.data_parallel
         self._by_source = False  # whether the source deals its records to ranks, and shows those of all
+        _check_dealt_once(source, self._rank)
         if batches == "even":
-            self._rank, self._by_source = _dealing_of(source, wanted.shard.data_parallel)
+            self._rank, self._by_source = _dealing_of(source, self._rank)
             self._counts = RankCounts(self._rank[1], tokens=budget, options=wanted.options, held=held)
 
     def __iter__(self) -> Iterator[RouteRecord]:
@@ -235,13 +237,23 @@ class _Dealt:
             yield _padding_batch(self._wanted, like)
 
 
+def _dealt_by(source: object) -> RankOf:
+    """Which rank's records a source yields; all of them where it deals none."""
+    dealt: RankOf = getattr(source, "dealt", (0, 1))
+    return dealt
+
+
+def _check_dealt_once(source: object, data_parallel: RankOf) -> None:
+    # the same rank given to both, as happens, would leave most records to no rank, without a word
+    if _dealt_by(source)[1] > 1 and data_parallel[1] > 1:
+        raise refused("records dealt to ranks once", f"data_parallel={data_parallel} of a source that deals them")
+
+
 def _dealing_of(source: object, data_parallel: RankOf) -> tuple[RankOf, bool]:
     """Who deals the records to ranks, and this rank among them: the source, where it does, else the shard."""
-    dealt: RankOf = getattr(source, "dealt", (0, 1))
+    dealt = _dealt_by(source)
     if dealt[1] == 1:
         return data_parallel, False
-    if data_parallel[1] > 1:
-        raise refused("records dealt to ranks once", f"data_parallel={data_parallel} of a source that deals them")
     if not hasattr(source, "by_rank"):
         raise refused("a source that shows the records of all ranks, for batches='even' (or their number)", "another")
     return dealt, True

@@ -75,6 +75,10 @@ class RecordDataset(IterableDataset["RouteRecord"]):
     * Without workers, that is all: exactly the rest comes.
     * ``microbatches`` is one record ahead of its batch, and ``prefetch`` some batches. ``state_dict(consumed=n)`` is
       the position after the first ``n`` records of the iteration: add up ``len(batch.keys)`` of the batches trained on.
+      With ``microbatches(sort_within=w)``, records come in the source's order by windows of ``w`` alone: round the sum
+      down to a multiple of ``w`` unless all were trained on, or records that wait in later batches are left out. Where
+      ``Shard(data_parallel=)`` deals the records, this dataset hands out those of all ranks: multiply the sum by the
+      world.
     * With workers, torch's loader iterates copies of the dataset, of which it learns nothing. Read
       ``dataset.through(loader)`` instead of the loader: it counts what arrives, past what workers read ahead. The
       state is the rank's, and is resumed under any number of workers.
@@ -205,7 +209,10 @@ class RecordDataset(IterableDataset["RouteRecord"]):
             try:
                 yield source
             finally:
-                self._past, self._source = self.report(), None
+                read: Any = source.report()
+                self._past = read if self._past is None else self._past.merge(read)
+                if self._source is source:  # an iteration that was given up may end while the next one reads
+                    self._source = None
 
     @contextmanager
     def _opened(self, path: str) -> Generator[RouteSource]:

@@ -281,7 +281,9 @@ def token_logprobs(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:
     """Log-probability of every token given those before it: float32, shaped like ``batch.token_ids``.
 
     ``logits``: ``[..., V]`` with the batch's N rows in gate order, as a model answers ``batch.model_inputs()``. NaN at
-    first tokens and at padding, as in ``batch.logprobs``: pick with a mask, never multiply by one (0 * NaN is NaN).
+    first tokens and at padding, as in ``batch.logprobs``, and where the token before is not among the rows though the
+    record has it (truncation from the left dropped it, another rank has it): pick with a mask, never multiply by one
+    (0 * NaN is NaN).
     Differentiable. Raises UsageError (ARGUMENT) for logits of another shape or a vocabulary that lacks a token.
     """
     if logits.ndim < 2 or logits[..., 0].numel() != batch.num_rows:

@@ -202,6 +202,16 @@ def test_token_logprobs_of_single_tokens_are_nan() -> None:
     assert [True, True] == token_logprobs(torch.zeros((1, 2, VOCABULARY)), batch).isnan().tolist()
 
 
+def test_a_token_whose_predecessor_was_cut_off_is_nan() -> None:
+    """The engine scored it; here the logits that predict it are missing, be it a token that the policy sampled."""
+    record = max(records(), key=lambda each: each.num_tokens)
+    batch = collate([record], SPEC, layout="packed", max_length=3, truncate="left")
+    scores = token_logprobs(torch.zeros((1, 3, VOCABULARY)), batch)
+
+    assert batch.generation_mask.all()
+    assert [True, False, False] == scores.isnan().tolist()
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [

@@ -19,11 +19,13 @@ from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
 from routeplane.feed import RecordDataset
+from routeplane.shards import Shard
 from routeplane.stream import StreamReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.feeding import (
     NUMBERS,
     RECORDS,
+    SIZES,
     SPEC,
     TOTAL,
     MemoryOpener,
@@ -161,6 +163,25 @@ def test_reports_of_all_streams_add_up() -> None:
     assert ([2, 4, 6, 8], TOTAL) == (counts, report.records)
 
 
+def test_an_iteration_that_was_given_up_counts_once() -> None:
+    """Whoever still holds an old iterator, as a kept traceback does, lets go of it during the next: that one goes on
+    being reported, and judged by the source that it reads."""
+    opener = MemoryOpener()
+    dataset = RecordDataset(NUMBERS, opener)
+    old = iter(dataset)
+    next(old)
+    new = iter(dataset)
+    next(new)
+    del old
+    admitted = dataset.admit(RECORDS[:1])
+    rest = list(new)
+    report = dataset.report()
+
+    assert isinstance(report, StreamReport)
+    assert (True, TOTAL - 1, 1 + TOTAL) == (admitted.admitted, len(rest), report.records)
+    assert 1 + len(SIZES) == len(opener.opened)
+
+
 def test_leaving_a_loop_closes_the_source() -> None:
     """``break`` lets go of the stream that is open."""
     opener = MemoryOpener()
@@ -215,6 +236,19 @@ def test_what_cannot_be_served_is_refused(call: Callable[[], object], message: s
         call()
 
     assert ErrorKind.ARGUMENT is caught.value.kind
+
+
+@pytest.mark.parametrize("batches", [None, 3, "even"], ids=["any", "three", "even"])
+def test_records_are_not_dealt_twice(batches: Any) -> None:
+    """A dataset's rank and a shard's would each leave most records to nobody; refused before anything is read."""
+    opener = MemoryOpener()
+    dataset = RecordDataset(NUMBERS, opener, rank=0, world_size=2)
+    loader = DataLoader(dataset, batch_size=None)
+    for source in (dataset, dataset.through(loader)):
+        with pytest.raises(UsageError, match="dealt to ranks once"):
+            microbatches(source, tokens=8, spec=SPEC, batches=batches, shard=Shard(data_parallel=(0, 2)))
+
+    assert [] == opener.opened
 
 
 def test_errors_of_a_source_pass_through(paths: list[str]) -> None:

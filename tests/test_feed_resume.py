@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from routeplane.batch import microbatches
 from routeplane.errors import ChecksumError, ErrorKind, UsageError
 from routeplane.feed import RecordDataset
 from routeplane.prefetch import prefetch
+from routeplane.shards import Shard
 from tests.feeding import (
     NUMBERS,
     RECORDS,
@@ -31,7 +33,9 @@ from tests.feeding import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+
+    from routeplane.batch import RouteBatch
 
 
 @pytest.fixture
@@ -90,6 +94,44 @@ def test_training_resumes_behind_the_last_batch(paths: list[str]) -> None:
 
     assert len(trained) < TOTAL
     assert list(range(len(trained), TOTAL)) == indices(rest)
+
+
+@pytest.mark.parametrize("held", [2, 4])
+def test_sorted_batches_resume_at_whole_windows(held: int) -> None:
+    """Wherever training stops, counting down to a whole window leaves out no record; behind a window's last batch,
+    exactly the rest comes."""
+    whole = list(microbatches(RecordDataset(NUMBERS, MemoryOpener()), tokens=6, sort_within=held))
+    for stop in range(len(whole) + 1):
+        dataset, rest = (RecordDataset(NUMBERS, MemoryOpener()) for _ in range(2))
+        batches = microbatches(dataset, tokens=6, sort_within=held)
+        trained = [key.sample_id for batch in islice(batches, stop) for key in batch.keys]
+        position = len(trained) if len(trained) == TOTAL else len(trained) // held * held
+        rest.load_state_dict(save(dataset, consumed=position))
+        coming = [record.sample_id for record in rest]
+
+        assert TOTAL == len({*trained, *coming})
+        assert len(trained) - position == len(trained) + len(coming) - TOTAL
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_deals_records_resumes_at_its_own(rank: int) -> None:
+    """The dataset hands out the records of all ranks, so that the position counts all of them: the rank's own times
+    the world."""
+    shard = Shard(data_parallel=(rank, 2))
+
+    def keys(batches: Iterable[RouteBatch]) -> list[str]:
+        return [key.sample_id for batch in batches for key in batch.keys]
+
+    def dealt(dataset: RecordDataset) -> Iterator[RouteBatch]:
+        return microbatches(dataset, tokens=6, batches="even", shard=shard)
+
+    whole = list(dealt(RecordDataset(NUMBERS, MemoryOpener())))
+    for stop in range(len(whole) - 1):
+        dataset, rest = (RecordDataset(NUMBERS, MemoryOpener()) for _ in range(2))
+        trained = keys(islice(dealt(dataset), stop))
+        rest.load_state_dict(save(dataset, consumed=2 * len(trained)))
+
+        assert keys(whole) == trained + keys(dealt(rest))
 
 
 def test_streams_before_the_position_are_not_read() -> None:

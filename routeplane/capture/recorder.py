@@ -22,6 +22,7 @@ from routeplane.assembly import Assembly, assemble
 from routeplane.calls import ModelCall, RowLoss
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.scalars import check_optional_int64
+from routeplane.validate import missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,18 +155,21 @@ class RouteRecorder:
         """Rows that came again within their call, and were the same."""
         return self._repeated + (0 if self._open is None else self._open.rows.repeated)
 
-    def next_row(self, prompt_ids: Sequence[int] | NDArray[Any]) -> int:
-        """The first row that a call with this prompt must bring: what to ask the engine to begin with.
+    def next_row(self, prompt_ids: Sequence[int] | NDArray[Any], *, media: Sequence[str] = ()) -> int:
+        """The first row that a call with this prompt and these media must bring: what to ask the engine to begin with.
 
         After whole calls that is the last token so far, which was sampled and not fed; 0 for a prompt that does not
-        extend the tokens so far.
+        extend the tokens so far, or whose media do not begin with those so far.
         """
-        return self._held if self._extends(prompt_ids) else 0
+        return self._held if self._extends(prompt_ids, media) else 0
 
-    def _extends(self, prompt_ids: Sequence[int] | NDArray[Any]) -> bool:
+    def _extends(self, prompt_ids: Sequence[int] | NDArray[Any], media: Sequence[str]) -> bool:
+        # what does not extend the context here breaks it in ``assemble``, and a segment of its own needs its own rows
         last_S = self._calls[-1].token_ids if self._calls else np.empty(0, dtype=np.int32)
+        last_media = self._calls[-1].media if self._calls else ()
         prompt_P = np.asarray(prompt_ids)
-        return len(prompt_P) >= len(last_S) and np.array_equal(prompt_P[: len(last_S)], last_S)
+        same_media = tuple(media)[: len(last_media)] == last_media
+        return same_media and len(prompt_P) >= len(last_S) and np.array_equal(prompt_P[: len(last_S)], last_S)
 
     def begin(
         self,
@@ -260,12 +264,20 @@ class RouteRecorder:
 
     def add_call(self, call: ModelCall, *, changes: Iterable[WeightsChange] = ()) -> None:
         """A whole call at once. ``changes``: where its weights changed under way, in order."""
-        held = self._held if self._extends(call.prompt_ids) else 0
-        self._held = max(held, call.rows_stop) if call.first_row <= held else held
+        held = self._held if self._extends(call.prompt_ids, call.media) else 0
+        self._held = held + self._whole_rows(call, start=held)
         self._calls.append(call)
         found = tuple(changes)
         if found:
             self._changes[call.call_id] = found
+
+    def _whole_rows(self, call: ModelCall, *, start: int) -> int:
+        """How many of the call's rows from token ``start`` on are there in all layers before the first that is not."""
+        layers = self._spec.layer_ids if call.layer_ids is None else call.layer_ids
+        if call.routes is None or call.first_row > start or sorted(layers) != list(self._spec.layer_ids):
+            return 0
+        absent_R = np.asarray(missing_rows(call.routes[start - call.first_row :]).any(axis=1))
+        return int(absent_R.argmax()) if absent_R.any() else len(absent_R)
 
     def assembly(self, *, attributes: Mapping[str, str] | None = None) -> Assembly:
         """Records of all calls, one per unbroken context, and the counts. ``attributes``: besides the constructor's.

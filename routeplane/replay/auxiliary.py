@@ -32,7 +32,6 @@ class AuxiliaryHook:
     def __init__(self, module: nn.Module, *, wiring: Wiring) -> None:
         self.module = module
         self.wiring = wiring
-        self._open: list[_ForcedAuxiliary] = []
         self._installed = (
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, prepend=True, always_call=True),
@@ -53,14 +52,15 @@ class AuxiliaryHook:
             return
         mode = _ForcedAuxiliary([binding.rows[layer] for layer in sorted(binding.rows)], wiring=self.wiring)
         mode.__enter__()  # type: ignore[no-untyped-call]
-        self._open.append(mode)
+        self.wiring.thread.around.append((module, mode))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if module is not self.module or not self._open:
+        around = self.wiring.thread.around
+        if module is not self.module or not around or around[-1][0] is not module:
             return
-        mode = self._open.pop()
+        mode = around.pop()[1]
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if output is not None:
+        if output is not None and isinstance(mode, _ForcedAuxiliary):
             mode.require_whole()
 
 

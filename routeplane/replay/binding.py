@@ -24,6 +24,7 @@ from routeplane.replay.traced import TracedGate, TracedRows
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring", "in_backward"]
@@ -54,6 +55,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.open: list[_Open] = []
+        #: modes around the whole forward of a module, gates included
+        self.around: list[tuple[nn.Module, TorchFunctionMode]] = []
 
 
 class Wiring:
@@ -69,7 +72,9 @@ class Wiring:
     @contextmanager
     def binding(self, binding: Binding) -> Iterator[None]:
         """Make a binding current for the forwards of a ``with`` body."""
-        depth = len(self.thread.open)
+        depth = self._depth()
+        for traced in self.traced:
+            traced.refused = False  # an exception may have left the last body before anyone asked
         self.current = binding
         self._seat(binding, rerun=False)
         try:
@@ -114,7 +119,7 @@ class Wiring:
                 kind=ErrorKind.DETACHED,
             )
         thread = self.thread
-        depth = len(thread.open)
+        depth = self._depth()
         thread.frames.append(_Frame(binding=binding, rerun=rerun))
         self._seat(binding, rerun=rerun)
         try:
@@ -124,10 +129,16 @@ class Wiring:
             self._seat(self.here(), rerun=bool(thread.frames) and thread.frames[-1].rerun)
             self._close(depth)
 
-    def _close(self, depth: int) -> None:
+    def _depth(self) -> tuple[int, int]:
+        return len(self.thread.open), len(self.thread.around)
+
+    def _close(self, depth: tuple[int, int]) -> None:
         # a module's always_call hooks do not run for KeyboardInterrupt; whoever opened a scope leaves no mode behind
-        while len(self.thread.open) > depth:
+        gates, around = depth
+        while len(self.thread.open) > gates:
             self.thread.open.pop().forcing.close()
+        while len(self.thread.around) > around:
+            self.thread.around.pop()[1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def firing(self, hook: GateHook) -> tuple[GateRows, bool] | None:
         """The rows for a gate that fires now and whether this is a recomputation; None where it stays live."""

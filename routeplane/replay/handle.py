@@ -165,8 +165,6 @@ class ReplayHandle:
 
     def _require_served(self) -> None:
         unserved = [traced for traced in self._wiring.traced if traced.refused]
-        for traced in unserved:
-            traced.refused = False
         if unserved:
             raise ReplayError(
                 f"expected as many token rows as the batch has, got others in a compiled forward @ {unserved[0].gate}",

@@ -206,6 +206,52 @@ def test_lost_rows_are_asked_for_again() -> None:
     assert 0 == recorder.next_row([1, 2, 3, 4, 5, 6])
 
 
+@pytest.mark.parametrize("media", [("two",), (), ("two", "one")], ids=["another", "none", "another-first"])
+def test_the_same_placeholders_with_other_media_need_their_own_rows(media: tuple[str, ...]) -> None:
+    """Equal token ids with other media are another context: its rows are asked for from 0 on, and none is lost."""
+    recorder = RouteRecorder(SPEC, sample_id="s", on_break="split")
+    for number, (prompt, seen) in enumerate((([1, 7, 7], ("one",)), ([1, 7, 7, 9, 2], media))):
+        start = recorder.next_row(prompt, media=seen)
+        recorder.begin(prompt, call_id=f"c{number}", weights_version=None, media=seen)
+        recorder.add_tokens([9])
+        recorder.add_rows(rows_of(start, len(prompt), sample=number), first_row=start)
+        recorder.end()
+
+    records = recorder.assembly().records
+    assert [3, 5] == [record.coverage().count("captured") for record in records]
+    np.testing.assert_array_equal(rows_of(0, 5, sample=1), records[1].routes[:-1])
+
+
+def test_media_that_go_on_need_no_row_twice() -> None:
+    """A turn that adds an image behind those so far extends the context."""
+    recorder = RouteRecorder(SPEC, sample_id="s")
+    recorder.begin([1, 7, 7], call_id="a", weights_version=None, media=("one",))
+    recorder.add_rows(rows_of(0, 3), first_row=0)
+    recorder.end()
+
+    assert 3 == recorder.next_row([1, 7, 7, 8], media=("one", "two"))
+
+
+@given(st.data())
+def test_a_row_that_came_without_its_ids_is_asked_for_again(data: st.DataObject) -> None:
+    """The next call begins at the first token that has no row in some layer, wherever earlier calls left it."""
+    recorder = RouteRecorder(SPEC, sample_id="s", on_missing="raise")
+    tokens = list(range(12))
+    whole: set[int] = set()
+    for number in range(2):
+        start = recorder.next_row(tokens)
+        assert start == min(set(tokens) - whole)
+        rows_RLK = rows_of(start, 12).copy()
+        for token in data.draw(st.sets(st.integers(start, 11), min_size=1)) if number == 0 else ():
+            rows_RLK[token - start, data.draw(st.integers(0, 1))] = -1
+        whole |= {start + row for row in range(len(rows_RLK)) if (rows_RLK[row] >= 0).all()}
+        recorder.begin(tokens, call_id=f"c{number}", weights_version=None)
+        recorder.add_rows(rows_RLK, first_row=start)
+        recorder.end()
+
+    np.testing.assert_array_equal(rows_of(0, 12), recorder.assembly().records[0].routes)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Weights that change under way
 # ----------------------------------------------------------------------------------------------------------------------

@@ -160,6 +160,30 @@ def test_streams_roll_and_wear_rank_and_index(tmp_path: Path) -> None:
     assert [2, 2, 1] == held
 
 
+def test_the_configured_version_ends_with_a_pause(tmp_path: Path) -> None:
+    """After it, silent requests are of unknown weights and tell nothing of those in flight; one that says so does."""
+    books = ledger(tmp_path, target=str(tmp_path / "one.arrows"), weights_version=5)
+    books.open("a", [1, 2, 3, 4], extra_args=None)
+    books.flights["a"].cached = 0
+    books.flights["a"].add([10, 11], layers_of(0, 5))
+    books.weights_may_have_changed()
+    books.flights["a"].add([12], layers_of(5, 6))
+    fly(books, "silent", generated=2)
+    books.weights_may_have_changed()
+    books.flights["a"].add([13], layers_of(6, 7))
+    fly(books, "saying", generated=2, extra=shipping_args(sample_id="saying", weights_version=6))
+    books.finish("a", "length")
+    books.close()
+    records = {record.sample_id: record for record in open_stream(tmp_path / "one.arrows")}
+
+    spans = {name: [(one.stop, one.weights_version) for one in record.spans] for name, record in records.items()}
+    assert [(4, None), (6, 5), (7, None), (8, 6)] == spans["a"]
+    assert [(4, None), (6, None)] == spans["silent"]
+    assert [(4, None), (6, 6)] == spans["saying"]
+    captures = [(one.stop, one.weights_version) for one in records["a"].captures]
+    assert [(5, 5), (6, None), (7, 6), (8, None)] == captures
+
+
 def test_what_is_in_flight_at_the_end_is_aborted(tmp_path: Path) -> None:
     """Closing records unfinished sequences with the reason, before the trailer."""
     books = ledger(tmp_path, target=str(tmp_path / "one.arrows"))

@@ -378,3 +378,16 @@ def test_no_mode_outlives_an_interrupted_gate(enable: bool) -> None:
             backward(loss)
             assert [] == modes_left()
     assert_equal(expected_of(QWEN3), gradients_of(model))
+
+
+def test_no_mode_outlives_an_interrupted_auxiliary_loss() -> None:
+    """The loss of a live forward after an interrupted one counts its own choices, not those of the batch before."""
+    model = QWEN3.build()
+    live = model(input_ids=token_ids(1), output_router_logits=True).aux_loss
+    with gates.attach(model, QWEN3.spec, aux="forced") as handle:
+        interrupted(handle, model)
+        assert [] == modes_left()
+        assert torch.equal(live, model(input_ids=token_ids(1), output_router_logits=True).aux_loss)
+        with handle.replaying(batches_of(QWEN3)[0]):
+            loss_of(model, 0)
+        assert [] == modes_left()

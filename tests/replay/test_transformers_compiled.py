@@ -166,6 +166,23 @@ def test_rows_of_another_count_are_refused() -> None:
     assert [1, 1] == [gate.consumed for gate in handle.report().gates]
 
 
+def test_a_refusal_that_another_error_hid_is_not_the_next_batchs() -> None:
+    """What left the body by an exception is over; the batch after it has its own rows and its own verdict."""
+    model = QWEN3.build()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with gates.attach(model, QWEN3.spec, compiled=True) as handle:
+        with pytest.raises(ValueError, match="out of data"):
+            _run_out(handle, compiled, batch_of(QWEN3, seed=5, num_rows=6))
+        _run(handle, compiled, batch_of(QWEN3, seed=5))
+    assert [1, 1] == [gate.consumed for gate in handle.report().gates]
+
+
+def _run_out(handle: ReplayHandle, forward: Any, batch: PlainBatch) -> None:
+    with handle.replaying(batch):
+        forward(input_ids=token_ids(1))
+        raise ValueError("out of data")
+
+
 def _run(handle: ReplayHandle, forward: Any, batch: PlainBatch) -> None:
     with handle.replaying(batch):
         forward(input_ids=token_ids(1))

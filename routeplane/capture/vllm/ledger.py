@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,7 @@ class RouteLedger:
         self.flights: dict[str, Flight] = {}
         self.inline: set[str] = set()  # requests whose rows stay in their answers
         self._spec, self._config, self._rank = spec, config, rank
+        self._defaults = config  # what requests that are silent mean
         self._mode = logprobs_mode.removesuffix("_logprobs")
         self._index = self._in_stream = 0
         self._records = self._skipped = 0
@@ -108,7 +110,7 @@ class RouteLedger:
         """A request enters. What cannot be recorded is remembered and said in its answer: the engine goes on."""
         refusal: RouteplaneError | None = None
         try:
-            shipping = Shipping.from_extra_args(extra_args, config=self._config)
+            shipping = Shipping.from_extra_args(extra_args, config=self._defaults)
             shipping.name_of(request_id)
             if prompt_ids is None:
                 raise refused("a prompt of token ids", f"embeddings @ request {request_id}")
@@ -127,7 +129,9 @@ class RouteLedger:
 
     def weights_may_have_changed(self) -> None:
         """The engine ran on after a pause: what is in flight is sampled by unknown weights, until a request says
-        which."""
+        which. Requests that do not say are of unknown ones from now on: the configured version was that of the start.
+        """
+        self._defaults = replace(self._defaults, weights_version=None)
         for flight in self.flights.values():
             at = len(flight.prompt_ids) + len(flight.tokens)
             flight.changes.append(WeightsChange(token=at, weights_version=None))

@@ -39,7 +39,8 @@ class WriterConfig:
     data-parallel rank (several engine processes may not share a stream) and ``{index}`` the number of the stream.
     ``stream``: what tickets call the stream, same placeholders; None takes the target. ``records_per_stream``: a new
     stream begins after so many records, so that a reader gets them while the engine runs; None: one until the engine
-    ends. ``default``: what becomes of requests that say nothing. ``weights_version``: of requests that do not say.
+    ends. ``default``: what becomes of requests that say nothing. ``weights_version``: of requests that do not say, up
+    to the first pause of the engine, after which it is unknown.
     """
 
     sink: str

@@ -1,8 +1,8 @@
 """Rows from inside the worker, where the engine refuses or lacks its own flag: pipeline stages, KV connectors, forks.
 
 ``worker_extension_cls="routeplane.capture.vllm.RouteWorkerExtension"``, then ``collective_rpc``. Routers tell their
-choices to a callback; which request a row belongs to stands in the runner's batch. What a forward never computed (a
-prefix from the cache) is not seen here: such rows are absent, and a call made of the rest says so. Python callbacks do
+choices to a callback; which request a row belongs to stands in the runner's batch. What a forward never computed
+(blocks from the cache) is not seen here: such rows are absent, and a call made of the rest says so. Python callbacks do
 not run inside CUDA graphs, so ``enforce_eager`` is required.
 
 Axes: N token rows of one forward, R rows of a request, L layers of this worker, K slots.
@@ -18,6 +18,7 @@ import numpy as np
 
 from routeplane.calls import ModelCall, RowLoss, merge_layers
 from routeplane.errors import CaptureError, ErrorKind
+from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,8 +66,11 @@ class _WorkerTape:
         if len(names) != 1:
             return {"layer_ids": list(self.layer_ids), "first_row": 0, "shape": [0], "rows": b""}
         held = self._rows.pop(names[0])
-        first = min(held)
-        rows_RLK = np.stack([held[at] for at in range(first, first + len(held)) if at in held])
+        first, stop = min(held), max(held) + 1
+        rows_RLK = np.full((stop - first, *held[first].shape), MISSING, dtype=np.int16)
+        # Tokens may be skipped: a request that was preempted goes on behind blocks that another one has filled since.
+        for at, row_LK in held.items():
+            rows_RLK[at - first] = row_LK
         return {
             "layer_ids": list(self.layer_ids),
             "first_row": first,
@@ -139,8 +143,8 @@ def call_from_workers(
 
     Workers of one pipeline stage hold the same layers, and the first of them speaks; the stages are merged. Rows of a
     cached prefix are absent, so ``first_row`` is where computing began, and assembling marks what is before it as not
-    captured. Raises CaptureError where no worker saw the request or a layer of the spec is nobody's, DataError where
-    rows are not those of the tokens.
+    captured; rows that a preempted request skipped are MISSING, and marked alike. Raises CaptureError where no worker
+    saw the request or a layer of the spec is nobody's, DataError where rows are not those of the tokens.
     """
     stages: dict[tuple[int, ...], ModelCall] = {}
     for part in taken:

@@ -313,7 +313,7 @@ class Conversation:
             prompt_ids,
             sampling,
             call_id=self._id,
-            first_row=self._recorder.next_row(np.asarray(prompt_ids)),
+            first_row=self._recorder.next_row(np.asarray(prompt_ids), media=media),
             media=media,
             number=len(self._recorder.calls),
         )
