@@ -210,7 +210,8 @@ def test_a_service_that_is_stopped_and_started(durability: str, tmp_path: Path) 
     options = ServiceOptions(max_bytes=1, spool=spool)
     first = FlightService(options)
     plane = FlightPlane(first.location)
-    with beside(lambda: produce(plane, range(6), producer="p")) as raised:
+    # the last one stays until the producer has heard its answer
+    with contextlib.ExitStack() as last, beside(lambda: produce(plane, range(6), producer="p")) as raised:
         reader: Any = open_stream(plane, acknowledge="manual", consumer="c")
         records = iter(reader)
         assert facts([sample(0)]) == facts([next(records)])  # nothing is acknowledged, and there is no room
@@ -219,9 +220,9 @@ def test_a_service_that_is_stopped_and_started(durability: str, tmp_path: Path) 
         with pytest.raises(TransportError) as caught:
             list(records)
         assert ErrorKind.CONNECTION == caught.value.kind
-        with FlightService(options, port=int(plane.location.rpartition(":")[2])):
-            with open_stream(plane, consumer="c") as again:
-                came = list(again)
+        last.enter_context(FlightService(options, port=int(plane.location.rpartition(":")[2])))
+        with open_stream(plane, consumer="c") as again:
+            came = list(again)
     assert [] == raised
     assert facts([sample(index) for index in range(6)]) == facts(came)
 
