@@ -211,4 +211,4 @@ def _begins_missing(stored_SLK: NDArray[np.uint8]) -> NDArray[np.bool_]:
         for together in (np.dtype(np.uint64), np.dtype(np.uint32), np.dtype(np.uint16)):
             if stored_SLK.shape[2] % together.itemsize == 0:
                 return np.asarray(stored_SLK.view(together)[:, :, 0] == np.iinfo(together).max)
-    return np.asarray((stored_SLK[:, :, :2] == NARROW_MISSING).all(axis=2))
+    return missing_rows(stored_SLK)

@@ -54,7 +54,7 @@ class BatchWriter(RecordWriter):
             )
 
     def _put(self, record: RouteRecord) -> None:
-        values = len(record.routes) * self._spec.num_layers * self._spec.top_k
+        values = record.stored_routes.size  # not ``routes``, which would widen narrow rows to count them
         if self._held and self._held_values + values > _MAX_VALUES:
             self._flush()
         self._columns = column_types(record)
