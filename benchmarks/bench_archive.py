@@ -26,9 +26,9 @@ from zarrs import ZarrsCodecPipeline
 from benchmarks.measure import Result
 from routeplane.archive import Archive, open_archive, save_archive
 from routeplane.batch import microbatches
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

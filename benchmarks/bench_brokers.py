@@ -32,10 +32,10 @@ import pyarrow.flight as fl
 
 from benchmarks.bench_read import SPEC, lengths, record
 from benchmarks.measure import Result
-from routeplane.columns import write_batch
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import write_batch
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.flight import FlightPlane
 from routeplane.stream.flight_service import FlightService, ServiceOptions

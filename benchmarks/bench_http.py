@@ -23,14 +23,14 @@ from routeplane.capture.inline import decode_inline, encode_inline
 from routeplane.capture.shipping import Asked, ship_routes
 from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
 from routeplane.capture.wire import encode_npy
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from routeplane.calls import ModelCall
+    from routeplane.record.calls import ModelCall
 
 TOKENS, LISTED_TOKENS, TOP_K = 30_000, 3_000, 8
 SPEC = RouteSpec(num_experts=2 * EXPERTS, top_k=TOP_K, layer_ids=tuple(range(LAYERS)))

@@ -28,7 +28,7 @@ from routeplane.archive import Archive, open_archive, save_archive
 from routeplane.archive.chunks import Range
 from routeplane.inspect.collect import collect
 from routeplane.inspect.report import render_report
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 
 #: Samples drawn, in all, and of the smaller archive whose memory is compared.
 DRAWN, SAMPLES, FULL_SAMPLES, FEW = 4, 64, 640, 16

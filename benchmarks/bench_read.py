@@ -31,16 +31,16 @@ import xxhash
 
 from benchmarks.bench_rules import EXPERTS, LAYERS, legal_routes
 from benchmarks.measure import Result, relative_rates
-from routeplane.align import PlanOptions, TokenPlan
 from routeplane.batch import RouteBatch, microbatches
-from routeplane.budget import budget_groups
-from routeplane.buffers import BatchBuffers
-from routeplane.record import RouteRecord
-from routeplane.shards import Shard
-from routeplane.spans import Capture, Span
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.batch.budget import budget_groups
+from routeplane.batch.plan import PlanOptions, TokenPlan
+from routeplane.batch.pool import BatchBuffers
+from routeplane.batch.shard import Shard
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import all_legal
 from routeplane.stream import new_stream, open_stream
-from routeplane.validate import all_legal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,10 +18,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.measure import Result, relative_rates
 from routeplane.batch import RouteBatch, collate
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
-from routeplane.spans import Capture, Span
-from routeplane.spec import RouteSpec
 
 TOKENS, SEQUENCES, EXPERTS, TOP_K = 8_192, 16, 32, 4
 RATIO = "x the step's time without replay"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.measure import Result, relative_rates
-from routeplane.kernels import rows_are_legal
-from routeplane.spec import RouteSpec
-from routeplane.validate import all_legal, find_problems
+from routeplane.record.kernels import rows_are_legal
+from routeplane.record.spec import RouteSpec
+from routeplane.record.validate import all_legal, find_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.bench_read import SPEC, lengths, record
 from benchmarks.measure import Result, relative_rates
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import MemoryStream, new_stream, open_stream, shared, sockets
 
 ROUNDS = 7

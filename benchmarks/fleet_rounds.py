@@ -16,9 +16,9 @@ from typing import Any
 
 import ray
 
-from routeplane.demo import DemoOptions
-from routeplane.demo_engine import demo_prompts
-from routeplane.demo_fleet import fleet_plan, prepare
+from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo.engine import demo_prompts
+from routeplane.cli.demo.fleet import fleet_plan, prepare
 from routeplane.fleet.startup import Plan, start_async
 from routeplane.stream.ray import connect
 

@@ -3,21 +3,21 @@
     capture  ->  record  ->  stream / archive  ->  batch  ->  replay
 
 The names below need numpy, pyarrow and xxhash only. Stages with heavier needs are imported by module:
-``routeplane.batch`` (torch), ``routeplane.replay.transformers``, ``routeplane.capture.vllm``, ...
+``routeplane.batch.collate`` (torch), ``routeplane.replay.transformers``, ``routeplane.capture.vllm``, ...
 """
 
-from routeplane.assembly import Assembly, AssemblyReport, assemble
-from routeplane.calls import ModelCall, merge_layers
-from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, Problem, RouteplaneError
-from routeplane.ports import RouteSink, RouteSource, RouteTicket
-from routeplane.prefixes import resolve, share_prompts
-from routeplane.record import Prefix, RecordKey, RouteRecord
-from routeplane.schema import FORMAT_VERSION
-from routeplane.spans import Capture, Span
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.assembly import Assembly, AssemblyReport, assemble
+from routeplane.record.calls import ModelCall, merge_layers
+from routeplane.record.coverage import Coverage
+from routeplane.record.interfaces import RouteSink, RouteSource, RouteTicket
+from routeplane.record.prefixes import resolve, share_prompts
+from routeplane.record.record import Prefix, RecordKey, RouteRecord
+from routeplane.record.schema import FORMAT_VERSION
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import check_routes, find_problems
 from routeplane.stream import MemoryStream, new_stream, open_stream
-from routeplane.validate import check_routes, find_problems
 
 __version__ = "0.1.0"
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from routeplane import new_stream
-from routeplane.admission import Admission, admit
-from routeplane.feed import RecordDataset
+from routeplane.batch.dataset import RecordDataset
+from routeplane.record.interfaces import Admission, admit
 from routeplane.stream import StreamReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "NUMBERS",
@@ -124,7 +124,7 @@ def worker(at: int, count: int) -> Iterator[None]:
     """As inside worker ``at`` of ``count`` of a DataLoader; with none, as outside. A real loader has a test below."""
     with pytest.MonkeyPatch.context() as patch:
         info = SimpleNamespace(id=at, num_workers=count) if count else None
-        patch.setattr("routeplane.feed.get_worker_info", lambda: info)
+        patch.setattr("routeplane.batch.dataset.get_worker_info", lambda: info)
         yield
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from routeplane.errors import ErrorKind, SpecError
-from routeplane.geometry import Geometry, geometry_from_hf_config
+from routeplane.record.geometry import Geometry, geometry_from_hf_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.spec import MISSING
+from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
-    from routeplane.record import RouteRecord
+    from routeplane.record.record import RouteRecord
     from routeplane.testing.strategies import Rollout, Turn
 
 

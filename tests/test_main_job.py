@@ -24,7 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from routeplane import RouteRecord, RouteSpec, assemble, open_stream
 from routeplane.batch import RouteBatch, collate, microbatches, token_logprobs
 from routeplane.capture.transformers import generate_calls, generate_records
-from routeplane.demo_scoring import shifted_by_layer, shifted_by_token
+from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import DataError, ErrorKind, ReplayError, SpecError
 from routeplane.replay import transformers as gates
 from routeplane.stream import MemoryStream, new_stream

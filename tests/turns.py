@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.calls import ModelCall
+from routeplane.record.calls import ModelCall
 from routeplane.testing.builders import watermark, watermarked_spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 SPEC = watermarked_spec(layers=(1, 4), top_k=2)
 

@@ -21,8 +21,8 @@ from routeplane.archive.remote import RemoteFolder
 from routeplane.archive.store import ArchiveStore, LocalFolder
 from routeplane.archive.writer import ArchiveWriter
 from routeplane.errors import Problem
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.stream.protocol import ReadPolicy
 
 __all__ = [

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.archive.chunks import Range
-from routeplane.columns import widen
-from routeplane.coverage import settle_partial
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.record import RouteRecord
-from routeplane.spans import cut
+from routeplane.record.codec import widen
+from routeplane.record.coverage import settle_partial
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import cut
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.archive.catalog import Run
     from routeplane.archive.table import Row
-    from routeplane.record import Prefix
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import Prefix
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Piece", "build", "joined", "read_record", "read_rows", "route_ranges", "token_ranges"]
 

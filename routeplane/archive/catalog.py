@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.archive.store import ArchiveStore
-    from routeplane.record import RecordKey
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RecordKey
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Catalog", "Run", "read_named"]
 

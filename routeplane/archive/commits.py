@@ -24,11 +24,11 @@ from routeplane.archive.layout import (
 )
 from routeplane.archive.manifest import Commit, RunEntry
 from routeplane.errors import ErrorKind, FormatError, SpecError, TruncatedError
-from routeplane.schema import FORMAT_VERSION
+from routeplane.record.schema import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from routeplane.archive.store import ArchiveStore
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["begin", "check_root", "commit_numbers", "newest", "publish", "read_commit"]
 

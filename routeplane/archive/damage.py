@@ -22,14 +22,14 @@ from routeplane.archive.commits import commit_numbers, newest, read_commit
 from routeplane.archive.layout import ROOT, run_key
 from routeplane.archive.manifest import Commit
 from routeplane.archive.table import Row, TablePartReader, key_hash
-from routeplane.coverage import Coverage
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem
+from routeplane.record.coverage import Coverage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.archive.store import ArchiveStore
-    from routeplane.record import RouteRecord
+    from routeplane.record.record import RouteRecord
 
 __all__ = [
     "ArchiveCheck",

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.errors import ErrorKind, FormatError, refused
-from routeplane.spec import MISSING, NARROW_MISSING
+from routeplane.record.spec import MISSING, NARROW_MISSING
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "ARCHIVE_VERSION",

@@ -16,9 +16,9 @@ import xxhash
 
 from routeplane.archive.layout import ARCHIVE_VERSION, check_run_name, check_version
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, SpecError
-from routeplane.scalars import check_count, check_text
-from routeplane.schema import FORMAT_VERSION
-from routeplane.spec import RouteSpec
+from routeplane.record.parse import check_count, check_text
+from routeplane.record.schema import FORMAT_VERSION
+from routeplane.record.spec import RouteSpec
 
 __all__ = ["ArrayEntry", "Commit", "RunEntry", "RunManifest", "TablePart", "file_hash"]
 

@@ -18,9 +18,9 @@ import xxhash
 from routeplane.archive.assemble import Piece, build, read_record, read_rows, token_ranges
 from routeplane.archive.catalog import Catalog, Run
 from routeplane.archive.table import Row, encode_rows
-from routeplane.coverage import Coverage, lose_rows
 from routeplane.errors import DataError, FormatError, refused
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.coverage import Coverage, lose_rows
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream.endpoints import RecordReader
 from routeplane.stream.protocol import Quarantined, ReadPolicy
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.archive.manifest import RunEntry
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Archive", "ArchiveReader"]
 

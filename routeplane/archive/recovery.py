@@ -22,17 +22,17 @@ from routeplane.archive.damage import damaged_cells, intact, readable_commit, re
 from routeplane.archive.layout import ROOT, run_key
 from routeplane.archive.manifest import Commit, RunEntry, RunManifest, file_hash
 from routeplane.archive.writer import ArchiveWriter
-from routeplane.coverage import partial_states
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, Problem, UsageError
-from routeplane.spans import PRESENT_STATES, STATES, Capture
-from routeplane.spec import RouteSpec
+from routeplane.record.coverage import partial_states
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.archive.store import ArchiveStore
     from routeplane.archive.table import Row
-    from routeplane.record import RouteRecord
+    from routeplane.record.record import RouteRecord
 
 __all__ = ["Recovery", "recover_records"]
 

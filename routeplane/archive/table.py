@@ -18,9 +18,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record import Prefix, RecordKey, RouteRecord
-from routeplane.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPE
-from routeplane.spans import Capture, Span
+from routeplane.record.record import Prefix, RecordKey, RouteRecord
+from routeplane.record.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPE
+from routeplane.record.spans import Capture, Span
 
 __all__ = ["PART_RECORDS", "Row", "TablePartReader", "encode_rows", "key_hash", "read_keys", "row_of"]
 

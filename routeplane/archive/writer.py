@@ -37,7 +37,7 @@ from routeplane.archive.manifest import ArrayEntry, RunEntry, RunManifest, Table
 from routeplane.archive.shards import ShardWriter
 from routeplane.archive.table import PART_ENTRIES, PART_RECORDS, Row, encode_rows, key_hash, row_of
 from routeplane.errors import DataError, ErrorKind, FormatError, StoreError, TruncatedError
-from routeplane.scalars import check_text
+from routeplane.record.parse import check_text
 from routeplane.stream.endpoints import RecordWriter
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     from routeplane.archive.manifest import Commit
     from routeplane.archive.store import ArchiveStore
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["ArchiveWriter"]
 

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from routeplane.arrays import as_integers, as_logprobs
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.forms import WireForm, read_routes
 from routeplane.capture.requests import cached_rows
 from routeplane.capture.wire import LayerAxis
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
-from routeplane.ports import RouteTicket
-from routeplane.spec import MISSING
+from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.interfaces import RouteTicket
+from routeplane.record.parse import as_integers, as_logprobs
+from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["WHY_ABSENT", "Choice", "FinalRow", "Reading", "Redeem", "call_of_choice"]
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.arrays import as_integers
 from routeplane.capture.choices import Choice, Reading, call_of_choice
 from routeplane.capture.forms import WireForm, read_routes
 from routeplane.capture.openai import (
@@ -28,12 +27,13 @@ from routeplane.capture.openai import (
 )
 from routeplane.capture.wire import LayerAxis
 from routeplane.errors import CaptureError, DataError, ErrorKind, refused
+from routeplane.record.parse import as_integers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.calls import ModelCall
-    from routeplane.spec import RouteSpec
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["ChunkSpans", "calls_from_chunks"]
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.arrays import frozen_view
 from routeplane.capture.text64 import base64_length, check_axes, decode_base64, encode_base64, undecodable
 from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.record.parse import frozen_view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,7 +20,7 @@ from routeplane.errors import refused
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["rows_without_filler"]
 

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from routeplane.assembly import AssemblyReport, assemble
 from routeplane.capture.choices import Choice, FinalRow, Reading, Redeem, call_of_choice
 from routeplane.capture.forms import WireForm
 from routeplane.capture.openai import as_document, as_list, as_mapping
 from routeplane.capture.wire import LayerAxis
 from routeplane.errors import DataError, ErrorKind, RouteplaneError
+from routeplane.record.assembly import AssemblyReport, assemble
 
 if TYPE_CHECKING:
-    from routeplane.calls import ModelCall
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["GymRollout", "calls_from_gym", "records_from_gym"]
 

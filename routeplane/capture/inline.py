@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.arrays import as_integers, frozen_view
 from routeplane.capture.text64 import (
     MAX_ROWS,
     base64_length,
@@ -27,19 +26,19 @@ from routeplane.capture.text64 import (
     encode_base64,
     undecodable,
 )
-from routeplane.checksum import CanonicalHash, require_equal
 from routeplane.errors import DataError, ErrorKind, SpecError
-from routeplane.rows import lay_out
-from routeplane.scalars import check_count
-from routeplane.spec import MAX_EXPERTS, NARROW_MISSING
-from routeplane.validate import check_routes
+from routeplane.record.checksum import CanonicalHash, require_equal
+from routeplane.record.parse import as_integers, check_count, frozen_view
+from routeplane.record.rows import lay_out
+from routeplane.record.spec import MAX_EXPERTS, NARROW_MISSING
+from routeplane.record.validate import check_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["INLINE_PREFIX", "decode_inline", "encode_inline"]
 

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.arrays import as_array, as_integers, as_logprobs
-from routeplane.assembly import assemble
-from routeplane.calls import ModelCall
 from routeplane.capture.envelopes import decode_lists
 from routeplane.capture.filler import rows_without_filler
 from routeplane.capture.wire import LayerAxis
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
-from routeplane.spans import Span
-from routeplane.spec import MISSING
+from routeplane.record.assembly import assemble
+from routeplane.record.calls import ModelCall
+from routeplane.record.parse import as_array, as_integers, as_logprobs
+from routeplane.record.spans import Span
+from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["message_log_from_record", "record_from_message_log"]
 

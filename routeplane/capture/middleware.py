@@ -26,12 +26,12 @@ from routeplane.capture.shipping import (
 )
 from routeplane.capture.tickets import issued
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError, refused
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
-    from routeplane.calls import ModelCall
     from routeplane.capture.wire import LayerAxis
-    from routeplane.ports import RouteSink
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.interfaces import RouteSink
 
 __all__ = ["HEADER", "PATHS", "MiddlewareReport", "RouteMiddleware"]
 

@@ -19,8 +19,8 @@ from routeplane.capture.wire import LayerAxis
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
 
 if TYPE_CHECKING:
-    from routeplane.calls import ModelCall
-    from routeplane.spec import RouteSpec
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "as_document",

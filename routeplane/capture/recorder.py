@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.arrays import as_integers
-from routeplane.assembly import Assembly, assemble
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.errors import DataError, ErrorKind, UsageError
-from routeplane.scalars import check_optional_int64
-from routeplane.validate import missing_rows
+from routeplane.record.assembly import Assembly, assemble
+from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.parse import as_integers, check_optional_int64
+from routeplane.record.validate import missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record import RouteRecord
-    from routeplane.spans import Capture, Span
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spans import Capture, Span
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["RouteRecorder", "WeightsChange", "split_versions"]
 

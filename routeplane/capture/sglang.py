@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
+from routeplane.record.calls import ModelCall, RowLoss
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["call_from_sglang"]
 

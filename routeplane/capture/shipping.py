@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from routeplane.calls import ModelCall
     from routeplane.capture.wire import LayerAxis
-    from routeplane.spec import RouteSpec
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Asked", "ShippingForm", "parse_form", "prepare_request", "require_routes", "ship_routes", "strip_routes"]
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routeplane.assembly import assemble
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, CaptureState, Span
+from routeplane.record.assembly import assemble
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, CaptureState, Span
 
 if TYPE_CHECKING:
-    from routeplane.calls import ModelCall
-    from routeplane.spec import RouteSpec
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["record_of_call"]
 

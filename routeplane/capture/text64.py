@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from routeplane.errors import DataError, ErrorKind
-from routeplane.spec import MAX_LAYERS, MAX_TOP_K
+from routeplane.record.spec import MAX_LAYERS, MAX_TOP_K
 
 __all__ = ["MAX_ROWS", "base64_length", "check_axes", "decode_base64", "encode_base64", "undecodable"]
 

@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, get_args
 
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture import single
-from routeplane.checksum import require_equal
 from routeplane.errors import DataError, ErrorKind, UsageError, refused
-from routeplane.ports import RouteTicket
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.checksum import require_equal
+from routeplane.record.interfaces import RouteTicket
+from routeplane.record.record import RecordKey, RouteRecord
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["DeskReport", "TicketDesk", "call_of_ticket", "issued", "record_of_call", "ticket_for"]
 

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from routeplane.assembly import assemble
-from routeplane.calls import ModelCall
 from routeplane.capture.requests import check_requests, sample_names
 from routeplane.errors import CaptureError, ErrorKind, refused
-from routeplane.geometry import gate_paths
-from routeplane.spec import RouteSpec
+from routeplane.record.assembly import assemble
+from routeplane.record.calls import ModelCall
+from routeplane.record.geometry import gate_paths
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from routeplane.record import RouteRecord
+    from routeplane.record.record import RouteRecord
 
 __all__ = ["GateTape", "generate_calls", "generate_records", "taping"]
 

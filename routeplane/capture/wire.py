@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.arrays import as_integers
 from routeplane.capture.text64 import check_axes, decode_base64, encode_base64, undecodable
 from routeplane.errors import CaptureError, DataError, ErrorKind, Problem, SpecError, refused
-from routeplane.spec import MISSING
+from routeplane.record.parse import as_integers
+from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["LayerAxis", "decode_npy", "encode_npy", "rows_from_axis", "rows_from_layers", "rows_from_slots"]
 

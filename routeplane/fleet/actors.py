@@ -24,7 +24,7 @@ from routeplane.fleet.endpoints import Endpoints, EndpointState
 from routeplane.fleet.engine import EngineConfig, EngineStatus, EngineWorker
 from routeplane.fleet.environment import MAX_ROLLOUTS, EnvironmentConfig, EnvironmentWorker, build_config
 from routeplane.fleet.processes import MARK, Process, children_of, end_processes, marked_with, process_of
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 __all__ = ["ActorHandle", "EngineHandle", "EnvironmentHandle", "build_environment_actor", "start_actor", "start_engine"]
 

@@ -20,7 +20,7 @@ from routeplane.fleet.processes import Process, children_of
 from routeplane.fleet.serving import ServedApp, serve_app
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["EngineConfig", "EngineStatus", "EngineWorker"]
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from routeplane.errors import ErrorKind, FleetError, RouteplaneError, UsageError
 from routeplane.fleet.endpoints import Endpoints
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "MAX_ROLLOUTS",

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from routeplane.alarms import find_alarms
-from routeplane.columns import stored_rows
-from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
 from routeplane.inspect.sources import is_archive
-from routeplane.record import RouteRecord
-from routeplane.schema import FORMAT_VERSION, StreamHeader
-from routeplane.spec import RouteSpec
+from routeplane.record.alarms import find_alarms
+from routeplane.record.codec import stored_rows
+from routeplane.record.coverage import Coverage
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import FORMAT_VERSION, StreamHeader
+from routeplane.record.spec import RouteSpec
+from routeplane.record.validate import find_problems
 from routeplane.stream import IpcReader, StreamReport, open_stream
 from routeplane.stream.protocol import Quarantined
-from routeplane.validate import find_problems
 
 __all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "check_stream", "summarise", "summarise_stream"]
 

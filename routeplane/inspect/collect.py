@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routeplane.coverage import Coverage
 from routeplane.errors import refused
 from routeplane.inspect.statistics import (
     POSITION_BIN,
@@ -25,13 +24,14 @@ from routeplane.inspect.statistics import (
     worst_of,
 )
 from routeplane.inspect.tally import count_load, count_overlap, count_pairs
-from routeplane.spans import PRESENT_STATES, Capture, Span, SpanKind
+from routeplane.record.coverage import Coverage
+from routeplane.record.spans import PRESENT_STATES, Capture, Span, SpanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Collector", "collect"]
 

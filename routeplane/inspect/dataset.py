@@ -13,11 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from routeplane.columns import read_records, write_batch
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, refused
 from routeplane.inspect.partitions import Cut, Divisible, Part, divide, examine, read_part, require_alike
-from routeplane.record import RouteRecord
-from routeplane.schema import arrow_schema, parse_schema
+from routeplane.record.codec import read_records, write_batch
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import arrow_schema, parse_schema
 
 try:
     import ray.data

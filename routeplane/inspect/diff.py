@@ -18,8 +18,8 @@ import numpy as np
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS
 from routeplane.inspect.tally import shared_ids
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import MISSING
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING
 
 __all__ = ["Explanation", "LayerRows", "explain"]
 

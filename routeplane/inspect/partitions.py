@@ -24,8 +24,8 @@ from routeplane.stream.protocol import ReadPolicy
 
 if TYPE_CHECKING:
     from routeplane.archive import Archive
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.endpoints import RecordReader
 
 __all__ = ["Cut", "Divisible", "Part", "Read", "divide", "examine", "read_part", "require_alike"]

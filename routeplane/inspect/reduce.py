@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import ray
 
-from routeplane.columns import read_records
 from routeplane.errors import DataError, ErrorKind, TransportError
 from routeplane.inspect.collect import collect
 from routeplane.inspect.dataset import dataset
 from routeplane.inspect.sources import SourceSet, is_wanted, parse_sample
 from routeplane.inspect.statistics import RouteStatistics
-from routeplane.schema import parse_schema
+from routeplane.record.codec import read_records
+from routeplane.record.schema import parse_schema
 
 if TYPE_CHECKING:
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["collect_on_ray", "joined_cluster"]
 

@@ -22,8 +22,8 @@ from routeplane.inspect.findings import Finding, find_findings
 from routeplane.inspect.plots import draw_pictures, encode
 from routeplane.inspect.statistics import RouteStatistics
 from routeplane.inspect.tally import shared_ids
-from routeplane.record import RouteRecord
-from routeplane.spec import MISSING
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import MISSING
 from routeplane.stream.files import PublishedPath
 
 __all__ = ["SampleView", "TokenView", "render_report", "view_sample", "write_pictures", "write_report"]

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import open_stream
 
 if TYPE_CHECKING:
     from routeplane.archive import Archive
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["SourceSet", "find_sources", "is_archive", "is_wanted", "parse_sample"]
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.coverage import Coverage
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.inspect import measures
-from routeplane.record import RecordKey
-from routeplane.spans import SpanKind
+from routeplane.record.coverage import Coverage
+from routeplane.record.record import RecordKey
+from routeplane.record.spans import SpanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["KIND_NAMES", "POSITION_BIN", "Drift", "GroupKey", "RouteStatistics", "Run", "WorstSample"]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from routeplane.batch.shard import RankOf, Shard
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite
@@ -28,10 +29,9 @@ from routeplane.replay.handle import AuxChoice, ReplayHandle
 from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
 from routeplane.replay.transformers import checkpoint_sites
-from routeplane.shards import RankOf, Shard
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["attach", "check_setup", "find_gates", "rank_shard", "record", "with_replay"]
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite
-from routeplane.replay.traced import TracedGate, TracedRows
+from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite, TracedRows
+from routeplane.replay.traced import TracedGate
 
 if TYPE_CHECKING:
     from torch import nn

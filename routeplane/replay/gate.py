@@ -23,14 +23,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.spec import MISSING
+from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from routeplane.replay.traced import TracedRows
 
-__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "selection"]
+__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "TracedRows", "selection"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +57,19 @@ class GateSite:
     module: nn.Module
     force: Callable[[GateRows], Forcing]
     traced: bool = False
+
+
+class TracedRows:
+    """One binding's rows of one gate: ``routes_NK`` int16 and ``tally`` int64 ``[3]`` on the gate's device, both owned.
+
+    The first forward writes its choice into ``routes_NK``. ``tally`` counts forced rows, flipped rows and forwards.
+    """
+
+    __slots__ = ("routes_NK", "tally")
+
+    def __init__(self, routes_NK: torch.Tensor, /, *, device: torch.device) -> None:
+        self.routes_NK = routes_NK.to(device, copy=True)
+        self.tally = torch.zeros(3, dtype=torch.int64, device=device)
 
 
 class GateRows:

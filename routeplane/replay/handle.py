@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 import torch
 
 from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
+from routeplane.record.spec import MISSING
 from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite, RecordedRows
 from routeplane.replay.recording import RecordedRoutes
 from routeplane.replay.report import GateReport, GateTotals, ReplayReport
-from routeplane.spec import MISSING
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["AuxChoice", "CheckpointSites", "GateReport", "ReplayBatch", "ReplayHandle", "ReplayReport", "RowOrder"]
 
@@ -42,7 +42,7 @@ AuxChoice = Literal["forced", "live"]
 
 
 class ReplayBatch(Protocol):
-    """What replay asks of a batch; ``routeplane.batch.RouteBatch`` answers."""
+    """What replay asks of a batch; ``routeplane.batch.collate.RouteBatch`` answers."""
 
     @property
     def spec(self) -> RouteSpec:

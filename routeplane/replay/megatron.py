@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from routeplane.batch.shard import RankOf, Shard
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite
@@ -29,10 +30,9 @@ from routeplane.replay.handle import AuxChoice, ReplayBatch, ReplayHandle
 from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.regions import RegionHooks
 from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
-from routeplane.shards import RankOf, Shard
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["attach", "check_setup", "find_gates", "local_spec", "rank_shard", "record", "row_order"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from routeplane.errors import ErrorKind, ReplayError, UsageError
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
+    from routeplane.batch.batch import RouteBatch
     from routeplane.replay.gate import Gate
-    from routeplane.tensors import RouteBatch
 
 __all__ = ["RecordedRoutes", "spec_of_gates"]
 

@@ -18,27 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from routeplane.replay.gate import selection
+from routeplane.replay.gate import TracedRows, selection
 
 if TYPE_CHECKING:
     from torch import nn
 
     from routeplane.replay.gate import Gate
 
-__all__ = ["TracedGate", "TracedRows"]
-
-
-class TracedRows:
-    """One binding's rows of one gate: ``routes_NK`` int16 and ``tally`` int64 ``[3]`` on the gate's device, both owned.
-
-    The first forward writes its choice into ``routes_NK``. ``tally`` counts forced rows, flipped rows and forwards.
-    """
-
-    __slots__ = ("routes_NK", "tally")
-
-    def __init__(self, routes_NK: torch.Tensor, /, *, device: torch.device) -> None:
-        self.routes_NK = routes_NK.to(device, copy=True)
-        self.tally = torch.zeros(3, dtype=torch.int64, device=device)
+__all__ = ["TracedGate"]
 
 
 class TracedGate:

@@ -18,12 +18,12 @@ from typing import Literal
 from torch import nn
 
 from routeplane.errors import ErrorKind, ReplayError, refused
+from routeplane.record.spec import RouteSpec
 from routeplane.replay.auxiliary import AuxiliaryHook
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import ForcedTopK, Gate, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayHandle
 from routeplane.replay.recording import spec_of_gates
-from routeplane.spec import RouteSpec
 
 __all__ = ["KNOWN_ROUTERS", "attach", "checkpoint_sites", "find_gates", "record"]
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from routeplane.errors import refused
-from routeplane.ports import RouteSink
-from routeplane.schema import choose_encoding
-from routeplane.spec import RouteSpec
-from routeplane.stream.addresses import SinkOptions, SourceOptions, Transport, parse_address
+from routeplane.record.interfaces import RouteSink
+from routeplane.record.schema import choose_encoding
+from routeplane.record.spec import RouteSpec
+from routeplane.stream.addresses import Acknowledge, SinkOptions, SourceOptions, Transport, parse_address
 from routeplane.stream.batching import DEFAULT_MAX_BYTES
-from routeplane.stream.brokered import Acknowledge
 from routeplane.stream.delivery import DEFAULT_GROUP
 from routeplane.stream.endpoints import RecordReader, check_max_bytes
 from routeplane.stream.files import frames_of, target_of

@@ -15,12 +15,14 @@ from routeplane.errors import refused
 from routeplane.stream.delivery import DEFAULT_GROUP
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
-    from routeplane.stream.brokered import Acknowledge
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.endpoints import RecordReader, RecordWriter
     from routeplane.stream.protocol import ReadPolicy
 
-__all__ = ["Address", "SinkOptions", "SourceOptions", "Transport", "parse_address", "yes_or_no"]
+__all__ = ["Acknowledge", "Address", "SinkOptions", "SourceOptions", "Transport", "parse_address", "yes_or_no"]
+
+#: who says that a block is done: asking for the next one, or a call
+Acknowledge = Literal["auto", "manual"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from routeplane.columns import read_records, salvage
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.schema import StreamHeader
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import read_records, salvage
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import StreamHeader
+from routeplane.record.spec import RouteSpec
 from routeplane.stream.protocol import Quarantined, ReadPolicy, StreamReport
 
 __all__ = ["BatchRecords", "RecordsOfBatches", "decoded"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from routeplane.columns import column_types, write_batch
 from routeplane.errors import DataError, ErrorKind
-from routeplane.schema import Encoding, arrow_schema
+from routeplane.record.codec import column_types, write_batch
+from routeplane.record.schema import Encoding, arrow_schema
 from routeplane.stream.endpoints import RecordWriter
 from routeplane.stream.protocol import TrailerCounter
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["DEFAULT_MAX_BYTES", "BatchWriter"]
 

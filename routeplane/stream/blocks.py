@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from routeplane.columns import write_batch
-from routeplane.schema import parse_schema
+from routeplane.record.codec import write_batch
+from routeplane.record.schema import parse_schema
 from routeplane.stream.batches import decoded
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
 from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, TrailerCounter
 
 if TYPE_CHECKING:
-    from routeplane.record import RouteRecord
-    from routeplane.schema import Encoding
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.schema import Encoding
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["IpcCodec", "batch_of_stream", "encode_block", "stream_of_batch", "trailer_batch"]
 

@@ -16,7 +16,7 @@ from routeplane.errors import ErrorKind, TransportError, UsageError
 from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
 
 if TYPE_CHECKING:
-    from routeplane.record import RecordKey
+    from routeplane.record.record import RecordKey
     from routeplane.stream.ledger import Ledger
 
 __all__ = ["Broker", "ConsumerPort", "ProducerPort", "Store"]

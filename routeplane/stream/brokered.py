@@ -10,24 +10,23 @@ import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, TruncatedError, UsageError, refused
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream.delivery import Block, Outbox, Session
 from routeplane.stream.endpoints import RecordReader, RecordWriter
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.addresses import SourceOptions
     from routeplane.stream.broker import ConsumerPort, ProducerPort
     from routeplane.stream.delivery import Membership, Progress
     from routeplane.stream.protocol import ReadPolicy, StreamReport
 
-__all__ = ["Acknowledge", "BlockReader", "BrokeredReader", "BrokeredWriter", "Codec"]
+__all__ = ["BlockReader", "BrokeredReader", "BrokeredWriter", "Codec"]
 
 #: ``auto``: a block is acknowledged when the record behind its last one is asked for; ``manual``: by ``acknowledge()``.
-Acknowledge = Literal["auto", "manual"]
 
 # Outboxes are bounded by the broker, which holds the same blocks: none of their own.
 _UNBOUNDED = 2**62

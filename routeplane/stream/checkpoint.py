@@ -14,8 +14,8 @@ from routeplane.stream.spool import Spool
 from routeplane.stream.spooled import save_spec
 
 if TYPE_CHECKING:
-    from routeplane.schema import Encoding
-    from routeplane.spec import RouteSpec
+    from routeplane.record.schema import Encoding
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.ledger import Ledger
     from routeplane.stream.roster import LedgerState
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError, TransportError, TruncatedError
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream.blocks import trailer_batch
 from routeplane.stream.ipc import IpcReader, IpcWriter
 from routeplane.stream.protocol import ReadPolicy
 
 if TYPE_CHECKING:
-    from routeplane.schema import Encoding
-    from routeplane.spec import RouteSpec
-    from routeplane.stream.brokered import Acknowledge
+    from routeplane.record.schema import Encoding
+    from routeplane.record.spec import RouteSpec
+    from routeplane.stream.addresses import Acknowledge
     from routeplane.stream.frames import Frame
 
 __all__ = ["ABORTED_KEY", "NOTE", "Back", "ConnectedReader", "ConnectedWriter", "Line", "Note", "Received"]

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import xxhash
 
 from routeplane.errors import DataError, ErrorKind, UsageError, refused
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.scalars import check_count, check_text
+from routeplane.record.parse import check_count, check_text
+from routeplane.record.record import RecordKey, RouteRecord
 
 __all__ = [
     "DEFAULT_GROUP",

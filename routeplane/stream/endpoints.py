@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from routeplane.admission import Admission, admit
-from routeplane.alarms import find_alarms
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
-from routeplane.record import RecordKey, RouteRecord, cut_record
+from routeplane.record.alarms import find_alarms
+from routeplane.record.interfaces import Admission, admit
+from routeplane.record.record import RecordKey, RouteRecord, cut_record
 from routeplane.stream.protocol import ReadPolicy, RecordCounts, StreamReport
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["RecordReader", "RecordWriter", "check_max_bytes"]
 

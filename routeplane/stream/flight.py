@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from routeplane.columns import write_batch
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, refused
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.schema import Encoding, choose_encoding, parse_schema
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import write_batch
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import Encoding, choose_encoding, parse_schema
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import messages
 from routeplane.stream.addresses import yes_or_no
 from routeplane.stream.batches import RecordsOfBatches
@@ -34,7 +34,7 @@ from routeplane.stream.selection import Selection
 if TYPE_CHECKING:
     from typing import Self
 
-    from routeplane.ports import RouteTicket
+    from routeplane.record.interfaces import RouteTicket
     from routeplane.stream.addresses import Address, SinkOptions, SourceOptions
 
 __all__ = ["FlightPlane", "FlightReader", "FlightWriter", "transport"]

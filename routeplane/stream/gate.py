@@ -22,9 +22,9 @@ from routeplane.stream.spool import Spool
 from routeplane.stream.spooled import load_spec, save_spec, spooled_ledger
 
 if TYPE_CHECKING:
-    from routeplane.record import RecordKey
-    from routeplane.schema import Encoding
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RecordKey
+    from routeplane.record.schema import Encoding
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Gate", "PlaneOptions"]
 

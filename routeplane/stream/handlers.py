@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, TransportError, refused
-from routeplane.record import RecordKey
-from routeplane.schema import Encoding, StreamHeader, choose_encoding, parse_schema
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RecordKey
+from routeplane.record.schema import Encoding, StreamHeader, choose_encoding, parse_schema
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import messages
 from routeplane.stream.batches import decoded
 from routeplane.stream.delivery import Block

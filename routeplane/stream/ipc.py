@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from routeplane.columns import column_types
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
-from routeplane.record import RouteRecord
-from routeplane.schema import Encoding, StreamHeader, parse_schema
+from routeplane.record.codec import column_types
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.stream.batches import BatchRecords, decoded
 from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
 from routeplane.stream.endpoints import RecordReader
@@ -24,7 +24,7 @@ from routeplane.stream.frames import Frame
 from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.files import Target
 
 __all__ = ["IpcReader", "IpcWriter"]

@@ -30,7 +30,7 @@ from routeplane.stream.roster import LedgerState, Producer, ProducerState, Roste
 from routeplane.stream.shelf import Shelf
 
 if TYPE_CHECKING:
-    from routeplane.record import RecordKey
+    from routeplane.record.record import RecordKey
 
 __all__ = ["Ledger"]
 

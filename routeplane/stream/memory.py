@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from routeplane.columns import write_batch
 from routeplane.errors import ChecksumError, ErrorKind, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.codec import write_batch
+from routeplane.record.record import RouteRecord
 from routeplane.stream.addresses import SinkOptions, SourceOptions
 from routeplane.stream.broker import Broker
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter, Codec
@@ -27,7 +27,7 @@ from routeplane.stream.ledger import Ledger
 from routeplane.stream.protocol import Quarantined, ReadPolicy, StreamReport
 
 if TYPE_CHECKING:
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["LocalStream", "MemoryReader", "MemoryStream", "MemoryWriter"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from routeplane import errors
 from routeplane.errors import ErrorKind, FormatError, Problem, RouteplaneError, TransportError
-from routeplane.record import RecordKey
+from routeplane.record.record import RecordKey
 from routeplane.stream.delivery import Block, Membership, Progress, Session, Totals
 
 __all__ = [

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import xxhash
 
-from routeplane.coverage import Coverage
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.scalars import check_count
-from routeplane.schema import FORMAT_VERSION, Encoding
-from routeplane.spans import STATES
-from routeplane.spec import RouteSpec
+from routeplane.record.coverage import Coverage
+from routeplane.record.parse import check_count
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import FORMAT_VERSION, Encoding
+from routeplane.record.spans import STATES
+from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "MAX_ALARMS",

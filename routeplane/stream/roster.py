@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.record import RecordKey
+from routeplane.record.record import RecordKey
 from routeplane.stream.delivery import Session, Totals
 from routeplane.stream.shelf import Place
 

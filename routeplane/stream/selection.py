@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from routeplane.columns import read_records, write_batch
 from routeplane.errors import DataError, ErrorKind, FormatError, refused
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.schema import StreamHeader
+from routeplane.record.codec import read_records, write_batch
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import StreamHeader
 from routeplane.stream.delivery import Block
 
 __all__ = ["Selection", "check_block", "cut_batch", "keys_of"]

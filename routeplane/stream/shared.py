@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, TransportError, TruncatedError, UsageError, refused
-from routeplane.schema import choose_encoding
+from routeplane.record.schema import choose_encoding
 from routeplane.stream.addresses import Address, SinkOptions, SourceOptions, parse_address
 from routeplane.stream.connection import ConnectedReader, ConnectedWriter, Note
 from routeplane.stream.frames import Frame, messages_of
@@ -34,8 +34,8 @@ from routeplane.stream.pool import BufferPool, Lease, lend
 from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler, lost
 
 if TYPE_CHECKING:
-    from routeplane.record import RecordKey
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RecordKey
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.protocol import ReadPolicy
 
 __all__ = ["Extents", "SharedListener", "listen", "transport"]

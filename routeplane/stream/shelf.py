@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from routeplane.errors import DataError, ErrorKind, UsageError
-from routeplane.record import RecordKey
+from routeplane.record.record import RecordKey
 from routeplane.stream.delivery import Block
 
 __all__ = ["Place", "Shelf"]

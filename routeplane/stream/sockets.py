@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeplane.errors import ErrorKind, TransportError, refused
-from routeplane.schema import choose_encoding
+from routeplane.record.schema import choose_encoding
 from routeplane.stream.addresses import Address, SinkOptions, SourceOptions, parse_address
 from routeplane.stream.connection import NOTE, ConnectedReader, ConnectedWriter, Received
 from routeplane.stream.frames import frames_received
 from routeplane.stream.pool import BufferPool
 
 if TYPE_CHECKING:
-    from routeplane.record import RecordKey
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RecordKey
+    from routeplane.record.spec import RouteSpec
     from routeplane.stream.protocol import ReadPolicy
 
 __all__ = ["Listener", "SocketBack", "SocketLine", "call", "filler", "listen", "listening", "lost", "transport"]

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
-from routeplane.record import RecordKey
+from routeplane.record.record import RecordKey
 from routeplane.stream.delivery import Block, Totals
 from routeplane.stream.files import PublishedPath
 from routeplane.stream.journal import Journal, no_room, read_journal

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from routeplane.errors import ErrorKind, FormatError
-from routeplane.schema import Encoding, choose_encoding
-from routeplane.spec import RouteSpec
+from routeplane.record.schema import Encoding, choose_encoding
+from routeplane.record.spec import RouteSpec
 from routeplane.stream.addresses import SinkOptions
 from routeplane.stream.blocks import IpcCodec
 from routeplane.stream.broker import Broker

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spans import CaptureState
+    from routeplane.record.spans import CaptureState
 
 __all__ = ["WATERMARK_EXPERTS", "watermark", "watermarked_record", "watermarked_spec"]
 

@@ -16,8 +16,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from routeplane.calls import ModelCall, RowLoss
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermark, watermarked_spec
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from routeplane.errors import ErrorKind
-from routeplane.record import Prefix, RouteRecord
-from routeplane.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span, SpanKind
-from routeplane.spec import MAX_EXPERTS, MISSING, RouteSpec
+from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span, SpanKind
+from routeplane.record.spec import MAX_EXPERTS, MISSING, RouteSpec
 from routeplane.testing.rollouts import Rollout, Turn, rollouts
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from routeplane.archive import save_archive
-from routeplane.record import Prefix, RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.spec import RouteSpec
 from tests.stream.streams import record
 
 __all__ = ["SPEC", "WIDE", "files", "flip", "rich_records", "run_folder", "saved", "shard_files", "sized"]

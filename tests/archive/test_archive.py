@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from routeplane.archive import Archive, new_run, open_archive, save_archive
 from routeplane.batch import collate, microbatches
+from routeplane.batch.dataset import RecordDataset
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
-from routeplane.feed import RecordDataset
-from routeplane.ports import RouteSink, RouteSource
-from routeplane.prefixes import resolve
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.schema import FORMAT_VERSION
-from routeplane.spec import RouteSpec
+from routeplane.record.interfaces import RouteSink, RouteSource
+from routeplane.record.prefixes import resolve
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import FORMAT_VERSION
+from routeplane.record.spec import RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.archive.archives import SPEC, WIDE, rich_records, run_folder, saved, shard_files, sized
 from tests.stream.streams import content, contents, record, record_lists

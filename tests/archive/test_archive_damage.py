@@ -21,7 +21,7 @@ import pytest
 from routeplane.archive import open_archive, recover, save_archive, verify
 from routeplane.batch import microbatches
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, RouteplaneError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from tests.archive.archives import (
     SPEC,
     WIDE,

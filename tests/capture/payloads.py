@@ -19,7 +19,7 @@ from routeplane.capture.envelopes import encode_nrlre1, encode_prime, encode_sgl
 from routeplane.capture.forms import WireForm
 from routeplane.capture.inline import INLINE_PREFIX, encode_inline
 from routeplane.errors import ErrorKind
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 SPEC = RouteSpec(num_experts=200, top_k=4, layer_ids=(0, 2, 3), model="payloads")
 ROWS = 12_000

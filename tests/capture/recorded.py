@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 __all__ = ["DATA", "GENERATIONS", "Exchange", "exchange", "exchanges"]
 

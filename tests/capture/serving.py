@@ -17,8 +17,8 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
 from routeplane.capture.middleware import RouteMiddleware
-from routeplane.ports import RouteSink
-from routeplane.spec import RouteSpec
+from routeplane.record.interfaces import RouteSink
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream
 
 #: The variable with the path of a FIFO.

@@ -35,7 +35,7 @@ from routeplane.capture.inline import INLINE_PREFIX, decode_inline, encode_inlin
 from routeplane.capture.text64 import decode_base64, encode_base64
 from routeplane.capture.wire import encode_npy, rows_from_axis
 from routeplane.errors import ChecksumError, DataError, ErrorKind, RouteplaneError, UsageError
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.spec import MISSING, RouteSpec
 from tests.capture.payloads import MALFORMED, SPEC, TOKENS, Malformed, engine_rows, npy, size_of
 
 integers = npst.arrays(

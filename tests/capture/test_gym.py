@@ -22,8 +22,8 @@ from routeplane.capture.envelopes import encode_lists, encode_nrlre1
 from routeplane.capture.gym import GymRollout, calls_from_gym, records_from_gym
 from routeplane.capture.inline import encode_inline
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
-from routeplane.record import RouteRecord
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.rollouts import Rollout, rollouts
 from tests.capture.test_openai import leaves, values
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from routeplane.capture.gym import records_from_gym
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from tests.capture.tiny_server import ROOT, running_server, write_model
 from tests.capture.vllm_engine import SPEC, reference_rows
 

@@ -15,12 +15,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from routeplane.assembly import assemble
 from routeplane.capture.filler import rows_without_filler
 from routeplane.capture.messages import message_log_from_record, record_from_message_log
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
-from routeplane.record import Prefix, RouteRecord
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.assembly import assemble
+from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.rollouts import Rollout, rollouts
 from tests.capture.test_gym import FILLER, SPEC, TWO_TURNS, only, row

@@ -35,9 +35,9 @@ from routeplane.capture.shipping import parse_form
 from routeplane.capture.tickets import TicketDesk
 from routeplane.capture.wire import decode_npy, encode_npy
 from routeplane.errors import UsageError
-from routeplane.ports import RouteSink
-from routeplane.record import RouteRecord
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.interfaces import RouteSink
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
 from tests.capture.recorded import DATA, Exchange, exchange
 
 CHAT = exchange("0.30", "chat")

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routeplane.assembly import assemble
 from routeplane.capture.envelopes import encode_lists, encode_nrlre1
 from routeplane.capture.openai import calls_from_response
 from routeplane.errors import CaptureError, DataError, ErrorKind
-from routeplane.record import RouteRecord
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.assembly import assemble
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
 
 
 def spec_of(layers: int, top_k: int, experts: int = 64) -> RouteSpec:

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from routeplane import assemble
-from routeplane.calls import ModelCall
 from routeplane.capture.chunks import calls_from_chunks
 from routeplane.capture.envelopes import encode_lists, encode_prime, encode_sglang
 from routeplane.capture.openai import calls_from_response
 from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
 from routeplane.capture.wire import decode_npy, encode_npy
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.calls import ModelCall
+from routeplane.record.record import RouteRecord
 from tests.capture.payloads import SPEC, engine_rows
 from tests.capture.recorded import GENERATIONS, Exchange, exchange, exchanges
 from tests.turns import SPEC as TURNS

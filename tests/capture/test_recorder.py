@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.assembly import assemble
 from routeplane.capture.recorder import RouteRecorder, WeightsChange
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.record.assembly import assemble
 from routeplane.testing.builders import watermark, watermarked_spec
 from routeplane.testing.strategies import Rollout, rollouts
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from routeplane.record import RouteRecord
+    from routeplane.record.record import RouteRecord
 
 SPEC = watermarked_spec(layers=(1, 4), top_k=3)
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from routeplane.assembly import assemble
 from routeplane.capture.recorder import RouteRecorder
 from routeplane.capture.sglang import call_from_sglang
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
-from routeplane.spec import RouteSpec
-from routeplane.validate import check_routes
+from routeplane.record.assembly import assemble
+from routeplane.record.spec import RouteSpec
+from routeplane.record.validate import check_routes
 
 SPEC = RouteSpec(num_experts=64, top_k=3, layer_ids=(1, 2, 4), model="m")
 DEPTH = 5

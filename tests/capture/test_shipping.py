@@ -19,7 +19,7 @@ from routeplane.capture.vllm.ledger import RouteLedger, build_sink
 from routeplane.capture.vllm.reports import LedgerReport, WritingReport
 from routeplane.capture.vllm.shipping import KEY, Shipping, WriterConfig, shipping_args
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, open_stream
 
 SPEC = RouteSpec(num_experts=16, top_k=2, layer_ids=(1, 2), model="m")

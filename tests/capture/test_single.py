@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.assembly import assemble
-from routeplane.calls import ModelCall
 from routeplane.capture.single import record_of_call
 from routeplane.errors import DataError, ErrorKind
-from routeplane.spec import RouteSpec
+from routeplane.record.assembly import assemble
+from routeplane.record.calls import ModelCall
+from routeplane.record.spec import RouteSpec
 from routeplane.testing.strategies import Rollout, rollouts
 
 SPEC = RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 3))

@@ -16,12 +16,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from routeplane import new_stream, open_stream
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.tickets import TicketDesk, call_of_ticket, issued, record_of_call, ticket_for
 from routeplane.errors import ChecksumError, DataError, ErrorKind, SpecError, UsageError
-from routeplane.ports import MAX_TICKET_BYTES, RouteTicket
-from routeplane.record import RecordKey
-from routeplane.spec import MISSING
+from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.interfaces import MAX_TICKET_BYTES, RouteTicket
+from routeplane.record.record import RecordKey
+from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermarked_spec
 from tests.turns import SPEC, turn, watermarks
 

@@ -22,9 +22,9 @@ from transformers import GenerationConfig
 
 from routeplane.capture.transformers import generate_calls, generate_records, taping
 from routeplane.errors import CaptureError, ErrorKind, SpecError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.replay.transformers import find_gates
-from routeplane.spec import MISSING, RouteSpec
 from tests.replay.tiny_models import EXPERTS, MAIN_FAMILIES, TOP_K, live_choice
 
 QWEN3 = MAIN_FAMILIES[0]

@@ -23,8 +23,8 @@ from routeplane.capture.vllm import (
     spec_from_vllm,
 )
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, new_stream, open_stream
 from tests.capture.async_engine import AsyncEngine, running_async_engine, sampling
 from tests.capture.vllm_engine import LONG, SHORT, SPEC, assert_equals_reference, states

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from routeplane.capture.transformers import taping
 from routeplane.capture.vllm import generate_records, probe, spec_from_vllm, start_engine
 from routeplane.errors import ErrorKind, SpecError
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 pytestmark = pytest.mark.vllm
 

@@ -17,9 +17,9 @@ import pytest
 from vllm import LLM, RequestOutput
 from vllm.logprobs import Logprob
 
-from routeplane.calls import ModelCall
 from routeplane.capture.vllm import calls_from_output, generate_records, record_output, start_engine
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.record.calls import ModelCall
 from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, reference_rows, running_engine, states
 
 pytestmark = pytest.mark.vllm

@@ -15,11 +15,11 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
-from routeplane.calls import ModelCall
 from routeplane.capture.vllm import RouteScheduler, probe, shipping_args, start_engine
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, UsageError
-from routeplane.ports import RouteTicket
-from routeplane.record import RouteRecord
+from routeplane.record.calls import ModelCall
+from routeplane.record.interfaces import RouteTicket
+from routeplane.record.record import RouteRecord
 from routeplane.stream import open_stream
 from tests.capture.vllm_engine import (
     LONG,

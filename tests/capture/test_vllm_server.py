@@ -20,7 +20,6 @@ import openai
 import pytest
 
 from routeplane import assemble, open_stream
-from routeplane.calls import ModelCall
 from routeplane.capture.chunks import calls_from_chunks
 from routeplane.capture.gym import calls_from_gym
 from routeplane.capture.middleware import HEADER
@@ -28,7 +27,8 @@ from routeplane.capture.openai import calls_from_response
 from routeplane.capture.tickets import TicketDesk
 from routeplane.capture.vllm import calls_from_output
 from routeplane.errors import CaptureError, ErrorKind
-from routeplane.record import RouteRecord
+from routeplane.record.calls import ModelCall
+from routeplane.record.record import RouteRecord
 from tests.capture.tiny_server import TOOLS, WORDS, running_server, tool_result, write_model
 from tests.capture.vllm_engine import SPEC, Engine, reference_rows, running_engine
 

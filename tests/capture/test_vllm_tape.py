@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.assembly import assemble
 from routeplane.capture.vllm import call_from_workers
 from routeplane.capture.vllm.worker import RouteWorkerExtension, _WorkerTape
+from routeplane.record.assembly import assemble
 from routeplane.testing.builders import watermark, watermarked_spec
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import pytest
 from numpy.typing import NDArray
 from vllm import LLM, RequestOutput
 
-from routeplane.assembly import assemble
 from routeplane.capture.vllm import call_from_workers, probe
 from routeplane.errors import CaptureError, ErrorKind, UsageError
-from routeplane.spec import RouteSpec
+from routeplane.record.assembly import assemble
+from routeplane.record.spec import RouteSpec
 from tests.capture.vllm_engine import LONG, SHORT, SPEC, Engine, assert_equals_reference, running_engine, states
 
 pytestmark = pytest.mark.vllm

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from routeplane.capture.wire import decode_npy, rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 DATA = Path(__file__).parents[1] / "data"
 INTEGERS = ("u1", "<u2", "<i2", "<i4", "<i8", "<u8", "i1")

@@ -21,8 +21,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 
 from routeplane.capture.vllm import start_engine
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "LONG",

@@ -18,7 +18,7 @@ from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints, reserve
 from routeplane.fleet.processes import Process, children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 

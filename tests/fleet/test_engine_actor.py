@@ -23,7 +23,7 @@ from routeplane.fleet.endpoints import ServerState
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.processes import children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 from tests.capture.vllm_engine import QWEN3_MOE
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster

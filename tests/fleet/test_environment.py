@@ -11,7 +11,7 @@ import pytest
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import OUR_KEYS, EnvironmentConfig, EnvironmentWorker, build_config, carry_dtype
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 SPEC = RouteSpec(num_experts=64, top_k=4, layer_ids=(0, 1))
 URLS = Endpoints.of(["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"])

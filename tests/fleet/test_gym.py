@@ -19,7 +19,7 @@ from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import EnvironmentConfig, build_config
 from routeplane.fleet.gym import gym_config, make_environment
 from routeplane.fleet.processes import children_of
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 

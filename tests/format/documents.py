@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.calls import ModelCall
-from routeplane.record import Prefix, RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import RouteSpec
+from routeplane.record.calls import ModelCall
+from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "SCHEMAS",

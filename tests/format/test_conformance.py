@@ -17,16 +17,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from routeplane.assembly import assemble
-from routeplane.columns import read_records, write_batch
 from routeplane.errors import DataError, FormatError, RouteplaneError
-from routeplane.ports import RouteTicket
-from routeplane.record import RouteRecord
-from routeplane.schema import StreamHeader, arrow_schema, choose_encoding, parse_schema, row_type
-from routeplane.spec import RouteSpec
+from routeplane.record.assembly import assemble
+from routeplane.record.codec import read_records, write_batch
+from routeplane.record.interfaces import RouteTicket
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import StreamHeader, arrow_schema, choose_encoding, parse_schema, row_type
+from routeplane.record.spec import RouteSpec
+from routeplane.record.validate import all_legal, find_problems
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.protocol import Trailer, TrailerCounter
-from routeplane.validate import all_legal, find_problems
 from tests.format import reference
 from tests.format.documents import SCHEMAS, call_of, dump, load, record_json, record_of, routes_of, spec_of
 

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from routeplane.record import Prefix, RouteRecord
-from routeplane.schema import FORMAT_VERSION
-from routeplane.spans import Capture, CaptureState, Span
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.schema import FORMAT_VERSION
+from routeplane.record.spans import Capture, CaptureState, Span
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.stream import IpcReader, new_stream, open_stream
 from tests.format import reference
 from tests.format.documents import SCHEMAS, dump, load, record_json, spec_json, spec_of

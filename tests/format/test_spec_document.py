@@ -13,13 +13,13 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
-from routeplane.arrays import RESERVED_COLUMNS
-from routeplane.columns import column_types
-from routeplane.ports import MAX_TICKET_BYTES, RouteTicket
-from routeplane.record import RecordKey
-from routeplane.schema import FORMAT_VERSION, Encoding, arrow_schema, row_type
-from routeplane.spans import PRESENT_STATES, STATES, SpanKind
-from routeplane.spec import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, MISSING, NARROW_MISSING, RouteSpec
+from routeplane.record.codec import column_types
+from routeplane.record.interfaces import MAX_TICKET_BYTES, RouteTicket
+from routeplane.record.parse import RESERVED_COLUMNS
+from routeplane.record.record import RecordKey
+from routeplane.record.schema import FORMAT_VERSION, Encoding, arrow_schema, row_type
+from routeplane.record.spans import PRESENT_STATES, STATES, SpanKind
+from routeplane.record.spec import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, MISSING, NARROW_MISSING, RouteSpec
 from routeplane.stream.frames import MAX_METADATA_BYTES
 from routeplane.stream.protocol import TRAILER_KEY, TrailerCounter
 from tests.format.documents import SCHEMAS, load

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from routeplane.archive import save_archive
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import new_stream
 
 __all__ = ["PLACINGS", "archived", "streamed"]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, Span
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
 
 
 @dataclass

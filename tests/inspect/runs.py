@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, CaptureState, Span
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, CaptureState, Span
+from routeplane.record.spec import RouteSpec
 
 SPEC = RouteSpec(num_experts=16, top_k=4, layer_ids=(1, 2, 5), model="small")
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
 from routeplane.inspect.check import StreamCheck, check_stream, summarise_stream
-from routeplane.record import Prefix, RouteRecord
+from routeplane.record.record import Prefix, RouteRecord
 from routeplane.stream import MemoryStream, new_stream
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 from tests.stream.streams import forge

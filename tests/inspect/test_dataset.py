@@ -19,8 +19,8 @@ from ray.data.expressions import col
 from routeplane.archive import save_archive
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError
 from routeplane.inspect.dataset import dataset, filter_batches, records_of
-from routeplane.record import RouteRecord
-from routeplane.schema import arrow_schema
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import arrow_schema
 from routeplane.stream import new_stream, open_stream
 from tests.ray_cluster import local_cluster
 from tests.stream.streams import SPEC, contents, record, stream_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.inspect.diff import MAX_NAMED, RouteDiff, compare, compare_records
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.testing import strategies
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 

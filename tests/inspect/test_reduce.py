@@ -12,10 +12,10 @@ from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.inspect.collect import collect
 from routeplane.inspect.reduce import collect_on_ray
 from routeplane.inspect.sources import find_sources
+from tests.cli.test_main import Program
 from tests.inspect.containers import PLACINGS, archived, streamed
 from tests.inspect.runs import SPEC, run
 from tests.ray_cluster import local_cluster
-from tests.test_cli import Program
 
 # one worker for all files that start a cluster: at most one at a time
 pytestmark = pytest.mark.xdist_group("ray")

@@ -18,8 +18,8 @@ from routeplane.inspect.diff import compare
 from routeplane.inspect.findings import find_findings
 from routeplane.inspect.plots import draw_pictures, encode
 from routeplane.inspect.report import MAX_TOKENS, render_report, view_sample, write_pictures, write_report
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.inspect.runs import SPEC, flipped, run
 

@@ -16,9 +16,9 @@ from routeplane.errors import ErrorKind, SpecError, UsageError
 from routeplane.inspect import measures, tally
 from routeplane.inspect.collect import Collector, collect
 from routeplane.inspect.statistics import MAX_WORST, POSITION_BIN, RouteStatistics
-from routeplane.record import RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing import strategies
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.inspect.plain_statistics import count_plainly

@@ -29,7 +29,7 @@ def test_the_package_keeps_the_import_rule() -> None:
     """No file of the package knows a later stage, another file's third party, or itself by a detour."""
     sources = package_sources()
 
-    assert {"routeplane/__init__.py", "routeplane/errors.py", "routeplane/spec.py"} <= set(sources)
+    assert {"routeplane/__init__.py", "routeplane/errors.py", "routeplane/record/spec.py"} <= set(sources)
     assert [] == find_graph_problems(sources)
 
 
@@ -43,87 +43,86 @@ def _changed(path: str, text: str) -> Callable[[dict[str, str]], dict[str, str]]
 
 
 LEGAL = {
-    "routeplane/__init__.py": "from routeplane.errors import A\ndef __getattr__(name):\n    import routeplane.demo\n",
+    "routeplane/__init__.py": "def __getattr__(name):\n    import routeplane.stream.ray\n",
     "routeplane/errors.py": "from enum import StrEnum\n",
-    "routeplane/spec.py": "import numpy as np, xxhash\nfrom routeplane.errors import A\n",
-    "routeplane/schema.py": "import pyarrow as pa\nfrom routeplane import errors, spec\n",
-    "routeplane/vectors.py": "import numba\n",
-    "routeplane/kernels.py": "from routeplane import vectors\n",
-    "routeplane/validate.py": "def kernel():\n    from routeplane import kernels\n",
+    "routeplane/record/spec.py": "import numpy as np, xxhash\nfrom routeplane.errors import A\n",
+    "routeplane/record/schema.py": "import pyarrow as pa\nfrom routeplane.record import spec\n",
+    "routeplane/record/kernels/vectors.py": "import numba\n",
+    "routeplane/record/kernels/__init__.py": "from routeplane.record.kernels import vectors\n",
+    "routeplane/record/validate.py": "def kernel():\n    from routeplane.record import kernels\n",
     "routeplane/capture/__init__.py": "",
-    "routeplane/capture/vllm.py": "import vllm\nfrom routeplane.spec import B\n",
+    "routeplane/capture/vllm.py": "import vllm\nfrom routeplane.record.spec import B\n",
     "routeplane/stream/__init__.py": "def open_stream():\n    from routeplane.stream import ray\n",
-    "routeplane/stream/ray.py": "import ray\nfrom routeplane.schema import C\n",
-    "routeplane/layout.py": "import routeplane.spec\n",
-    "routeplane/batch.py": "import torch.nn\nfrom routeplane.layout import D\n",
+    "routeplane/stream/ray.py": "import ray\nfrom routeplane.record.schema import C\n",
+    "routeplane/batch/layouts.py": "import routeplane.record.spec\n",
+    "routeplane/batch/collate.py": "import torch.nn\nfrom routeplane.batch.layouts import D\n",
     "routeplane/replay/__init__.py": "",
-    "routeplane/replay/gate.py": "from routeplane.batch import E\n",
+    "routeplane/replay/gate.py": "from routeplane.batch.collate import E\n",
     "routeplane/replay/transformers.py": "import transformers\nfrom routeplane.replay.gate import F\n",
-    "routeplane/inspect/__init__.py": "from routeplane.layout import D\n",
-    "routeplane/demo.py": "from routeplane import __version__\n",
-    "routeplane/demo_trainer.py": "import torch, routeplane.demo\nfrom routeplane.replay import transformers\n",
-    "routeplane/cli.py": "def main():\n    from routeplane import demo\n    import routeplane.capture.vllm\n",
+    "routeplane/inspect/__init__.py": "from routeplane.batch.layouts import D\n",
+    "routeplane/cli/demo/__init__.py": "from routeplane import __version__\n",
+    "routeplane/cli/demo/transformers.py": "import torch\nfrom routeplane.replay import transformers\n",
+    "routeplane/cli/main.py": "def main():\n    from routeplane.cli import demo\n    import routeplane.capture.vllm\n",
 }
 
 ILLEGAL = {
-    "base_knows_a_stage": (
-        _changed("routeplane/spec.py", "\nfrom routeplane.batch import E\n"),
-        "routeplane/spec.py:2: routeplane.spec (base) may not know routeplane.batch (batch)",
+    "record_knows_a_stage": (
+        _changed("routeplane/record/spec.py", "\nfrom routeplane.batch.collate import E\n"),
+        "routeplane/record/spec.py:2: routeplane.record.spec (record) may not know routeplane.batch.collate (batch)",
     ),
     "even_for_annotations": (
-        _changed("routeplane/spec.py", "if TYPE_CHECKING:\n    from routeplane.batch import E\n"),
-        "routeplane/spec.py:2: routeplane.spec (base) may not know routeplane.batch (batch)",
+        _changed("routeplane/record/spec.py", "if TYPE_CHECKING:\n    from routeplane.batch.collate import E\n"),
+        "routeplane/record/spec.py:2: routeplane.record.spec (record) may not know routeplane.batch.collate (batch)",
     ),
     "stream_knows_capture": (
         _changed("routeplane/stream/ipc.py", "from routeplane import capture\n"),
         "routeplane/stream/ipc.py:1: routeplane.stream.ipc (stream) may not know routeplane.capture (capture)",
     ),
     "inspect_knows_batch": (
-        _changed("routeplane/inspect/__init__.py", "import routeplane.batch\n"),
-        "routeplane/inspect/__init__.py:1: routeplane.inspect (inspect) may not know routeplane.batch (batch)",
+        _changed("routeplane/inspect/__init__.py", "import routeplane.batch.collate\n"),
+        "routeplane/inspect/__init__.py:1: routeplane.inspect (inspect) may not know routeplane.batch.collate (batch)",
     ),
     "a_stage_knows_the_root": (
-        _changed("routeplane/layout.py", "from routeplane import __version__\n"),
-        "routeplane/layout.py:1: routeplane.layout (layout) may not know routeplane (root)",
+        _changed("routeplane/batch/layouts.py", "from routeplane import __version__\n"),
+        "routeplane/batch/layouts.py:1: routeplane.batch.layouts (batch) may not know routeplane (root)",
     ),
     "cli_knows_testing": (
-        _changed("routeplane/cli.py", "def main():\n    import routeplane.testing\n"),
-        "routeplane/cli.py:2: routeplane.cli (cli) may not know routeplane.testing (testing)",
+        _changed("routeplane/cli/main.py", "def main():\n    import routeplane.testing\n"),
+        "routeplane/cli/main.py:2: routeplane.cli.main (cli) may not know routeplane.testing (testing)",
     ),
-    "base_cycle_through_an_annotation": (
-        _changed("routeplane/errors.py", "if TYPE_CHECKING:\n    from routeplane.spec import B\n"),
-        "routeplane/errors.py:2: import cycle in base: routeplane.errors -> routeplane.spec",
+    "cycle_through_an_annotation": (
+        _changed("routeplane/errors.py", "if TYPE_CHECKING:\n    from routeplane.record.spec import B\n"),
+        "routeplane/errors.py:2: import cycle: routeplane.errors -> routeplane.record.spec",
     ),
     "cycle_within_a_stage": (
         _changed("routeplane/replay/gate.py", "from routeplane.replay import transformers\n"),
-        "routeplane/replay/gate.py:1: import cycle in package: "
-        "routeplane.replay.gate -> routeplane.replay.transformers",
+        "routeplane/replay/gate.py:1: import cycle: routeplane.replay.gate -> routeplane.replay.transformers",
     ),
     "another_file_s_third_party": (
         _changed("routeplane/capture/wire.py", "\n\nimport vllm.outputs\n"),
         "routeplane/capture/wire.py:3: routeplane.capture.wire may not import vllm; ('capture.vllm',) may",
     ),
     "unknown_third_party": (
-        _changed("routeplane/batch.py", "from pandas import DataFrame\n"),
-        "routeplane/batch.py:1: routeplane.batch may not import pandas; nobody may",
+        _changed("routeplane/batch/collate.py", "from pandas import DataFrame\n"),
+        "routeplane/batch/collate.py:1: routeplane.batch.collate may not import pandas; nobody may",
     ),
     "third_party_inside_a_function": (
-        _changed("routeplane/validate.py", "def check():\n    import torch\n"),
-        "routeplane/validate.py:2: routeplane.validate may not import torch; "
-        "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'testing.contracts.replay', "
-        "'testing.contracts.replay_harness', 'demo_engine', 'demo_fleet', 'demo_scoring', 'demo_trainer', "
-        "'demo_automodel', 'demo_megatron') may",
+        _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
+        "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
+        "('batch.batch', 'batch.collate', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
+        "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
+        "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),
     "third_party_by_name": (
-        _changed("routeplane/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
-        "routeplane/validate.py:2: routeplane.validate may not import torch; "
-        "('buffers', 'batch', 'tensors', 'feed', 'replay', 'capture.transformers', 'testing.contracts.replay', "
-        "'testing.contracts.replay_harness', 'demo_engine', 'demo_fleet', 'demo_scoring', 'demo_trainer', "
-        "'demo_automodel', 'demo_megatron') may",
+        _changed("routeplane/record/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
+        "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
+        "('batch.batch', 'batch.collate', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
+        "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
+        "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),
     "third_party_by_a_detour": (
-        _changed("routeplane/cli.py", "import routeplane.capture.vllm\n"),
-        "routeplane/cli.py:1: routeplane.cli loads vllm by importing routeplane.capture.vllm",
+        _changed("routeplane/cli/main.py", "import routeplane.capture.vllm\n"),
+        "routeplane/cli/main.py:1: routeplane.cli.main loads vllm by importing routeplane.capture.vllm",
     ),
     "an_init_loads_an_extra": (
         _changed("routeplane/__init__.py", "from routeplane.replay import gate\n"),
@@ -134,8 +133,8 @@ ILLEGAL = {
         "routeplane/stream/__init__.py:1: routeplane.stream loads ray by importing routeplane.stream.ray",
     ),
     "deferred_import": (
-        _changed("routeplane/layout.py", "def plan():\n    from routeplane import spec\n"),
-        "routeplane/layout.py:2: routeplane.layout imports routeplane.spec inside a function",
+        _changed("routeplane/batch/layouts.py", "def plan():\n    from routeplane.record import spec\n"),
+        "routeplane/batch/layouts.py:2: routeplane.batch.layouts imports routeplane.record.spec inside a function",
     ),
     "relative_import": (
         _changed("routeplane/stream/ipc.py", "from .ray import G\n"),
@@ -143,7 +142,7 @@ ILLEGAL = {
     ),
     "unplaced_module": (
         _changed("routeplane/surprise.py", ""),
-        "routeplane/surprise.py:1: routeplane.surprise is in no stage; place it in STAGE_OF and in the design",
+        "routeplane/surprise.py:1: routeplane.surprise is in no stage; move it into one of the folders of STAGES",
     ),
 }
 

@@ -18,21 +18,21 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
-from routeplane.assembly import AssemblyReport
+from routeplane.batch.prefetch import PrefetchReport
 from routeplane.capture.middleware import MiddlewareReport
 from routeplane.capture.tickets import DeskReport
 from routeplane.capture.vllm.reports import LedgerReport, WritingReport
-from routeplane.cli import _parser, main
-from routeplane.coverage import Coverage
+from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.timeline import Timeline
 from routeplane.inspect.collect import collect
 from routeplane.inspect.diff import RouteDiff
-from routeplane.ports import Report
-from routeplane.prefetch import PrefetchReport
-from routeplane.prefixes import PromptReport
+from routeplane.record.assembly import AssemblyReport
+from routeplane.record.coverage import Coverage
+from routeplane.record.interfaces import Report
+from routeplane.record.prefixes import PromptReport
+from routeplane.record.spec import RouteSpec
 from routeplane.replay.handle import ReplayReport
-from routeplane.spec import RouteSpec
 from routeplane.stream import StreamReport, new_stream
 from routeplane.stream.delivery import DeliveryReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -330,8 +330,13 @@ CHANGES: dict[str, tuple[str, str, str, str]] = {
     "another default": ("cli", "| `--seed` | `0` |", "| `--seed` | `1` |", "demo --seed: default"),
     "a choice too few": ("cli", "`vllm` or `vllm-scheduler`: who", "`vllm`: who", "demo --engine: choices"),
     "a command that is none": ("cli", "## `routeplane info`", "## `routeplane show`", "commands"),
-    "a module left out": ("modules", "| `routeplane.spans` |", "| `routeplane.span` |", "routeplane.spans"),
-    "modules out of order": ("modules", "| `routeplane.errors` |", "| `routeplane.cli` |", "modules"),
+    "a module left out": (
+        "modules",
+        "| `routeplane.record.spans` |",
+        "| `routeplane.span` |",
+        "routeplane.record.spans",
+    ),
+    "modules out of order": ("modules", "| `routeplane.errors` |", "| `routeplane.cli.main` |", "modules"),
 }
 
 
@@ -347,12 +352,12 @@ def test_a_difference_is_named(name: str, old: str, new: str, said: str) -> None
 def test_a_module_above_what_it_imports_is_named() -> None:
     """Data order is checked, not only completeness."""
     lines = page("modules").splitlines()
-    [spec] = [line for line in lines if "`routeplane.spec`" in line]
+    [spec] = [line for line in lines if "`routeplane.record.spec`" in line]
     lines.remove(spec)
-    lines.insert(next(at for at, line in enumerate(lines) if "`routeplane.families`" in line), spec)
+    lines.insert(next(at for at, line in enumerate(lines) if "`routeplane.record.families`" in line), spec)
 
     found = find_module_problems("\n".join(lines))
-    assert any("routeplane.spec stands above routeplane.geometry" in problem for problem in found)
+    assert any("routeplane.record.spec stands above routeplane.record.geometry" in problem for problem in found)
 
 
 def test_links_are_seen(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from routeplane.testing.contracts.replay_harness import RowsBatch, rows_batch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["PlainBatch", "plain_batch", "random_routes"]
 

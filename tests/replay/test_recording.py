@@ -13,9 +13,9 @@ import torch
 
 from routeplane.batch import RouteBatch, collate
 from routeplane.errors import ErrorKind, ReplayError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
 from routeplane.replay import transformers as gates
-from routeplane.spans import Capture, Span
 from tests.replay.plain_batch import random_routes
 from tests.replay.tiny_models import BY_NAME, NUM_ROWS, checkpoint_layers, logits_of, recorded
 

@@ -20,8 +20,8 @@ from tests.replay.tiny_models import BY_NAME, NUM_ROWS, Family, checkpoint_layer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayHandle
-    from routeplane.spec import RouteSpec
 
 
 def rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import nn
 
+from routeplane.record.spec import RouteSpec
 from routeplane.replay.transformers import attach, find_gates
-from routeplane.spec import RouteSpec
 from routeplane.testing.contracts.replay_harness import Firing
 from tests.replay.plain_batch import PlainBatch, plain_batch
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from routeplane.errors import ErrorKind, TransportError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import new_stream, open_stream
 from routeplane.testing.contracts.samples import SPEC, facts, sample
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from routeplane.errors import ErrorKind, TransportError
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from routeplane.stream.addresses import SinkOptions, SourceOptions
 from routeplane.stream.blocks import IpcCodec

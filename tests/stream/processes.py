@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import new_stream, open_stream, shared, sockets
 from routeplane.stream.sockets import Listener
 from routeplane.stream.spooled import SpoolStream

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from routeplane.columns import column_types, write_batch
 from routeplane.errors import RouteplaneError
-from routeplane.record import RouteRecord
-from routeplane.schema import arrow_schema
-from routeplane.spans import Capture, Span
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import column_types, write_batch
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import arrow_schema
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.protocol import TRAILER_KEY, Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs

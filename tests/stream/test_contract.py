@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, new_stream, open_stream, shared
 from routeplane.stream.sockets import listen
 from routeplane.stream.spooled import SpoolStream

@@ -21,8 +21,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TruncatedError
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from routeplane.stream.frames import frames_of_buffer
 from tests.stream.streams import Encoding, contents, flip_outcomes, record, stream_of

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, TruncatedError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import MemoryStream, new_stream, open_stream
 from routeplane.stream.frames import frames_of_buffer
 from routeplane.stream.spooled import SpoolStream

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from routeplane.errors import ErrorKind, TruncatedError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import new_stream, open_stream
 from tests.stream.streams import SPEC, content, contents, record, stream_of
 

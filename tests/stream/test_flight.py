@@ -19,11 +19,11 @@ import pytest
 import trustme
 from numpy.typing import NDArray
 
-from routeplane.columns import write_batch
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, TransportError, UsageError
-from routeplane.ports import RouteTicket
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import write_batch
+from routeplane.record.interfaces import RouteTicket
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import messages, new_stream, open_stream
 from routeplane.stream.addresses import parse_address
 from routeplane.stream.delivery import Block

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from routeplane.errors import ErrorKind, TransportError, TruncatedError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.flight import FlightPlane
 from routeplane.stream.flight_service import FlightService, ServiceOptions
@@ -141,7 +141,7 @@ class Served:
 
     def start(self, *options: str) -> None:
         """Start it, and wait until it serves."""
-        program = "import sys; from routeplane.cli import main; sys.exit(main())"
+        program = "import sys; from routeplane.cli.main import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "serve", "--json", "--port", str(self._port), "--producers", "1"]
         self._process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.columns import read_records, write_batch
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record import RouteRecord
-from routeplane.schema import parse_schema, row_type
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import read_records, write_batch
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import parse_schema, row_type
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from tests.stream.streams import SPEC, Encoding, contents, forged_column, record, record_lists
 

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from routeplane.columns import write_batch
 from routeplane.errors import ErrorKind, FormatError
-from routeplane.schema import SPAN_TYPE, arrow_schema, row_type
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import write_batch
+from routeplane.record.schema import SPAN_TYPE, arrow_schema, row_type
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from tests.stream.streams import SPEC, contents, forge, record, refusal, trailer_of
 
@@ -201,7 +201,7 @@ def test_narrow_where_it_is_not_allowed() -> None:
     wide = RouteSpec(num_experts=257, top_k=2, layer_ids=(0,))
     schema = pa.schema(
         list(arrow_schema(SPEC, "narrow")),
-        metadata={**arrow_schema(SPEC, "narrow").metadata, b"routeplane.spec": wide.to_json().encode()},
+        metadata={**arrow_schema(SPEC, "narrow").metadata, b"routeplane.record.spec": wide.to_json().encode()},
     )
 
     assert refusal(forge([], trailer=None, schema=schema)).kind is ErrorKind.ENCODING

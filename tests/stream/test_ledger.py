@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from routeplane.errors import ErrorKind, RouteplaneError
-from routeplane.record import RecordKey
+from routeplane.record.record import RecordKey
 from routeplane.stream.delivery import Block, Membership, Session, Totals
 from routeplane.stream.ledger import Ledger
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, TruncatedError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import MemoryStream, new_stream, open_stream
 from tests.stream.streams import SPEC, contents, record, record_lists
 

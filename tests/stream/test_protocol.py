@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.coverage import Coverage
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.coverage import Coverage
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import StreamReport, open_stream
 from routeplane.stream.protocol import MAX_ALARMS, Quarantined, ReadPolicy, RecordCounts, Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs

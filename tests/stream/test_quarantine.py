@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.admission import Admission
-from routeplane.columns import write_batch
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError
-from routeplane.record import Prefix, RouteRecord
+from routeplane.record.codec import write_batch
+from routeplane.record.interfaces import Admission
+from routeplane.record.record import Prefix, RouteRecord
 from routeplane.stream import IpcReader, StreamReport, open_stream
 from tests.stream.streams import (
     SPEC,

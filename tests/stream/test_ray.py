@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane
 from routeplane.testing.contracts import DeliveryContract

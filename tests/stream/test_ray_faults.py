@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from routeplane.errors import DataError, ErrorKind, TransportError
-from routeplane.record import RecordKey, RouteRecord
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.protocol import StreamReport
 from routeplane.stream.ray import PlaneOptions, RayPlane

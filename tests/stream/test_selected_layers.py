@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from routeplane.batch import collate
 from routeplane.errors import DataError, ErrorKind
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream import open_stream
 from routeplane.testing.strategies import records, specs
 from tests.stream.streams import SPEC, Encoding, record, stream_of

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.stream import IpcReader, MemoryStream, new_stream, open_stream
 from tests.stream.streams import SPEC, Encoding, content, contents, record, record_lists, stream_of
 

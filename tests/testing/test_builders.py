@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from routeplane.spec import MISSING
+from routeplane.record.spec import MISSING
 from routeplane.testing.builders import WATERMARK_EXPERTS, watermark, watermarked_record, watermarked_spec
 
 

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError
-from routeplane.record import RouteRecord
-from routeplane.spans import STATES
-from routeplane.spec import MISSING, RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import STATES
+from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import check_routes
 from routeplane.testing.strategies import (
     CORRUPTIONS,
     Corruption,
@@ -24,7 +25,6 @@ from routeplane.testing.strategies import (
     routes,
     specs,
 )
-from routeplane.validate import check_routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

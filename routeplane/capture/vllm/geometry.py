@@ -1,7 +1,7 @@
 """The geometry of an engine's model, from the configuration that the engine itself runs with.
 
-Reads attributes only, so it needs no vLLM; ``routeplane.geometry`` reads the Hugging Face configuration inside, and
-what vLLM itself believes of the same model must agree with it.
+Reads attributes only, so it needs no vLLM; ``routeplane.record.geometry`` reads the Hugging Face configuration inside,
+and what vLLM itself believes of the same model must agree with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 __all__ = ["captures_routes", "model_config_of", "require_moe", "spec_from_vllm"]
 

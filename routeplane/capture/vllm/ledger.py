@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.recorder import WeightsChange, split_versions
 from routeplane.capture.requests import cached_rows
 from routeplane.capture.single import record_of_call
 from routeplane.capture.vllm.reports import LedgerReport
 from routeplane.capture.vllm.shipping import Shipping, WriterConfig
 from routeplane.capture.wire import rows_from_layers
-from routeplane.coverage import Coverage
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, refused
-from routeplane.ports import RouteSink, RouteTicket
+from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.coverage import Coverage
+from routeplane.record.interfaces import RouteSink, RouteTicket
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Flight", "RouteLedger", "build_sink"]
 

@@ -16,11 +16,11 @@ from routeplane.capture.vllm.geometry import captures_routes, model_config_of, r
 from routeplane.capture.vllm.outputs import record_output
 from routeplane.capture.vllm.shipping import KEY, shipping_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError
-from routeplane.ports import RouteTicket
+from routeplane.record.interfaces import RouteTicket
 
 if TYPE_CHECKING:
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["generate_records", "generate_tickets", "start_engine", "stop_engine"]
 

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from vllm import RequestOutput
 
-from routeplane.calls import ModelCall, RowLoss
 from routeplane.capture.requests import cached_rows
 from routeplane.capture.single import record_of_call
 from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
+from routeplane.record.calls import ModelCall, RowLoss
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["LogprobsMode", "calls_from_output", "merge_deltas", "record_output"]
 

@@ -21,12 +21,12 @@ from routeplane.capture.vllm.geometry import model_config_of
 from routeplane.capture.vllm.outputs import calls_from_output
 from routeplane.capture.vllm.shipping import shipping_args
 from routeplane.errors import CaptureError, ErrorKind, Problem, refused
-from routeplane.validate import find_problems
+from routeplane.record.validate import find_problems
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["ProbeReport", "probe", "probe_async"]
 

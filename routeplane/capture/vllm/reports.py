@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from routeplane.coverage import Coverage
+from routeplane.record.coverage import Coverage
 
 __all__ = ["LedgerReport", "WritingReport"]
 

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from routeplane.capture.vllm.geometry import require_moe, spec_from_vllm
 from routeplane.capture.vllm.probing import ProbeReport, probe_async
 from routeplane.errors import CaptureError, ErrorKind
-from routeplane.spec import RouteSpec
+from routeplane.record.spec import RouteSpec
 
 __all__ = ["LoadedEngine", "load_engine"]
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from routeplane.errors import DataError, UsageError, refused
-from routeplane.scalars import check_count, check_optional_int64, check_text
+from routeplane.record.parse import check_count, check_optional_int64, check_text
 
 __all__ = ["KEY", "Shipping", "WriterConfig", "shipping_args"]
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.calls import ModelCall, RowLoss, merge_layers
 from routeplane.errors import CaptureError, ErrorKind
-from routeplane.spec import MISSING
+from routeplane.record.calls import ModelCall, RowLoss, merge_layers
+from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.spec import RouteSpec
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["RouteWorkerExtension", "call_from_workers"]
 

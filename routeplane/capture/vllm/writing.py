@@ -22,17 +22,17 @@ from routeplane.capture.recorder import RouteRecorder, WeightsChange
 from routeplane.capture.vllm.geometry import captures_routes, model_config_of, spec_from_vllm
 from routeplane.capture.vllm.outputs import calls_from_output
 from routeplane.capture.vllm.reports import WritingReport
-from routeplane.coverage import Coverage
 from routeplane.errors import CaptureError, ErrorKind, refused
+from routeplane.record.coverage import Coverage
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from routeplane.assembly import Assembly
-    from routeplane.calls import ModelCall
-    from routeplane.ports import RouteSink
-    from routeplane.record import RouteRecord
-    from routeplane.spec import RouteSpec
+    from routeplane.record.assembly import Assembly
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.interfaces import RouteSink
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Answer", "Conversation", "RouteWritingEngine"]
 

@@ -16,9 +16,9 @@ import numpy as np
 import ray
 
 from routeplane.errors import DataError, ErrorKind, SpecError, TransportError, refused
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.schema import Encoding
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import Encoding
+from routeplane.record.spec import RouteSpec
 from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
 from routeplane.stream.gate import Gate, PlaneOptions
 from routeplane.stream.protocol import ReadPolicy

@@ -10,10 +10,10 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
-from routeplane.columns import write_batch
-from routeplane.record import RouteRecord
-from routeplane.schema import Encoding
-from routeplane.spec import RouteSpec
+from routeplane.record.codec import write_batch
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import Encoding
+from routeplane.record.spec import RouteSpec
 from routeplane.stream.frames import frames_of_buffer
 from routeplane.stream.ipc import IpcReader, IpcWriter
 from routeplane.stream.protocol import ReadPolicy

@@ -15,9 +15,9 @@ import ray
 import ray.exceptions
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, refused
-from routeplane.record import RecordKey, RouteRecord
-from routeplane.schema import choose_encoding
-from routeplane.spec import RouteSpec
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import choose_encoding
+from routeplane.record.spec import RouteSpec
 from routeplane.stream.addresses import yes_or_no
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter
 from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
@@ -30,8 +30,8 @@ from routeplane.stream.selection import Selection
 if TYPE_CHECKING:
     from typing import Self
 
-    from routeplane.ports import RouteTicket
-    from routeplane.schema import Encoding
+    from routeplane.record.interfaces import RouteTicket
+    from routeplane.record.schema import Encoding
     from routeplane.stream.addresses import Address, SinkOptions, SourceOptions
 
 __all__ = ["RayPlane", "RayReader", "RayWriter", "connect", "transport"]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from routeplane.errors import DataError, ErrorKind, TruncatedError, UsageError
-from routeplane.record import RouteRecord
+from routeplane.record.record import RouteRecord
 from routeplane.stream.delivery import DEFAULT_GROUP
 from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 from routeplane.testing.contracts.stream import LiveContract

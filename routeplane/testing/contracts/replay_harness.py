@@ -21,8 +21,8 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
+    from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayBatch, ReplayHandle
-    from routeplane.spec import RouteSpec
 
 __all__ = ["Firing", "ReplayHarness", "RowsBatch", "feature", "rows_batch", "unlike_rows"]
 

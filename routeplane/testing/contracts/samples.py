@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 
 from routeplane.errors import RouteplaneError
-from routeplane.record import Prefix, RouteRecord
-from routeplane.spans import Capture, Span
-from routeplane.spec import RouteSpec
+from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import RouteSpec
 
 __all__ = ["PATIENCE_S", "SPEC", "beforehand", "beside", "damaged", "facts", "group_of", "sample"]
 

@@ -23,9 +23,9 @@ import pyarrow as pa
 import pytest
 
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, RouteplaneError, TruncatedError
-from routeplane.prefixes import resolve
-from routeplane.record import RouteRecord
-from routeplane.spec import RouteSpec
+from routeplane.record.prefixes import resolve
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.testing.contracts.samples import (
     PATIENCE_S,
     SPEC,

@@ -22,8 +22,8 @@ from nemo_automodel.components.moe.layers import FakeBalancedGate, Gate
 from nemo_automodel.components.moe.router_replay import RouterReplay
 from torch import nn
 
-from routeplane.align import TokenPlan
 from routeplane.batch import collate
+from routeplane.batch.plan import TokenPlan
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import automodel as gates
 from routeplane.testing.builders import watermarked_record, watermarked_spec

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayHandle
-    from routeplane.spec import RouteSpec
 
 pytestmark = pytest.mark.automodel
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from routeplane import demo_automodel, demo_engine, demo_trainer
-from routeplane.demo import DemoOptions
+from routeplane.cli.demo import automodel as demo_automodel, engine as demo_engine, transformers as demo_trainer
+from routeplane.cli.demo import DemoOptions
 
 pytestmark = pytest.mark.automodel
 

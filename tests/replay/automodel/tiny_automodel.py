@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
+from routeplane.record.spec import RouteSpec
 from routeplane.replay import automodel as gates
-from routeplane.spec import RouteSpec
 from routeplane.testing.contracts.replay_harness import Firing
 
 __all__ = ["FAMILIES", "NUM_ROWS", "Family", "recorded", "tokens_of"]

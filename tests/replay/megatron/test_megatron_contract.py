@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayBatch, ReplayHandle
-    from routeplane.spec import RouteSpec
     from routeplane.testing.contracts.replay_harness import RowsBatch
 
 pytestmark = pytest.mark.megatron

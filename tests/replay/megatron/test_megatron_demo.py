@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from routeplane.batch import collate
-from routeplane.demo import DemoOptions
-from routeplane.demo_megatron import convert_weights, load
+from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo.megatron import convert_weights, load
+from routeplane.record.spec import RouteSpec
 from routeplane.replay.handle import ReplayHandle
-from routeplane.spec import RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 pytestmark = pytest.mark.megatron

@@ -17,8 +17,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from routeplane.record.spec import RouteSpec
 from routeplane.replay import megatron as gates
-from routeplane.spec import RouteSpec
 from routeplane.testing.contracts.replay_harness import Firing
 
 if TYPE_CHECKING:

@@ -1,0 +1,314 @@
+"""RouteBatch: the tensors of one forward pass, moved, cut and filled; and log-probabilities read from its logits.
+
+Every tensor of a batch is cut by one TokenPlan. Knows plans, shards and torch; how a batch is made of records is
+``batch``'s business.
+
+Axes: B sequences, S positions of a padded row, T packed rows, N = B*S or T rows in gate order, L layers, K top-k
+slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.batch.columns import NO_STATE, count_states, settle_states
+from routeplane.batch.layouts import Fill, balanced_rows, check_fill
+from routeplane.batch.plan import Layout, TokenPlan
+from routeplane.batch.shard import ContextLayout, RankOf, Shard
+from routeplane.errors import ErrorKind, MissingExtraError, UsageError, refused
+from routeplane.record.coverage import Coverage
+from routeplane.record.spans import STATES
+from routeplane.record.spec import MISSING, RouteSpec
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingExtraError(
+        "routeplane.batch.collate needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+    ) from error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.record.record import RecordKey
+
+__all__ = ["RouteBatch", "count_first_tokens", "filler", "owned_tensor", "pinned_bytes", "token_logprobs"]
+
+# Rows whose logits are widened to float32 at a time: bounds what `token_logprobs` allocates without gradients.
+_LOGIT_ROWS = 2_048
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouteBatch:
+    """Records as the tensors of one forward pass, all cut by ``plan``. The batch owns its tensors; records may go.
+
+    Shapes are padded ``[B, S]`` or packed ``[T]``, here ``[...]``:
+
+    * ``routes``: int16 ``[..., L, K]`` for the layers of ``spec``; MISSING where not captured and at padding
+    * ``token_ids``: int64 ``[...]``, the pad token id at padding
+    * ``position_ids``: int64 ``[...]``, 0 at each first token; padding as in ``TokenPlan.positions``
+    * ``pad_mask``: bool ``[...]``, True at padding
+    * ``generation_mask``: bool ``[...]``, True for tokens that the policy sampled (spans of kind generation)
+    * ``logprobs``: float32 ``[...]``, of each token given those before it, NaN where there is none; None if no record
+      has any
+    * ``lengths`` int64 ``[B]``, ``cu_seqlens`` and ``cu_seqlens_padded`` int32 ``[B+1]``: as in ``TokenPlan``
+    * ``columns``: the records' token columns ``[...]``, in their types; 0, False or NaN at padding
+    * ``states``: int8 ``[...]``, capture state of each row over the layers of ``spec``, as its place in
+      ``spans.STATES``; -1 at padding
+    * ``keys``: the record behind each sequence; ``counts``: rows by capture state, padding not counted
+    * ``fill``: what ``routes`` holds at padding: MISSING, or ids that ``layout.balanced_rows`` spread
+
+    A shard (``shard``, ``collate(shard=)``) holds the rows and layers of one rank: tensors ``[...]`` are the rank's
+    own, while ``lengths`` and both offsets stay the whole batch's. ``counts`` are the rank's rows, and the record is
+    counted where its first token stands, so that counts merged over ranks are those of the whole.
+    """
+
+    spec: RouteSpec
+    plan: TokenPlan
+    routes: torch.Tensor
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    pad_mask: torch.Tensor
+    generation_mask: torch.Tensor
+    logprobs: torch.Tensor | None
+    lengths: torch.Tensor
+    cu_seqlens: torch.Tensor
+    cu_seqlens_padded: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    states: torch.Tensor
+    keys: tuple[RecordKey, ...]
+    counts: Coverage
+    fill: Fill = "missing"
+
+    @property
+    def layout(self) -> Layout:
+        """``"padded"`` or ``"packed"``."""
+        return self.plan.layout
+
+    @property
+    def num_rows(self) -> int:
+        """N, padding included: the rows that each gate sees in one forward."""
+        return self.plan.num_rows
+
+    @property
+    def unexplained_missing(self) -> int:
+        """Tokens that an engine was fed and whose rows are yet absent in some layer; final tokens are explained."""
+        return self.counts.missing
+
+    def coverage(self) -> Coverage:
+        """Rows by capture state, for the layers of ``spec``."""
+        return self.counts
+
+    def layer(self, layer_id: int) -> torch.Tensor:
+        """Rows of one decoder layer in gate order (``b*S + s`` or ``t``): int16 ``[N, K]``, a view of ``routes``.
+
+        Raises SpecError for a layer that ``spec`` does not have.
+        """
+        slot = self.spec.slot(layer_id)
+        return self.routes.view(self.num_rows, *self.spec.row_shape)[:, slot]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RouteBatch:
+        """The batch with every tensor on ``device``; tensors already there are shared.
+
+        ``non_blocking`` copies are asynchronous from pinned memory only: keep the pinned batch until they are done.
+        """
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RouteBatch:
+        """The batch in page-locked memory; itself where torch sees no accelerator to pin it for."""
+        return self._map(torch.Tensor.pin_memory) if torch.accelerator.is_available() else self
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RouteBatch:
+        changed: dict[str, Any] = {
+            item.name: change(value)
+            for item in fields(self)
+            if isinstance(value := getattr(self, item.name), torch.Tensor)
+        }
+        columns = MappingProxyType({name: change(value) for name, value in self.columns.items()})
+        return replace(self, columns=columns, **changed)
+
+    def shard(
+        self,
+        *,
+        context_parallel: RankOf = (0, 1),
+        sequence_parallel: RankOf = (0, 1),
+        layers: Iterable[int] | None = None,
+        context_layout: ContextLayout = "zigzag",
+        uneven: bool = False,
+    ) -> RouteBatch:
+        """What one rank of parallel groups takes of this batch, as ``shards.Shard`` says; copies where it cuts.
+
+        ``collate(shard=)`` makes the same without the whole batch before it, and pads as the cuts need. Raises
+        UsageError (ARGUMENT) where a world does not divide the rows, for a batch that is a shard of rows already, and
+        for balanced filler, which is spread after all cuts; SpecError for a layer that ``spec`` does not have.
+        """
+        shard = Shard(
+            context_parallel=context_parallel,
+            sequence_parallel=sequence_parallel,
+            layers=None if layers is None else tuple(layers),
+            context_layout=context_layout,
+            uneven=uneven,
+        )
+        if shard.cuts_rows and self.fill != "missing":
+            raise UsageError(
+                "expected padding to be filled after the last cut, got a filled batch to cut", kind=ErrorKind.ARGUMENT
+            )
+        spec = self.spec if shard.layers is None else self.spec.select(shard.layers)
+        plan = self.plan.cut(shard)
+        rows = torch.from_numpy(self.plan.shard_rows(shard)).to(self.routes.device)
+
+        def cut(values: torch.Tensor) -> torch.Tensor:
+            return values.reshape(-1)[rows].view(plan.shape) if shard.cuts_rows else values
+
+        slots = torch.tensor([self.spec.slot(layer) for layer in spec.layer_ids], device=self.routes.device)
+        flat_NLK = self.routes.view(self.num_rows, *self.spec.row_shape)
+        routes_NLK = flat_NLK[rows[:, None], slots]
+        states = cut(self.states)
+        settled_N = settle_states(
+            states.reshape(-1).cpu().numpy(),
+            lambda partial: routes_NLK[torch.from_numpy(partial).to(routes_NLK.device)].cpu().numpy(),
+        )
+        return replace(
+            self,
+            spec=spec,
+            plan=plan,
+            routes=routes_NLK.view(*plan.shape, *spec.row_shape),
+            states=torch.from_numpy(settled_N.reshape(plan.shape)).to(states.device),
+            counts=count_states(settled_N, records=count_first_tokens(plan)),
+            token_ids=cut(self.token_ids),
+            position_ids=cut(self.position_ids),
+            pad_mask=cut(self.pad_mask),
+            generation_mask=cut(self.generation_mask),
+            logprobs=None if self.logprobs is None else cut(self.logprobs),
+            columns=MappingProxyType({name: cut(values) for name, values in self.columns.items()}),
+        )
+
+    def fill_padding(self, *, expert_parallel: int = 1) -> RouteBatch:
+        """The batch with balanced ids at padding (``layout.balanced_rows``), in routes of its own.
+
+        For gates or engines that cannot run live rows, after the last cut: padding is numbered as this rank has it.
+        Real MISSING rows stay MISSING, and ``pad_mask`` still says what is padding. Raises UsageError (ARGUMENT).
+        """
+        check_fill("balanced", self.spec, expert_parallel=expert_parallel)
+        routes = self.routes.clone()
+        pads = self.pad_mask
+        filler = balanced_rows(int(pads.sum()), self.spec, expert_parallel=expert_parallel)
+        routes[pads] = torch.from_numpy(filler).to(routes.device)
+        return replace(self, routes=routes, fill="balanced")
+
+    def with_routes(self, routes_NLK: torch.Tensor, /) -> RouteBatch:
+        """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.
+
+        Every token counts as captured, and padding stays MISSING. The rows are copied to the batch's device. Raises
+        UsageError (ARGUMENT) for another shape or type.
+        """
+        expected = (self.num_rows, *self.spec.row_shape)
+        if tuple(routes_NLK.shape) != expected or routes_NLK.dtype != torch.int16:
+            raise refused(f"int16 routes {list(expected)}", f"{routes_NLK.dtype} {list(routes_NLK.shape)}")
+        routes = routes_NLK.to(self.routes.device, copy=True).view(self.routes.shape)
+        routes[self.pad_mask] = MISSING
+        states = torch.where(self.pad_mask, NO_STATE, STATES.index("captured")).to(self.states)
+        counts = count_states(states.reshape(-1).cpu().numpy(), records=self.counts.records)
+        return replace(self, routes=routes, states=states, counts=counts, fill="missing")
+
+    def model_inputs(self) -> dict[str, torch.Tensor | bool]:
+        """Keyword arguments for a Transformers causal model; tensors are shared with the batch, or views of it.
+
+        Padded: ``input_ids``, ``attention_mask`` (int64, 0 at padding), ``position_ids``, each ``[B, S]``. Packed:
+        ``input_ids`` and ``position_ids`` ``[1, T]``: with no mask and no cache, Transformers attends within each run
+        of rising positions. A cache would switch that off without a word, so ``use_cache=False`` comes along. Packed
+        rows need attention in every layer: a recurrent layer carries its state across sequences. Of a shard of rows
+        they are the rank's own, and the model's attention has to reach the other ranks.
+        """
+        if self.layout == "padded":
+            return {
+                "input_ids": self.token_ids,
+                "attention_mask": (~self.pad_mask).long(),
+                "position_ids": self.position_ids,
+                "use_cache": False,
+            }
+        return {"input_ids": self.token_ids[None], "position_ids": self.position_ids[None], "use_cache": False}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a mappingproxy does not pickle, and loader workers send batches to their trainer
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        return _rebuild_batch, ({**content, "columns": dict(self.columns)},)
+
+
+def _rebuild_batch(content: dict[str, Any]) -> RouteBatch:
+    return RouteBatch(**{**content, "columns": MappingProxyType(content["columns"])})
+
+
+def owned_tensor(values: NDArray[Any]) -> torch.Tensor:
+    """A tensor over an array that was made for it; shares its memory.
+
+    Never a record's own array: it is read-only and may be mapped, where a write through torch kills the process.
+    """
+    return torch.from_numpy(values)
+
+
+def filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a token column holds at padding, as a fresh tensor: NaN, False or 0."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def pinned_bytes(size: int) -> NDArray[np.uint8]:
+    """Page-locked memory as a fresh uint8 array, which keeps it.
+
+    Raises UsageError (ARGUMENT) where torch sees no accelerator to lock it for.
+    """
+    if not torch.accelerator.is_available():
+        raise UsageError(
+            "expected an accelerator that pinned memory is for, got none in this process", kind=ErrorKind.ARGUMENT
+        )
+    pinned: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
+
+
+def count_first_tokens(plan: TokenPlan) -> int:
+    """Records whose first kept token stands among the plan's rows."""
+    return int(((plan.position_N == 0) & (plan.record_N >= 0)).sum())
+
+
+def token_logprobs(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:
+    """Log-probability of every token given those before it: float32, shaped like ``batch.token_ids``.
+
+    ``logits``: ``[..., V]`` with the batch's N rows in gate order, as a model answers ``batch.model_inputs()``. NaN at
+    first tokens and at padding, as in ``batch.logprobs``, and where the token before is not among the rows though the
+    record has it (truncation from the left dropped it, another rank has it): pick with a mask, never multiply by one
+    (0 * NaN is NaN).
+    Differentiable. Raises UsageError (ARGUMENT) for logits of another shape or a vocabulary that lacks a token.
+    """
+    if logits.ndim < 2 or logits[..., 0].numel() != batch.num_rows:
+        raise UsageError(
+            f"expected logits of {batch.num_rows} rows, got shape {list(logits.shape)}", kind=ErrorKind.ARGUMENT
+        )
+    before_N = batch.plan.predecessors()
+    rows = np.flatnonzero(before_N >= 0)
+    found_N = torch.full((batch.num_rows,), torch.nan, dtype=torch.float32, device=logits.device)
+    if len(rows) == 0:
+        return found_N.view(batch.token_ids.shape)
+    after = torch.from_numpy(rows).to(logits.device)
+    before = torch.from_numpy(before_N[rows]).to(logits.device)
+    targets = batch.token_ids.view(-1).to(logits.device)[after]
+    if int(targets.max()) >= logits.shape[-1]:
+        raise UsageError(
+            f"expected logits over more than {int(targets.max())} tokens, got {logits.shape[-1]}",
+            kind=ErrorKind.ARGUMENT,
+        )
+    flat_NV = logits.reshape(batch.num_rows, -1)
+    steps = [slice(start, start + _LOGIT_ROWS) for start in range(0, len(rows), _LOGIT_ROWS)]
+    found_N[after] = torch.cat([_pick_logprobs(flat_NV[before[step]], targets[step]) for step in steps])
+    return found_N.view(batch.token_ids.shape)
+
+
+def _pick_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+    wide_NV = logits_NV.float()
+    return wide_NV.gather(1, tokens_N[:, None])[:, 0] - wide_NV.logsumexp(dim=1)

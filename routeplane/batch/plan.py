@@ -1,0 +1,385 @@
+"""Which token stands in which row: plans for padding and packing, as pure index arithmetic.
+
+Owns the one answer to "row n is token t of record r, or padding". A plan is built once, from lengths alone, and applied
+to routes, token ids, log-probabilities, masks and positions alike, so that all of them are cut the same way. Knows
+numpy arrays and lengths; knows no record, no torch, no file.
+
+Axes: B sequences, S positions of a padded row, T packed rows, N rows of the plan in the order in which gates see them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from routeplane.batch.gather import gather_routes, gather_runs
+from routeplane.batch.shard import Shard
+from routeplane.batch.slots import PADDING, Layout, Run, Slots, check_lengths, require_positive, running_sum, seam_slots
+from routeplane.errors import ErrorKind, UsageError, refused
+from routeplane.record.parse import frozen_view
+from routeplane.record.spec import RouteSpec
+
+__all__ = ["PADDING", "Layout", "PaddingSide", "PlanOptions", "TokenPlan", "Truncate"]
+
+PaddingSide = Literal["right", "left"]
+Truncate = Literal["raise", "left", "right"]
+
+_ARRAYS = ("record_N", "token_N", "position_N", "sources", "lengths", "cu_seqlens", "cu_seqlens_padded")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenPlan:
+    """For every output row the record and the token it holds, or padding. Immutable; its arrays are read-only.
+
+    ``layout``: ``"padded"`` (``shape`` is ``(B, S)``) or ``"packed"`` (``(T,)``). ``record_N``, ``token_N``: int64
+    ``[N]``, PADDING (-1) in both where the row is padding; row ``b*S + s`` of a padded plan, row ``t`` of a packed one.
+    ``position_N``: int64 ``[N]``, as ``positions`` says. ``sources``: int64 ``[B]``, tokens of each sequence;
+    ``lengths``: int64 ``[B]``, how many of them the plan keeps. ``cu_seqlens``: int32 ``[B+1]``, running sum of
+    ``lengths`` (offsets as they were without any padding). ``cu_seqlens_padded``: int32 ``[B+1]``, sequence ``b`` with
+    its padding occupies rows ``[cu_seqlens_padded[b], cu_seqlens_padded[b+1])``; equal to ``cu_seqlens`` where nothing
+    is padded.
+
+    A shard of a plan is a plan: its rows (``shape``, arrays ``_N``) are the rank's own, what stands by sequence
+    (``sources``, ``lengths``, both offsets) is the whole batch's, as attention kernels want it.
+
+    Make one with ``padded``, ``packed`` or ``prompt_response``. Raises UsageError (ARGUMENT, TOO_LONG), before anything
+    is allocated.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...]
+    record_N: NDArray[np.int64]
+    token_N: NDArray[np.int64]
+    position_N: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    cu_seqlens_padded: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            object.__setattr__(self, name, frozen_view(getattr(self, name)))
+        count, rows = len(self.lengths), len(self.record_N)
+        if not rows == len(self.token_N) == len(self.position_N) == int(np.prod(self.shape)):
+            raise refused(f"a record, a token and a position for each row of shape {list(self.shape)}", f"{rows}")
+        if not len(self.cu_seqlens) == len(self.cu_seqlens_padded) == len(self.sources) + 1 == count + 1:
+            raise refused(f"{count + 1} offsets for {count} sequences", f"{len(self.cu_seqlens)}")
+        padding_N = self.record_N == PADDING
+        tokens = self.token_N[~padding_N]
+        if not np.all((tokens >= 0) & (tokens < self.sources[self.record_N[~padding_N]])):
+            raise refused("tokens that their sequences have", "others")
+        if not np.all(self.token_N[padding_N] == PADDING):
+            raise refused("padding rows without a token", "others")
+
+    @classmethod
+    def padded(
+        cls,
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        seq_len: int | None = None,
+        pad_to_multiple_of: int = 1,
+        padding_side: PaddingSide = "right",
+        max_length: int | None = None,
+        truncate: Truncate = "raise",
+    ) -> TokenPlan:
+        """One row of S positions per sequence: ``seq_len``, or the longest length rounded up to the multiple.
+
+        A ``seq_len`` that is no multiple of ``pad_to_multiple_of`` is refused. A sequence longer than ``seq_len`` or
+        ``max_length`` is refused, or loses its first (``truncate="left"``) or last tokens (``"right"``): ``dropped``.
+        """
+        options = PlanOptions(
+            layout="padded",
+            seq_len=seq_len,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+            max_length=max_length,
+            truncate=truncate,
+        )
+        return options.plan(lengths)
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        pad_to_multiple_of: int = 1,
+        max_length: int | None = None,
+        truncate: Truncate = "raise",
+    ) -> TokenPlan:
+        """All sequences one after another, each followed by the padding that its multiple needs."""
+        options = PlanOptions(
+            layout="packed", pad_to_multiple_of=pad_to_multiple_of, max_length=max_length, truncate=truncate
+        )
+        return options.plan(lengths)
+
+    @classmethod
+    def prompt_response(
+        cls,
+        prompt_lengths: Sequence[int] | NDArray[np.integer[Any]],
+        response_lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        prompt_len: int | None = None,
+        response_len: int | None = None,
+        truncate: Literal["raise", "outer"] = "raise",
+    ) -> TokenPlan:
+        """Rows in which prompts end, and responses begin, at position ``prompt_len``; padding on both sides.
+
+        A sequence is its prompt (0 tokens allowed) and then its response. Defaults: the longest of each. A longer part
+        is refused, or loses the tokens furthest from the seam (``truncate="outer"``).
+        """
+        slots = seam_slots(
+            prompt_lengths, response_lengths, prompt_len=prompt_len, response_len=response_len, truncate=truncate
+        )
+        return cls._of(slots, shard=None)
+
+    @classmethod
+    def _of(cls, slots: Slots, *, shard: Shard | None) -> TokenPlan:
+        """All rows of the slots, or those of one rank: the others are not computed."""
+        known: dict[str, Any] = {}
+        if shard is None:
+            shape = slots.shape
+            runs = known["_runs"] = slots.runs()
+            located = slots.locate_all(runs)
+        else:
+            row_N, shape = shard.rows(slots.edges, layout=slots.layout)
+            located = slots.locate(row_N)
+        content: dict[str, NDArray[Any]] = {
+            **dict(zip(("record_N", "token_N", "position_N"), located, strict=True)),
+            "sources": slots.sources,
+            "lengths": slots.lengths,
+            "cu_seqlens": running_sum(slots.lengths).astype(np.int32),
+            "cu_seqlens_padded": slots.edges.astype(np.int32),
+        }
+        made = object.__new__(cls)  # what __post_init__ asks for holds of all slots
+        frozen = {name: frozen_view(values) for name, values in content.items()}
+        vars(made).update(frozen, **known, layout=slots.layout, shape=shape)
+        return made
+
+    @property
+    def num_rows(self) -> int:
+        """N, padding included: the rows that a gate sees."""
+        return len(self.record_N)
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return len(self.lengths)
+
+    def padding(self) -> NDArray[np.bool_]:
+        """Which rows are padding: a fresh bool array of ``shape``."""
+        padding_N: NDArray[np.bool_] = self.record_N == PADDING
+        return padding_N.reshape(self.shape)
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether rows of the batch stand on other ranks."""
+        return self.num_rows < int(self.cu_seqlens_padded[-1])
+
+    @property
+    def dropped(self) -> NDArray[np.int64]:
+        """Tokens of each sequence that truncation left out: a fresh int64 array ``[B]``."""
+        return self.sources - self.lengths
+
+    def shard_rows(self, shard: Shard) -> NDArray[np.int64]:
+        """Numbers of the rows that a rank takes, in its order: a fresh int64 array. Raises UsageError as ``cut``."""
+        return self._rows_of(shard)[0]
+
+    def cut(self, shard: Shard) -> TokenPlan:
+        """The rows of one rank as a plan. Layers and records of the shard are not a plan's business.
+
+        Raises UsageError (ARGUMENT) where a world does not divide the rows, and for a plan that is a shard already.
+        """
+        if not shard.cuts_rows:
+            return self
+        row_N, shape = self._rows_of(shard)
+        rows = {name: getattr(self, name)[row_N] for name in ("record_N", "token_N", "position_N")}
+        return replace(self, shape=shape, **rows)
+
+    def _rows_of(self, shard: Shard) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        if self.is_shard and shard.cuts_rows:
+            raise refused("a whole plan to cut (one Shard names all cuts, in their order)", f"{self.num_rows} rows")
+        if not shard.cuts_rows:
+            return np.arange(self.num_rows, dtype=np.int64), self.shape
+        return shard.rows(self.cu_seqlens_padded, layout=self.layout)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Position of every row within its sequence, 0 at each first kept token: a fresh int64 array of ``shape``.
+
+        Padding after a sequence continues its positions, padding before it is 0 (``Slots.locate`` says why). Rows of a
+        shard have the positions that they have in the whole batch.
+        """
+        return self.position_N.reshape(self.shape).copy()
+
+    def predecessors(self) -> NDArray[np.int64]:
+        """Row of the token before each row's token, -1 where there is none: a fresh int64 array ``[N]``.
+
+        First tokens, padding, and tokens whose predecessor the plan does not hold next to them have none.
+        """
+        found_N = np.full(self.num_rows, PADDING, dtype=np.int64)
+        rows = np.flatnonzero(self._continues()[1:] & (self.record_N[1:] != PADDING))
+        found_N[rows + 1] = rows
+        return found_N
+
+    def gather(
+        self,
+        columns: Sequence[NDArray[Any]],
+        *,
+        fill: bool | int | float,
+        dtype: DTypeLike | None = None,
+        slots: Sequence[int] | None = None,
+        out: NDArray[Any] | None = None,
+    ) -> NDArray[Any]:
+        """Per-record arrays ``[length, ...]`` laid out by the plan: ``[*shape, ...]``, ``fill`` at padding.
+
+        ``columns``: one array per sequence, of the plan's lengths, equal in dtype and further axes; only read.
+        ``dtype``: of the output (default: theirs, in native byte order); must hold every value of theirs.
+        ``slots``: of axis 1, keep these positions alone, in this order; nothing else of the axis is read.
+        ``out``: C-contiguous array to fill and return, every row of it; else a fresh one, owned by the caller.
+        Raises UsageError (ARGUMENT) for arrays that disagree with the plan or each other, before any allocation.
+        """
+        self._check_columns(columns)
+        return gather_runs(self._runs, columns, shape=self.shape, fill=fill, dtype=dtype, slots=slots, out=out)
+
+    def gather_routes(
+        self,
+        columns: Sequence[NDArray[Any]],
+        *,
+        spec: RouteSpec,
+        slots: Sequence[int] | None = None,
+        out: NDArray[np.int16] | None = None,
+    ) -> NDArray[np.int16]:
+        """Legal rows as records hold them (``RouteRecord.stored_routes``) laid out as int16, MISSING at padding.
+
+        ``spec``: of the columns, which are all int16 or all narrow; narrow rows are widened on their way. Otherwise as
+        ``gather``.
+        """
+        self._check_columns(columns)
+        return gather_routes(self._runs, columns, spec=spec, shape=self.shape, slots=slots, out=out)
+
+    def _continues(self) -> NDArray[np.bool_]:
+        """Whether a row goes on where the row before it stopped: same record and next token, or both padding."""
+        going_N = np.zeros(self.num_rows, dtype=np.bool_)
+        step = np.where(self.record_N[1:] == PADDING, 0, 1)
+        going_N[1:] = (np.diff(self.record_N) == 0) & (np.diff(self.token_N) == step)
+        return going_N
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        """``(record, first token, first row, rows)`` of every run; they tile the rows, so that none stays unwritten."""
+        starts = np.flatnonzero(~self._continues())
+        counts = np.diff(np.append(starts, self.num_rows))
+        table = np.stack([self.record_N[starts], self.token_N[starts], starts, counts], axis=1)
+        return [(record, token, row, count) for record, token, row, count in table.tolist()]
+
+    def _check_columns(self, columns: Sequence[NDArray[Any]]) -> None:
+        if len(columns) != self.num_sequences:
+            raise refused(f"one array per sequence, {self.num_sequences} in all", f"{len(columns)}")
+        first = columns[0]
+        for index, (array, length) in enumerate(zip(columns, self.sources.tolist(), strict=True)):
+            if array.ndim == 0 or array.dtype != first.dtype or array.shape != (length, *first.shape[1:]):
+                expected = f"{first.dtype} {[length, *first.shape[1:]]}"
+                raise refused(expected, f"{array.dtype} {list(array.shape)} @ sequence {index}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How sequences become rows, before any length is known. Checked when made; raises UsageError (ARGUMENT).
+
+    ``seq_len``: S of a padded plan, None for the longest sequence; refused for a packed one. ``pad_to_multiple_of``:
+    what S (padded) or each sequence's rows (packed) are a multiple of. ``padding_side``: a packed plan pads right.
+    ``max_length``: tokens that a sequence may have (a padded plan: ``seq_len`` too). ``truncate``: what a longer one
+    loses: nothing, since it is refused (``"raise"``), its first (``"left"``) or its last tokens (``"right"``).
+    """
+
+    layout: Layout = "padded"
+    seq_len: int | None = None
+    pad_to_multiple_of: int = 1
+    padding_side: PaddingSide = "right"
+    max_length: int | None = None
+    truncate: Truncate = "raise"
+
+    def __post_init__(self) -> None:
+        for name, legal in (("layout", Layout), ("padding_side", PaddingSide), ("truncate", Truncate)):
+            if getattr(self, name) not in get_args(legal):
+                raise refused(f"{name} of {get_args(legal)}", repr(getattr(self, name)))
+        require_positive(self.pad_to_multiple_of, "pad_to_multiple_of")
+        if self.max_length is not None:
+            require_positive(self.max_length, "max_length")
+        if self.layout == "packed":
+            if self.seq_len is not None:
+                raise refused("no seq_len for layout 'packed'", repr(self.seq_len))
+            if self.padding_side != "right":
+                raise refused("padding_side 'right' for layout 'packed'", repr(self.padding_side))
+        elif self.seq_len is not None:
+            require_positive(self.seq_len, "seq_len")
+            if self.seq_len % self.pad_to_multiple_of:
+                raise refused(f"seq_len as a multiple of {self.pad_to_multiple_of}", f"{self.seq_len}")
+        if self.truncate != "raise" and self.limit is None:
+            raise refused(f"max_length or seq_len with truncate={self.truncate!r}", "neither")
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that a sequence may have; None where nothing says."""
+        limits = [limit for limit in (self.seq_len, self.max_length) if limit is not None]
+        return min(limits) if limits else None
+
+    def for_shard(self, shard: Shard) -> PlanOptions:
+        """The same with the padding that a shard's cuts need. Raises UsageError for a ``seq_len`` they do not fit."""
+        return replace(self, pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, shard.multiple))
+
+    def slot_rows(self, length: int) -> int:
+        """Rows that a sequence of ``length`` tokens asks for, truncated, with its own padding."""
+        if self.seq_len is not None:
+            return self.seq_len
+        kept = length if self.limit is None or self.truncate == "raise" else min(length, self.limit)
+        return -(-kept // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def rows_after(self, length: int, *, rows: int, count: int) -> int:
+        """Rows of a plan of ``count`` sequences and ``rows`` rows once a sequence of ``length`` tokens joins it."""
+        if self.layout == "packed":
+            return rows + self.slot_rows(length)
+        widest = rows // count if count else 0
+        return (count + 1) * max(widest, self.slot_rows(length))
+
+    def plan(self, lengths: Sequence[int] | NDArray[np.integer[Any]], *, shard: Shard | None = None) -> TokenPlan:
+        """The plan for sequences of these lengths, in this order; or one rank's rows of it, the others not computed.
+
+        Raises UsageError (ARGUMENT, TOO_LONG).
+        """
+        sources = check_lengths(lengths)
+        kept = sources if self.limit is None else np.minimum(sources, self.limit)
+        if self.truncate == "raise" and len(over := np.flatnonzero(kept < sources)):
+            raise _too_long(f"sequences of at most {self.limit} tokens", f"{sources[over[0]]} @ sequence {over[0]}")
+        multiple = self.pad_to_multiple_of
+        widths = -(-kept // multiple) * multiple
+        if self.layout == "padded":
+            widths = np.full_like(widths, int(widths.max()) if self.seq_len is None else self.seq_len)
+        none = np.zeros_like(widths)
+        slots = Slots.of(
+            sources,
+            layout=self.layout,
+            first=sources - kept if self.truncate == "left" else none,
+            lengths=kept,
+            lead=widths - kept if self.padding_side == "left" else none,
+            widths=widths,
+        )
+        return TokenPlan._of(slots, shard=shard)
+
+    def padding_plan(self, *, shard: Shard | None = None) -> TokenPlan:
+        """A plan of padding alone: one sequence that has no token, in as few rows as the options allow."""
+        none = np.zeros(1, dtype=np.int64)
+        rows = self.pad_to_multiple_of if self.seq_len is None else self.seq_len
+        widths = np.full(1, rows, dtype=np.int64)
+        lead = widths if self.padding_side == "left" else none
+        slots = Slots.of(none, layout=self.layout, first=none, lengths=none, lead=lead, widths=widths)
+        return TokenPlan._of(slots, shard=shard)
+
+
+def _too_long(expected: str, got: str) -> UsageError:
+    return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.TOO_LONG)

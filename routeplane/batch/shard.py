@@ -1,0 +1,175 @@
+"""What one rank of a parallel group takes of a batch: rows, records and layers, as pure index arithmetic.
+
+Owns the order of the cuts (align, context parallel, sequence parallel, layers) and the padding that they need. Answers
+with the numbers of the rank's own rows, so that nobody builds the rows of the others. Knows no torch, no process group
+and no record; a rank is a pair ``(rank, world)`` that the trainer's own framework gave.
+
+Axes: B sequences, S positions of a padded row, T packed rows, N rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routeplane.batch.slots import Layout
+from routeplane.errors import refused
+
+__all__ = ["ContextLayout", "RankOf", "Shard", "records_of_rank", "stage_layers"]
+
+ContextLayout = Literal["zigzag", "contiguous"]
+#: ``(rank, world)``: this rank's number within its group, and the size of the group.
+RankOf = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """What one rank takes. Checked when made; raises UsageError (ARGUMENT).
+
+    ``data_parallel``: of the records, each ``world``-th (``records_of_rank``). ``context_parallel``: of every sequence
+    with its padding, by ``context_layout``: ``"zigzag"`` is chunks ``rank`` and ``2*world - 1 - rank`` of ``2*world``
+    (causal attention then costs each rank the same), ``"contiguous"`` chunk ``rank`` of ``world``.
+    ``sequence_parallel``: of the rows that context parallelism left, a contiguous part: of axis T (packed), or of axis
+    S (padded). ``layers``: decoder layer ids, None for all. The cuts apply in this order.
+
+    A world must divide what it cuts. ``uneven`` relaxes this for sequence parallelism alone, as ``torch.chunk`` cuts:
+    each part rounded up, the last ones shorter or without any row.
+    """
+
+    data_parallel: RankOf = (0, 1)
+    context_parallel: RankOf = (0, 1)
+    sequence_parallel: RankOf = (0, 1)
+    layers: tuple[int, ...] | None = None
+    context_layout: ContextLayout = "zigzag"
+    uneven: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel", "context_parallel", "sequence_parallel"):
+            object.__setattr__(self, name, _check_rank(getattr(self, name), name))
+        if self.context_layout not in get_args(ContextLayout):
+            raise refused(f"context_layout of {get_args(ContextLayout)}", repr(self.context_layout))
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+            if not self.layers:
+                raise refused("at least one layer (a stage without routed layers needs no batch)", "none")
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether the rank holds fewer rows than the batch."""
+        return self.context_parallel[1] > 1 or self.sequence_parallel[1] > 1
+
+    @property
+    def context_chunks(self) -> int:
+        """Equal parts that each sequence's rows come in."""
+        world = self.context_parallel[1]
+        return 2 * world if world > 1 and self.context_layout == "zigzag" else world
+
+    @property
+    def multiple(self) -> int:
+        """What each sequence's rows, with their padding, have to be a multiple of for every cut to come out even."""
+        return self.context_chunks * (1 if self.uneven else self.sequence_parallel[1])
+
+    def rows(self, edges: NDArray[np.integer[Any]], *, layout: Layout) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """The rank's rows of a batch, by number and in order, int64 ``[N]``; and the shape that they make.
+
+        ``edges``: ``[B+1]``, rows ``[edges[b], edges[b+1])`` are sequence b with its padding; of a padded batch they
+        are all equally wide. Raises UsageError (ARGUMENT) where a world does not divide what it cuts.
+        """
+        whole = np.asarray(edges, dtype=np.int64)
+        widths, chunks = np.diff(whole), self.context_chunks
+        odd = np.flatnonzero(widths % chunks)
+        if len(odd):
+            raise refused(
+                f"sequences whose rows context_parallel={self.context_parallel} cuts into {chunks} equal chunks "
+                f"(pad_to_multiple_of={self.multiple})",
+                f"{widths[odd[0]]} rows @ sequence {odd[0]}",
+            )
+        local = whole // self.context_parallel[1]
+        if layout == "padded":
+            count, width = len(widths), int(local[1])
+            start, stop = self._sequence_part(width)
+            local_N = (np.arange(count)[:, None] * width + np.arange(start, stop)[None, :]).reshape(-1)
+            return self._undo_context(local_N, local=local, whole=whole), (count, stop - start)
+        start, stop = self._sequence_part(int(local[-1]))
+        return self._undo_context(np.arange(start, stop), local=local, whole=whole), (stop - start,)
+
+    def _sequence_part(self, rows: int) -> tuple[int, int]:
+        rank, world = self.sequence_parallel
+        if rows % world and not self.uneven:
+            raise refused(
+                f"rows that sequence_parallel={self.sequence_parallel} divides (pad_to_multiple_of={self.multiple}, "
+                "or uneven=True)",
+                f"{rows}",
+            )
+        part = -(-rows // world)
+        return min(rank * part, rows), min((rank + 1) * part, rows)
+
+    def _undo_context(
+        self, local_N: NDArray[np.int64], *, local: NDArray[np.int64], whole: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Rows of the batch from rows of the context-parallel rank."""
+        rank, world = self.context_parallel
+        record_N = np.searchsorted(local, local_N, side="right") - 1
+        offset_N = local_N - local[record_N]
+        width_N = local[record_N + 1] - local[record_N]
+        skipped_N = rank * width_N
+        if self.context_layout == "zigzag" and world > 1:
+            chunk_N = width_N // 2
+            # the second chunk begins at (2*world - 1 - rank) * chunk, and this rank counts its rows from chunk on
+            skipped_N = np.where(offset_N < chunk_N, rank * chunk_N, (2 * world - 2 - rank) * chunk_N)
+        row_N: NDArray[np.int64] = whole[record_N] + skipped_N + offset_N
+        return row_N
+
+
+def records_of_rank(count: int, *, rank: RankOf) -> range:
+    """Which of ``count`` records a data-parallel rank takes: each ``world``-th. Raises UsageError where uneven."""
+    number, world = _check_rank(rank, "rank")
+    if count % world:
+        raise refused(f"records that data_parallel={(number, world)} divides", f"{count}")
+    return range(number, count, world)
+
+
+def stage_layers(
+    layer_ids: Iterable[int],
+    *,
+    num_layers: int,
+    pipeline_parallel: RankOf,
+    virtual: int = 1,
+    counts: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Which of ``layer_ids`` a pipeline rank holds, ascending; none where it holds dense layers alone.
+
+    ``layer_ids``: those with routes (``spec.layer_ids``); ``num_layers``: decoder layers of the model, dense ones too.
+    The layers pass through ``world * virtual`` stages in order, stage ``i`` on rank ``i % world`` (interleaved where
+    ``virtual`` is above 1). ``counts``: decoder layers of each stage, 0 allowed; default equal ones. Raises UsageError
+    (ARGUMENT) for stages that do not hold ``num_layers`` layers together, and for equal ones that do not come out even.
+    """
+    rank, world = _check_rank(pipeline_parallel, "pipeline_parallel")
+    if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
+        raise refused("virtual as a positive whole number", repr(virtual))
+    stages = world * virtual
+    if counts is None:
+        if num_layers % stages:
+            raise refused(f"layers that {stages} equal stages divide (or counts=)", f"{num_layers}")
+        counts = [num_layers // stages] * stages
+    if len(counts) != stages or min(counts) < 0 or sum(counts) != num_layers:
+        raise refused(f"counts of {stages} stages with {num_layers} layers in all", f"{list(counts)}")
+    ids = sorted(set(layer_ids))
+    if ids and not 0 <= ids[0] <= ids[-1] < num_layers:
+        raise refused(f"layer_ids in [0, {num_layers})", f"{ids}")
+    stops = np.cumsum(counts)
+    return tuple(layer for layer in ids if int(np.searchsorted(stops, layer, side="right")) % world == rank)
+
+
+def _check_rank(value: object, name: str) -> RankOf:
+    """``(rank, world)`` as two ints with 0 <= rank < world."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        rank, world = value
+        if all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in value):
+            if 0 <= rank < world:
+                return int(rank), int(world)
+    raise refused(f"{name} as (rank, world) with 0 <= rank < world", repr(value))

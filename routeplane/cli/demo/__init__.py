@@ -1,0 +1,232 @@
+"""The main job on a small real model: generate and record, stream, read back in another process, score with replay.
+
+Three stages, each a process of its own that knows the others by files alone: ``engine`` writes the route stream,
+``trainer`` reads it and writes figures, and the parent prints them. Where no file carries the stream, a third process
+(``routeplane.cli.demo.carrier``) does. Arguments travel as JSON on the command line of the child. Figures are computed
+in ``routeplane.cli.demo.engine`` and, for every trainer, in ``routeplane.cli.demo.scoring``, in an own environment
+where the trainer needs one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from routeplane.errors import ErrorKind, RouteplaneError, UsageError
+
+__all__ = ["DemoOptions", "format_table", "run_demo"]
+
+# What vLLM and torch read at start-up: one process, 1 GiB of KV cache, no network, no usage report, and no compiler: it
+# would compile two functions of the sampler anew for every batch size.
+_VLLM_SETTINGS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+    "VLLM_CPU_KVCACHE_SPACE=1",
+    "VLLM_CPU_OMP_THREADS_BIND=auto",
+    "VLLM_NO_USAGE_STATS=1",
+    "HF_HUB_OFFLINE=1",
+    "TORCHDYNAMO_DISABLE=1",
+)
+
+# What Ray reads at start-up: no usage report, no warning of a default about accelerators that are not here, and the
+# token that a cluster of one's own asks for (2.60 starts one with it, and joins none with it unless told).
+_RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0", "RAY_AUTH_MODE=token")
+
+
+#: Trainer -> the module that loads it.
+_TRAINERS = {
+    "transformers": "routeplane.cli.demo.transformers",
+    "automodel": "routeplane.cli.demo.automodel",
+    "megatron": "routeplane.cli.demo.megatron",
+}
+# No network, and no compiler: Megatron's and Automodel's fused functions would be compiled for one forward each.
+_TRAINER_SETTINGS = ("HF_HUB_OFFLINE=1", "TORCHDYNAMO_DISABLE=1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """What the demo runs. Defaults are the sizes at which the effect was first measured.
+
+    ``trainer_python``: the interpreter of the trainer's environment; empty for this one.
+    """
+
+    out: str
+    engine: Literal["transformers", "vllm", "vllm-scheduler"] = "transformers"
+    trainer: Literal["transformers", "automodel", "megatron"] = "transformers"
+    trainer_python: str = ""
+    transport: Literal["file", "flight", "ray"] = "file"
+    seed: int = 0
+    sequences: int = 8
+    prompt_tokens: int = 32
+    max_tokens: int = 96
+    layers: int = 12
+    progress: bool = True
+    address: str | None = None  # of what carries the stream, where that is no file
+    fleet: bool = False  # all of it as actors of one Ray cluster, rollouts over HTTP
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("engine", ("transformers", "vllm", "vllm-scheduler")),
+            ("trainer", tuple(_TRAINERS)),
+            ("transport", ("file", "flight", "ray")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
+
+    @property
+    def model_dir(self) -> str:
+        """Where the small model is saved, for both programs to load."""
+        return str(Path(self.out) / "model")
+
+    @property
+    def stream(self) -> str:
+        """The route stream that the engine leaves and the trainer reads: a path, or an address."""
+        return self.address or self.kept_stream
+
+    @property
+    def kept_stream(self) -> str:
+        """The same as a file that stays in ``out``, whatever carried it."""
+        return str(Path(self.out) / "routes.arrows")
+
+    @property
+    def trainer_stream(self) -> str:
+        """What the trainer's own gates chose for the same tokens, as a stream file."""
+        return str(Path(self.out) / "trainer.arrows")
+
+
+def run_demo(options: DemoOptions) -> dict[str, Any]:
+    """Run all stages in ``options.out`` and return the figures of design section 7, plus the controls.
+
+    Raises RouteplaneError with the child's last words where a stage fails.
+    """
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    if options.fleet:
+        found = _stage("routeplane.cli.demo.fleet", options, settings=_RAY_SETTINGS)
+        seconds = {**found.pop("seconds"), "total": time.perf_counter() - started}
+        chosen = {"engine": "vllm", "trainer": "transformers", "transport": "ray", "seed": options.seed}
+        return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
+    with _carrier(options) as (carried, stream_bytes):
+        common = _RAY_SETTINGS if options.transport == "ray" else ()
+        own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+        engine = _stage("routeplane.cli.demo.engine", carried, settings=(*common, *own))
+        settings = (*common, *_TRAINER_SETTINGS)
+        trainer = _stage(_TRAINERS[options.trainer], carried, settings=settings, python=options.trainer_python)
+        size = stream_bytes()
+    seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
+    return {
+        "engine": options.engine,
+        "trainer": options.trainer,
+        "transport": options.transport,
+        "seed": options.seed,
+        **engine,
+        **trainer,
+        "stream_bytes": size,
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+    }
+
+
+@contextlib.contextmanager
+def _carrier(options: DemoOptions) -> Iterator[tuple[DemoOptions, Callable[[], int]]]:
+    """The options for both stages, and how many bytes were carried: by a file, or by a process of its own, which lives
+    until its stdin ends."""
+    if options.transport == "file":
+        yield options, lambda: Path(options.stream).stat().st_size
+        return
+    command = ["env", *_RAY_SETTINGS, sys.executable, "-m", "routeplane.cli.demo.carrier", json.dumps(asdict(options))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as plane:
+
+        def said(name: str) -> Any:
+            line = "" if plane.stdout is None else plane.stdout.readline()
+            if not line:
+                raise RouteplaneError(
+                    f"expected a {options.transport} plane that says its {name}, got its end (its words are above)",
+                    kind=ErrorKind.CHILD_FAILED,
+                )
+            return json.loads(line)[name]
+
+        def carried_bytes() -> int:
+            if plane.stdin is not None:
+                plane.stdin.close()
+            return int(said("stream_bytes"))
+
+        yield replace(options, address=said("address")), carried_bytes
+
+
+def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...], python: str = "") -> dict[str, Any]:
+    """Run one stage as a child; its progress goes to our stderr, its figures come back as the last line of stdout."""
+    command = ["env", *settings, python or sys.executable, "-m", module, json.dumps(asdict(options))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        raise RouteplaneError(
+            f"expected stage {module} to end with figures, got exit status {done.returncode} (its words are above)",
+            kind=ErrorKind.CHILD_FAILED,
+        )
+    try:
+        figures = json.loads(lines[-1])
+    except ValueError:
+        figures = None
+    if not isinstance(figures, dict) or "seconds" not in figures:
+        raise RouteplaneError(
+            f"expected stage {module} to end with its figures as one line of JSON, got {lines[-1][:200]!r}",
+            kind=ErrorKind.CHILD_FAILED,
+        )
+    return figures
+
+
+def format_table(figures: Mapping[str, Any]) -> str:
+    """The figures as the table that people read."""
+    coverage = figures["coverage"]
+    rows = [
+        ("", "live", "replay", "shifted token", "shifted layer"),
+        *(
+            (
+                label,
+                *(f"{figures[f'{key}_{column}']:.5f}" for column in ("live", "replay", "shift_token", "shift_layer")),
+            )
+            for label, key in (
+                ("mean |logprob difference|", "mean_abs_diff"),
+                ("max  |logprob difference|", "max_abs_diff"),
+                ("KL (k3)", "kl"),
+            )
+        ),
+    ]
+    body = "\n".join(f"  {name:<27}" + "".join(f"{cell:>15}" for cell in cells) for name, *cells in rows)
+    ratio = figures["mean_abs_diff_live"] / max(figures["mean_abs_diff_replay"], 1e-12)
+    most = figures["max_abs_diff_live"] / max(figures["max_abs_diff_replay"], 1e-12)
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in figures["seconds"].items())
+    return "\n".join(
+        [
+            *_timeline_lines(figures.get("timeline")),
+            f"engine {figures['engine']} (bfloat16) -> {figures['transport']} -> "
+            f"trainer {figures['trainer']} (float32), seed {figures['seed']}",
+            f"  {figures['tokens']} tokens (captured {coverage['captured']}, cached {coverage['cached']}, "
+            f"not fed {coverage['not_fed']}, missing {coverage['missing']}), {figures['rows']} rows in all layers",
+            f"  the trainer would have flipped {figures['flipped_share']:.1%} of the routes",
+            "",
+            body,
+            "",
+            f"  replay lowers the mean difference {ratio:.1f}x and the maximum {most:.1f}x",
+            f"  stream {figures['stream_bytes']} bytes; seconds: {seconds}",
+        ]
+    )
+
+
+def _timeline_lines(timeline: Mapping[str, Any] | None) -> list[str]:
+    """What ran when, for a demo that was a fleet."""
+    if timeline is None:
+        return []
+    lines = [
+        f"  {task['name']:<12} {task['started']:>6.1f} s to {task['ended']:>6.1f} s"
+        + (f"  (waited for {task['waited_for']})" if task["waited_for"] else "")
+        for task in timeline["tasks"]
+    ]
+    serial = timeline["serial_seconds"]
+    return [f"fleet up in {timeline['seconds']:.1f} s; one after another: {serial:.1f} s", *lines, ""]

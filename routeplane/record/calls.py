@@ -1,0 +1,251 @@
+"""Requests to an engine as they happened (ModelCall), before they become a record.
+
+A call fed P prompt tokens and all its G generated ones but the last, so n = P + G tokens bring n - 1 rows, or n where
+the last was fed too. Nothing else is accepted, unless the capture declares why rows are absent. Knows no engine;
+``assemble`` turns calls into records.
+
+Axes: S token positions of the call (n), R rows that came, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+import numpy as np
+
+from routeplane.errors import DataError, ErrorKind
+from routeplane.record.checksum import CanonicalHash, require_equal
+from routeplane.record.parse import (
+    as_integers,
+    as_logprobs,
+    as_token_columns,
+    check_count,
+    check_optional_int64,
+    check_text,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["ModelCall", "RowLoss", "merge_layers"]
+
+#: Why rows that were fed did not come: the states that a capture may declare.
+RowLoss = Literal["aborted", "lost", "not_captured"]
+
+
+def _no_columns() -> Mapping[str, NDArray[Any]]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelCall:
+    """One request to the engine.
+
+    ``prompt_ids`` int32 ``[P]`` and ``generation_ids`` int32 ``[G]``: the tokens fed and sampled. ``routes`` int16
+    ``[R, L, K]`` or None: rows of tokens ``[first_row, first_row + R)``; ``layer_ids`` names the layers of axis L
+    (None: those of the spec it is assembled under). ``weights_version``: of the policy, None where unknown.
+    ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order. ``cached``: rows ``[first_row,
+    cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``: declares that rows are absent,
+    and why (those before ``first_row`` included, unless another call brings them); without it ``first_row + R`` must be
+    n or n - 1. ``columns``: token columns ``[P + G]``. ``checksum``: None computes it.
+
+    Raises DataError for anything else. Arrays are kept as read-only views where their type fits.
+    """
+
+    prompt_ids: NDArray[Any]
+    generation_ids: NDArray[Any]
+    routes: NDArray[Any] | None
+    first_row: int = 0
+    layer_ids: tuple[int, ...] | None = None
+    weights_version: int | None
+    call_id: str
+    logprobs: NDArray[Any] | None = None
+    media: tuple[str, ...] = ()
+    cached: int = 0
+    loss: RowLoss | None = None
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=_no_columns)
+    checksum: Any = None  # None asks for it to be computed; an int ever after
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "prompt_ids", as_integers(self.prompt_ids, np.int32, what="prompt_ids", ndim=1))
+        put(self, "generation_ids", as_integers(self.generation_ids, np.int32, what="generation_ids", ndim=1))
+        check_text(self.call_id, "call_id")
+        check_optional_int64(self.weights_version, "weights_version")
+        for name in ("first_row", "cached"):
+            check_count(getattr(self, name), name, below=2**31)
+        if self.num_tokens == 0:
+            raise DataError(f"expected at least one token, got none @ call {self.call_id}", kind=ErrorKind.SHAPE)
+        if self.logprobs is not None:
+            put(self, "logprobs", as_logprobs(self.logprobs, len(self.generation_ids), what="logprobs of a call"))
+        put(self, "columns", as_token_columns(self.columns, self.num_tokens))
+        put(self, "media", _media(self.media, self.call_id))
+        if self.loss is not None and self.loss not in get_args(RowLoss):
+            raise DataError(f"expected loss of {get_args(RowLoss)}, got {self.loss!r}", kind=ErrorKind.COVERAGE)
+        self._check_rows()
+        if self.checksum is None:
+            put(self, "checksum", self.compute_checksum())
+        check_count(self.checksum, "checksum", below=2**64)
+
+    def _check_rows(self) -> None:
+        put, where = object.__setattr__, f"@ call {self.call_id}"
+        if self.layer_ids is not None:
+            put(self, "layer_ids", tuple(check_count(layer, "a layer id", below=2**31) for layer in self.layer_ids))
+        if self.first_row > self.num_tokens:
+            raise DataError(
+                f"expected first_row in [0, {self.num_tokens}], got {self.first_row} {where}", kind=ErrorKind.ROW_COUNT
+            )
+        if self.routes is None:
+            if self.cached:
+                raise DataError(
+                    f"expected cached 0 without routes, got {self.cached} {where}", kind=ErrorKind.ROW_COUNT
+                )
+            return
+        routes_RLK = as_integers(self.routes, np.int16, what=f"routes of call {self.call_id}", ndim=3)
+        put(self, "routes", routes_RLK)
+        if self.layer_ids is not None and routes_RLK.shape[1] != len(self.layer_ids):
+            raise DataError(
+                f"expected {len(self.layer_ids)} layers {list(self.layer_ids)}, got {routes_RLK.shape[1]} {where}",
+                kind=ErrorKind.LAYERS,
+            )
+        rows, end, tokens = len(routes_RLK), self.first_row + len(routes_RLK), self.num_tokens
+        if end > tokens or (end < tokens - 1 and self.loss is None):
+            raise DataError(
+                f"expected rows up to token {tokens - 1} or {tokens} ({len(self.prompt_ids)} prompt + "
+                f"{len(self.generation_ids)} generated), got {rows} from {self.first_row} {where}",
+                kind=ErrorKind.ROW_COUNT,
+            )
+        if self.cached > end:
+            raise DataError(f"expected cached in [0, {end}], got {self.cached} {where}", kind=ErrorKind.ROW_COUNT)
+
+    @property
+    def num_tokens(self) -> int:
+        """n = P + G."""
+        return len(self.prompt_ids) + len(self.generation_ids)
+
+    @property
+    def rows_stop(self) -> int:
+        """One past the last token that has a row; ``first_row`` where none came."""
+        return self.first_row + (0 if self.routes is None else len(self.routes))
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32 ``[P + G]``, a fresh array."""
+        return np.concatenate([self.prompt_ids, self.generation_ids])
+
+    def compute_checksum(self) -> int:
+        """xxh3-64 of the canonical bytes; a call knows no spec, so the digest in front is 0."""
+        out = CanonicalHash(0)
+        out.text("call_id", self.call_id)
+        out.array("prompt_ids", self.prompt_ids)
+        out.array("generation_ids", self.generation_ids)
+        out.array("routes", self.routes)
+        out.int64("first_row", self.first_row)
+        out.array("layer_ids", None if self.layer_ids is None else np.asarray(self.layer_ids, dtype=np.int64))
+        out.int64("weights_version", self.weights_version)
+        out.array("logprobs", self.logprobs)
+        out.begin_list("media", len(self.media))
+        for digest in self.media:
+            out.text("digest", digest)
+        out.int64("cached", self.cached)
+        out.text("loss", self.loss)
+        for name, values in self.columns.items():
+            out.token_column(name, values)
+        return out.value()
+
+    def verify(self) -> Self:
+        """Raise ChecksumError unless the content is what the checksum was made over; return the call itself."""
+        require_equal(self.checksum, self.compute_checksum(), where=f"call {self.call_id}", sample=self.call_id)
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Read-only mappings do not pickle; going through the constructor also validates what another process sent.
+        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        content["columns"] = dict(self.columns)
+        return _rebuild, (content,)
+
+
+def _rebuild(content: dict[str, Any]) -> ModelCall:
+    return ModelCall(**content)
+
+
+def _media(media: Sequence[str], call_id: str) -> tuple[str, ...]:
+    """Media without digests have no identity: equal placeholder tokens would pass for equal prompts."""
+    if isinstance(media, str):
+        raise DataError(
+            f"expected a sequence of digests, got one string {media!r} @ call {call_id}", kind=ErrorKind.MEDIA
+        )
+    for digest in media:
+        if not isinstance(digest, str) or not digest:
+            raise DataError(
+                f"expected a digest for every media item, got {digest!r} @ call {call_id}", kind=ErrorKind.MEDIA
+            )
+        check_text(digest, "a media digest")
+    return tuple(media)
+
+
+def merge_layers(calls: Iterable[ModelCall]) -> ModelCall:
+    """The same call captured layer by layer, as pipeline stages do, joined into one with all layers in order.
+
+    Every input is verified and must name its ``layer_ids``, disjoint from the others', and agree in everything else;
+    log-probabilities and token columns may come with any one of them. Raises DataError naming what differs.
+    """
+    parts = [call.verify() for call in calls]
+    if not parts:
+        raise DataError("expected at least one call to merge, got none", kind=ErrorKind.LAYERS)
+    first = parts[0]
+    for part in parts:
+        _check_same_call(first, part)
+    slots: dict[int, NDArray[np.int16]] = {}
+    for part in parts:
+        if part.layer_ids is None or part.routes is None:
+            raise DataError(f"expected routes and layer_ids in every part @ call {part.call_id}", kind=ErrorKind.LAYERS)
+        for slot, layer in enumerate(part.layer_ids):
+            if layer in slots:
+                raise DataError(
+                    f"expected layer {layer} once, got it twice @ call {part.call_id}", kind=ErrorKind.LAYERS
+                )
+            slots[layer] = part.routes[:, slot]
+    layers = sorted(slots)
+    logprobs, columns = _merge_columns(parts)
+    routes_RLK = np.stack([slots[layer] for layer in layers], axis=1)
+    return replace(first, routes=routes_RLK, layer_ids=tuple(layers), logprobs=logprobs, columns=columns, checksum=None)
+
+
+def _check_same_call(first: ModelCall, part: ModelCall) -> None:
+    for name in ("call_id", "first_row", "rows_stop", "weights_version", "media", "cached", "loss"):
+        if getattr(first, name) != getattr(part, name):
+            raise DataError(
+                f"expected parts of one call to agree in {name}, got {getattr(first, name)!r} and "
+                f"{getattr(part, name)!r} @ call {first.call_id}",
+                kind=ErrorKind.LAYERS,
+            )
+    if first.routes is not None and part.routes is not None and first.routes.shape[2] != part.routes.shape[2]:
+        raise DataError(
+            f"expected parts of one call to agree in top-k, got {first.routes.shape[2]} and {part.routes.shape[2]} "
+            f"@ call {first.call_id}",
+            kind=ErrorKind.SHAPE,
+        )
+    for name in ("prompt_ids", "generation_ids"):
+        if not np.array_equal(getattr(first, name), getattr(part, name)):
+            raise DataError(
+                f"expected parts of one call to agree in {name} @ call {first.call_id}", kind=ErrorKind.TOKEN_MISMATCH
+            )
+
+
+def _merge_columns(parts: Sequence[ModelCall]) -> tuple[NDArray[np.float32] | None, dict[str, NDArray[Any]]]:
+    """Log-probabilities and token columns of all parts; any that come twice must be equal."""
+    merged: dict[str, NDArray[Any]] = {}
+    for part in parts:
+        mine = dict(part.columns) if part.logprobs is None else {**part.columns, "logprobs": part.logprobs}
+        for name, values in mine.items():
+            known = merged.setdefault(name, values)
+            if not np.array_equal(known, values, equal_nan=known.dtype.kind == "f"):
+                raise DataError(
+                    f"expected equal {name} in the parts of one call, got two @ call {part.call_id}",
+                    kind=ErrorKind.TOKEN_COLUMN,
+                )
+    return merged.pop("logprobs", None), merged

@@ -1,0 +1,182 @@
+"""Canonical bytes and the xxh3-64 over them: what "the same record" means, whatever encoding carried it.
+
+Grammar (``docs/spec/v1.md``, section "Checksum"): the spec's digest as u64, then for every column its name, a null
+flag, a u64 length and its values, all little endian. Knows no record class; callers name their columns in schema order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from routeplane.errors import ChecksumError, ErrorKind, Problem
+
+if TYPE_CHECKING:
+    from routeplane.record.spans import Capture, Prefix, Span
+
+__all__ = ["CanonicalHash", "hash_captures", "hash_prefix", "hash_spans", "require_equal"]
+
+
+_U64 = struct.Struct("<Q")
+_I32 = struct.Struct("<i")
+_I64 = struct.Struct("<q")
+_LENGTH_4, _LENGTH_8 = _U64.pack(4), _U64.pack(8)
+
+# the one NaN per float width (format v1)
+_CANONICAL_NAN = {
+    2: np.uint16(0x7E00),
+    4: np.uint32(0x7FC00000),
+    8: np.uint64(0x7FF8000000000000),
+}
+
+
+class CanonicalHash:
+    """xxh3-64 over canonical bytes. One instance per checksum; ``value()`` may be read at any time."""
+
+    def __init__(self, spec_digest: int) -> None:
+        self._hash = xxhash.xxh3_64()
+        # small values are collected: a record has some 60, and a call of the hash for each takes longer than hashing
+        self._small: list[bytes] = [_U64.pack(spec_digest)]
+
+    def value(self) -> int:
+        """The checksum so far, as an unsigned 64-bit integer."""
+        self._flush()
+        return self._hash.intdigest()
+
+    def _flush(self) -> None:
+        self._hash.update(b"".join(self._small))
+        self._small = []
+
+    def null(self, name: str) -> None:
+        """A null column: name and flag, nothing more."""
+        self._small.append(_head(name, b"\x01"))
+
+    def text(self, name: str, value: str | None) -> None:
+        """A utf8 column; length in bytes."""
+        if value is None:
+            return self.null(name)
+        data = value.encode()
+        self._small += (_head(name, b"\x00"), _U64.pack(len(data)), data)
+        return None
+
+    def int32(self, name: str, value: int) -> None:
+        """An int32 column."""
+        self._small += (_head(name, b"\x00"), _LENGTH_4, _I32.pack(value))
+
+    def int64(self, name: str, value: int | None) -> None:
+        """An int64 column."""
+        if value is None:
+            return self.null(name)
+        self._small += (_head(name, b"\x00"), _LENGTH_8, _I64.pack(value))
+        return None
+
+    def uint64(self, name: str, value: int) -> None:
+        """A uint64 column."""
+        self._small += (_head(name, b"\x00"), _LENGTH_8, _U64.pack(value))
+
+    def begin_list(self, name: str, count: int) -> None:
+        """A list or struct column: the number of entries; the caller then gives each entry's fields."""
+        self._small += (_head(name, b"\x00"), _U64.pack(count))
+
+    def begin_array(self, name: str, nbytes: int) -> None:
+        """A fixed-width column whose values come by ``part``, ``nbytes`` of them in all."""
+        self._small += (_head(name, b"\x00"), _U64.pack(nbytes))
+
+    def part(self, values: NDArray[Any]) -> None:
+        """Some values of a fixed-width column: little endian, NaN in its canonical spelling, bool as one byte."""
+        self._flush()
+        self._hash.update(_canonical_array(values).data)
+
+    def array(self, name: str, values: NDArray[Any] | None) -> None:
+        """A fixed-width column; length in bytes, values as by ``part``."""
+        if values is None:
+            return self.null(name)
+        self.begin_array(name, values.nbytes)
+        self.part(values)
+        return None
+
+    def token_column(self, name: str, values: NDArray[Any]) -> None:
+        """A token column: its type by name first, so that equal bytes of another type are another content."""
+        self.text("type", values.dtype.name)
+        self.array(name, values)
+
+    def text_map(self, name: str, entries: Mapping[str, str]) -> None:
+        """A map column: entries in ascending order of the key's bytes."""
+        self.begin_list(name, len(entries))
+        encoded: Iterable[tuple[bytes, bytes]] = ((key.encode(), value.encode()) for key, value in entries.items())
+        for key, value in sorted(encoded):
+            self._small += (_U64.pack(len(key)), key, _U64.pack(len(value)), value)
+
+
+def require_equal(declared: int, computed: int, *, where: str, sample: str) -> None:
+    """Raise ChecksumError where content is not what its checksum was made over.
+
+    ``where`` names the record or call in the message; ``sample`` is the problem's.
+    """
+    if declared != computed:
+        message = f"expected checksum {declared:016x}, got {computed:016x}"
+        problem = Problem(kind=ErrorKind.CHECKSUM, message=message, sample=sample)
+        raise ChecksumError(f"{message} @ {where}", kind=ErrorKind.CHECKSUM, problems=[problem])
+
+
+@lru_cache(maxsize=256)
+def _head(name: str, flag: bytes) -> bytes:
+    data = name.encode()
+    return _U64.pack(len(data)) + data + flag
+
+
+def _canonical_array(values: NDArray[Any]) -> NDArray[Any]:
+    if values.dtype.str[0] in "<|" and values.flags.c_contiguous:
+        little = values
+    else:
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    if little.dtype.kind != "f":
+        return little
+    nan = np.isnan(little)
+    if not nan.any():
+        return little
+    bits = little.view(f"<u{little.dtype.itemsize}").copy()
+    bits[nan] = _CANONICAL_NAN[little.dtype.itemsize]
+    return bits
+
+
+def hash_prefix(out: CanonicalHash, prefix: Prefix | None) -> None:
+    """Where the rows before ``routes_start`` stand, or nothing."""
+    if prefix is None:
+        return out.null("prefix")
+    out.begin_list("prefix", 1)
+    out.text("sample_id", prefix.sample_id)
+    out.int32("attempt", prefix.attempt)
+    out.int32("segment", prefix.segment)
+    out.int64("stop", prefix.stop)
+    out.uint64("checksum", prefix.checksum)
+    return None
+
+
+def hash_spans(out: CanonicalHash, spans: tuple[Span, ...]) -> None:
+    """Who sampled which tokens."""
+    out.begin_list("spans", len(spans))
+    for span in spans:
+        out.int64("start", span.start)
+        out.int64("stop", span.stop)
+        out.text("kind", span.kind)
+        out.text("role", span.role)
+        out.text("call", span.call)
+        out.int64("weights_version", span.weights_version)
+
+
+def hash_captures(out: CanonicalHash, captures: tuple[Capture, ...]) -> None:
+    """Who captured which rows."""
+    out.begin_list("captures", len(captures))
+    for capture in captures:
+        out.int64("start", capture.start)
+        out.int64("stop", capture.stop)
+        out.text("state", capture.state)
+        out.text("call", capture.call)
+        out.int64("weights_version", capture.weights_version)

@@ -1,0 +1,305 @@
+"""Records <-> RecordBatch, column by column, in both encodings.
+
+A batch must have passed ``validate(full=True)`` before it comes here: a flipped offset otherwise reads outside its
+buffers. Knows nothing of streams, files or trailers.
+
+Axes: B records, T tokens of the whole batch, S tokens of one record, L captured layers, K top-k slots, W = L*K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from routeplane.errors import DataError, ErrorKind, FormatError, SpecError
+from routeplane.record.coverage import lose_rows
+from routeplane.record.record import Prefix, RouteRecord, read_record
+from routeplane.record.rows import widen
+from routeplane.record.schema import (
+    CAPTURE_TYPE,
+    PREFIX_TYPE,
+    SPAN_TYPE,
+    Encoding,
+    StreamHeader,
+    arrow_schema,
+    row_type,
+)
+from routeplane.record.spans import Capture, Interval, Span
+from routeplane.record.spec import RouteSpec
+
+__all__ = ["column_types", "read_records", "salvage", "stored_rows", "widen", "write_batch"]
+
+
+def write_batch(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding) -> pa.RecordBatch:
+    """One RecordBatch of the given records, which must share spec and token columns; copies their arrays once, and
+    views those of a single record.
+
+    Raises SpecError or DataError naming the record that differs.
+    """
+    columns = _common_columns(records)
+    for record in records:
+        if record.spec != spec:
+            spec.require_same_geometry(record.spec, where=f"sample {record.key}")
+            raise SpecError(
+                f"expected spec of model {spec.model!r}, got {record.spec.model!r} @ sample {record.key}",
+                kind=ErrorKind.SPEC_MISMATCH,
+            )
+    schema = arrow_schema(spec, encoding, columns=columns)
+    arrays = [
+        pa.array([record.sample_id for record in records], pa.utf8()),
+        pa.array([record.attempt for record in records], pa.int32()),
+        pa.array([record.segment for record in records], pa.int32()),
+        pa.array([record.group for record in records], pa.utf8()),
+        _ragged([record.token_ids for record in records], pa.int32()),
+        pa.array([record.routes_start for record in records], pa.int64()),
+        _ragged_routes([record.routes for record in records], spec, encoding),
+        pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
+        pa.array([[_entry(span, SPAN_TYPE) for span in record.spans] for record in records], pa.list_(SPAN_TYPE)),
+        pa.array(
+            [[_entry(item, CAPTURE_TYPE) for item in record.captures] for record in records], pa.list_(CAPTURE_TYPE)
+        ),
+        _ragged([record.logprobs for record in records], pa.float32()),
+        pa.array([sorted(record.attributes.items()) for record in records], pa.map_(pa.utf8(), pa.utf8())),
+        pa.array([record.checksum for record in records], pa.uint64()),
+        *(_ragged([record.columns[name] for record in records], value_type) for name, value_type in columns),
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _common_columns(records: Sequence[RouteRecord]) -> tuple[tuple[str, pa.DataType], ...]:
+    expected = column_types(records[0]) if records else ()
+    for record in records:
+        if column_types(record) != expected:
+            raise DataError(
+                f"expected token columns {[f'{n}: {t}' for n, t in expected]}, got "
+                f"{[f'{n}: {t}' for n, t in column_types(record)]} @ sample {record.key}",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+    return expected
+
+
+def column_types(record: RouteRecord) -> tuple[tuple[str, pa.DataType], ...]:
+    """Names and Arrow value types of a record's token columns."""
+    return tuple((name, pa.from_numpy_dtype(values.dtype)) for name, values in record.columns.items())
+
+
+def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> pa.LargeListArray:
+    lengths = [0 if array is None else len(array) for array in arrays]
+    offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    present = [array for array in arrays if array is not None]
+    # one record's array needs no other memory: a copy into fresh pages costs several times one into used ones
+    flat_T = present[0] if len(present) == 1 else np.concatenate([np.empty(0, value_type.to_pandas_dtype()), *present])
+    mask = pa.array([array is None for array in arrays], pa.bool_()) if len(present) < len(arrays) else None
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets_B1.astype(np.int64), pa.int64()), pa.array(flat_T, value_type), mask=mask
+    )
+
+
+def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encoding: Encoding) -> pa.LargeListArray:
+    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+    width = spec.num_layers * spec.top_k
+    if len(arrays) == 1 and encoding == "plain":
+        flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
+    else:
+        dtype: Any = np.uint8 if encoding == "narrow" else np.int16
+        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
+            # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
+            flat_TW[start:stop] = array.reshape(-1, width).astype(dtype, copy=False)
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_TW.reshape(-1)), width)
+    rows = pa.ExtensionArray.from_storage(row_type(spec, encoding), storage)
+    return pa.LargeListArray.from_arrays(pa.array(offsets_B1.astype(np.int64), pa.int64()), rows)
+
+
+def _entry(item: Span | Capture, kind: pa.StructType) -> dict[str, object]:
+    return {field.name: getattr(item, field.name) for field in kind}
+
+
+def _prefix_entry(prefix: Prefix | None) -> dict[str, object] | None:
+    return None if prefix is None else {field.name: getattr(prefix, field.name) for field in PREFIX_TYPE}
+
+
+# -- batch -> records ------------------------------------------------------------------------------------------------
+
+
+def read_records(
+    batch: pa.RecordBatch, header: StreamHeader, *, verify: bool = False, select: RouteSpec | None = None
+) -> Iterator[RouteRecord | DataError]:
+    """The records of a validated batch, one by one; an illegal one comes as its DataError, so that a caller may go on.
+
+    Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
+    once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
+    layers to keep, copied before their rows are checked, as only these are.
+    """
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.null_count and name not in ("group", "prefix", "logprobs"):
+            raise FormatError(f"expected no nulls in column {name}, got {column.null_count}", kind=ErrorKind.SCHEMA)
+    small = {name: batch.column(name).to_pylist() for name in _SMALL}
+    tokens = _Ragged(batch.column("token_ids"))
+    logprobs = _Ragged(batch.column("logprobs"))
+    routes = _RaggedRoutes(batch.column("routes"), header)
+    extra = {name: _Ragged(batch.column(name)) for name, _ in header.columns}
+    for index in range(batch.num_rows):
+        row = {name: values[index] for name, values in small.items()}
+        columns = {name: column[index] for name, column in extra.items()}
+        arrays = _Arrays(
+            token_ids=tokens[index], routes=routes.stored(index), logprobs=logprobs[index], columns=columns
+        )
+        yield _build(row, header, arrays, verify=verify, select=select)
+
+
+_SMALL = (
+    "sample_id",
+    "attempt",
+    "segment",
+    "group",
+    "routes_start",
+    "prefix",
+    "spans",
+    "captures",
+    "attributes",
+    "checksum",
+)
+
+
+def stored_rows(one_row: bytes, *, header: StreamHeader) -> tuple[int, NDArray[np.int16]]:
+    """``routes_start`` and the rows, int16 ``[rows, L, K]``, of a record that was set aside, as stored: nothing is
+    checked.
+
+    ``one_row``: an Arrow IPC stream of its one row, from a batch that was validated.
+    """
+    batch = pa.ipc.open_stream(one_row).read_next_batch()
+    return batch.column("routes_start")[0].as_py(), _RaggedRoutes(batch.column("routes"), header)[0]
+
+
+def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> RouteRecord | None:
+    """Record ``index`` of a validated batch with every row of its own MISSING and marked ``lost``, under a new
+    checksum.
+
+    ``attributes["quarantined"]`` is set. None where tokens, spans or captures are unreadable too.
+    """
+    one = batch.slice(index, 1)
+    row = {name: one.column(name).to_pylist()[0] for name in _SMALL}
+    tokens = _Ragged(one.column("token_ids"))[0]
+    rows = len(tokens) - row["routes_start"]
+    if rows < 0 or row["routes_start"] < 0:
+        return None  # before anything of that size is allocated
+    row["captures"] = _lost_captures(row["captures"], row["routes_start"])
+    kept = [(key, value) for key, value in row["attributes"] if key != "quarantined"]
+    row["attributes"] = [*kept, ("quarantined", "true")]
+    row["checksum"] = None
+    extra = {name: _Ragged(one.column(name))[0] for name, _ in header.columns}
+    arrays = _Arrays(
+        token_ids=tokens,
+        routes=header.spec.missing_rows(rows),
+        logprobs=_Ragged(one.column("logprobs"))[0],
+        columns=extra,
+    )
+    read = _build(row, header, arrays, verify=False)
+    return read if isinstance(read, RouteRecord) else None
+
+
+def _lost_captures(entries: list[dict[str, Any]], routes_start: int) -> list[dict[str, Any]]:
+    try:
+        captures = lose_rows(_entries(entries, Capture), routes_start)
+    except DataError:
+        return entries  # unreadable here, and refused with its reason where the record is built
+    return [_entry(capture, CAPTURE_TYPE) for capture in captures]
+
+
+def _entries(entries: Sequence[dict[str, Any] | None], kind: type[Interval]) -> tuple[Interval, ...]:
+    built = []
+    for entry in entries:
+        if entry is None:
+            raise DataError(f"expected no null among the {kind.__name__.lower()}s, got one", kind=ErrorKind.SCHEMA)
+        built.append(kind(**entry))
+    return tuple(built)
+
+
+class _Arrays(NamedTuple):
+    """The arrays of one record, as they are stored."""
+
+    token_ids: NDArray[Any]
+    routes: NDArray[Any]
+    logprobs: NDArray[Any] | None
+    columns: dict[str, NDArray[Any]]
+
+
+def _build(
+    row: dict[str, Any], header: StreamHeader, arrays: _Arrays, *, verify: bool, select: RouteSpec | None = None
+) -> RouteRecord | DataError:
+    try:
+        if len(dict(row["attributes"])) != len(row["attributes"]):
+            raise DataError(f"expected each attribute once @ sample {row['sample_id']}", kind=ErrorKind.SCHEMA)
+        return read_record(
+            arrays.routes,
+            verify=verify,
+            select=select,
+            sample_id=row["sample_id"],
+            attempt=row["attempt"],
+            segment=row["segment"],
+            group=row["group"],
+            token_ids=arrays.token_ids,
+            routes_start=row["routes_start"],
+            prefix=None if row["prefix"] is None else Prefix(**row["prefix"]),
+            spans=_entries(row["spans"], Span),
+            captures=_entries(row["captures"], Capture),
+            spec=header.spec,
+            logprobs=arrays.logprobs,
+            attributes=dict(row["attributes"]),
+            columns=arrays.columns,
+            checksum=row["checksum"],
+        )
+    except DataError as error:
+        return error
+
+
+class _Ragged:
+    """A large_list column as one flat numpy array and offsets; item i is a view."""
+
+    def __init__(self, column: pa.LargeListArray) -> None:
+        # .values of a sliced list array is the parent's whole buffer; flatten() honours the slice.
+        self._valid = column.is_valid().to_numpy(zero_copy_only=False)
+        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.flat = _without_nulls(column.flatten())
+        if isinstance(self.flat, pa.ExtensionArray):
+            # flattening drops null rows, so they are looked for before and after
+            self.flat = _without_nulls(_without_nulls(self.flat.storage).flatten())
+        self._values = self.flat.to_numpy(zero_copy_only=False)
+
+    def __getitem__(self, index: int) -> Any:
+        """A view ``[rows]``, or None where the entry is null."""
+        if not self._valid[index]:
+            return None
+        return self._values[self.offsets_B1[index] : self.offsets_B1[index + 1]]
+
+
+def _without_nulls(array: pa.Array) -> pa.Array:
+    if array.null_count:
+        raise FormatError(f"expected no nulls inside lists, got {array.null_count}", kind=ErrorKind.SCHEMA)
+    return array
+
+
+class _RaggedRoutes:
+    """The routes column; item i is int16 ``[rows, L, K]``: a view of plain routes, a fresh array of narrow ones."""
+
+    def __init__(self, column: pa.LargeListArray, header: StreamHeader) -> None:
+        self._ragged = _Ragged(column)
+        self._header = header
+        self._values = self._ragged.flat.to_numpy(zero_copy_only=True)
+
+    def stored(self, index: int) -> NDArray[Any]:
+        """Item i as it is stored, a view."""
+        layers, top_k = self._header.spec.row_shape
+        start, stop = self._ragged.offsets_B1[index : index + 2] * (layers * top_k)
+        stored_SLK: NDArray[Any] = self._values[start:stop].reshape(-1, layers, top_k)
+        return stored_SLK
+
+    def __getitem__(self, index: int) -> NDArray[np.int16]:
+        stored_SLK = self.stored(index)
+        return stored_SLK if self._header.encoding == "plain" else widen(stored_SLK, self._header.spec)

@@ -1,0 +1,187 @@
+"""Rows against what their captures declare, and the counts by state that every report carries.
+
+Pure functions of captures and arrays; knows no record and no IO. Axes: S tokens, L captured layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routeplane.errors import ErrorKind, Problem, UsageError
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState
+from routeplane.record.validate import missing_rows
+
+__all__ = ["Coverage", "coverage_problems", "lose_rows", "partial_states", "settle_partial"]
+
+# by the number of yes-answers to: is any layer missing? are all?
+_SETTLED = np.asarray([STATES.index(state) for state in ("captured", "partial", "not_captured")], dtype=np.int8)
+
+
+def _no_rows() -> Mapping[str, int]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """Rows by capture state, counted in tokens (one token is one row in each layer). Merges over records and ranks."""
+
+    records: int = 0
+    rows: Mapping[str, int] = field(default_factory=_no_rows)
+
+    @classmethod
+    def of(cls, captures: Iterable[Capture]) -> Coverage:
+        """Count the rows of one record."""
+        return cls.of_records((captures,))
+
+    @classmethod
+    def of_records(cls, records: Iterable[Iterable[Capture]]) -> Coverage:
+        """Count the rows of records, each given by its captures: their merged counts, in one go."""
+        rows: dict[str, int] = dict.fromkeys(STATES, 0)
+        count = 0
+        for captures in records:
+            count += 1
+            for capture in captures:
+                rows[capture.state] += capture.stop - capture.start
+        return cls(records=count, rows=MappingProxyType(dict(rows))) if count else cls()
+
+    def count(self, state: CaptureState) -> int:
+        """Rows in one state."""
+        return self.rows.get(state, 0)
+
+    @property
+    def total(self) -> int:
+        """All rows, which is all tokens."""
+        return sum(self.rows.values())
+
+    @property
+    def fed(self) -> int:
+        """Rows that an engine computed, whether or not they arrived."""
+        return self.total - self.count("not_fed")
+
+    @property
+    def missing(self) -> int:
+        """Rows that were fed and yet are not there, or not in every layer: what replay leaves to the live router."""
+        return sum(count for state, count in self.rows.items() if state not in PRESENT_STATES and state != "not_fed")
+
+    @property
+    def missing_share(self) -> float:
+        """``missing / fed``; 0.0 where nothing was fed."""
+        return self.missing / self.fed if self.fed else 0.0
+
+    def merge(self, other: Coverage) -> Coverage:
+        """The counts of both."""
+        rows: dict[str, int] = {state: self.count(state) + other.count(state) for state in STATES}
+        return Coverage(records=self.records + other.records, rows=MappingProxyType(rows))
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        found: dict[str, float] = {f"{prefix}rows_{state}": float(self.count(state)) for state in STATES}
+        found[f"{prefix}records"] = float(self.records)
+        found[f"{prefix}rows"] = float(self.total)
+        found[f"{prefix}missing_share"] = self.missing_share
+        return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a mappingproxy does not pickle, and coverage crosses processes
+        return _rebuild_coverage, (self.records, dict(self.rows))
+
+
+def _rebuild_coverage(records: int, rows: dict[str, int]) -> Coverage:
+    if any(state not in STATES for state in rows):
+        raise UsageError(f"expected counts by state of {STATES}, got {sorted(rows)}", kind=ErrorKind.ARGUMENT)
+    return Coverage(records=records, rows=MappingProxyType(rows))
+
+
+def coverage_problems(
+    captures: Iterable[Capture],
+    routes_SLK: NDArray[Any],
+    *,
+    routes_start: int,
+    sample: str,
+    absent: NDArray[np.int64] | None = None,
+) -> Iterator[Problem]:
+    """Where legal rows ``[S - routes_start, L, K]`` contradict what their captures declare, one finding per capture.
+
+    ``routes_SLK``: int16 or narrow. ``absent``: the rows, ascending, that ``rows.absent_tokens`` finds in them, where
+    the caller knows them.
+    """
+    last = routes_start + len(routes_SLK) - 1
+    absent_N = np.flatnonzero(missing_rows(routes_SLK).any(axis=1)) if absent is None else absent
+    for capture in captures:
+        if capture.state == "not_fed" and capture.start != last:
+            # an engine feeds every token but the last it sampled; anything else that is absent was lost, and counts
+            message = f"expected not_fed for the last token {last} alone, got [{capture.start}, {capture.stop})"
+            yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=capture.start)
+        start, stop = max(capture.start, routes_start), capture.stop
+        if start >= stop:
+            continue
+        # a search of its own: numpy's costs more than all else that is done for a capture without absent rows
+        first = bisect_left(absent_N, start - routes_start)
+        if capture.state in PRESENT_STATES and (first == len(absent_N) or absent_N[first] >= stop - routes_start):
+            continue  # nearly always
+        rows_SL = missing_rows(routes_SLK[start - routes_start : stop - routes_start])
+        if capture.state in PRESENT_STATES:
+            wrong_S, expected = rows_SL.any(axis=1), "ids in every layer"
+        elif capture.state == "partial":
+            wrong_S, expected = rows_SL.all(axis=1) | ~rows_SL.any(axis=1), "ids in some layers, not all"
+        else:
+            wrong_S, expected = ~rows_SL.all(axis=1), "no ids"
+        if wrong_S.any():
+            token = start + int(wrong_S.argmax())
+            message = (
+                f"expected {expected} where the capture says {capture.state}, got {int(wrong_S.sum())} rows otherwise"
+            )
+            yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=token)
+
+
+def settle_partial(captures: Iterable[Capture], routes_SLK: NDArray[Any], *, routes_start: int) -> tuple[Capture, ...]:
+    """Captures after layers were dropped: a partial row may have become whole, or may have lost all it had.
+
+    Rows before ``routes_start`` stand in another record and stay as declared.
+    """
+    settled: list[Capture] = []
+    for capture in captures:
+        first = max(capture.start, routes_start)
+        if capture.state != "partial" or first >= capture.stop:
+            settled.append(capture)
+            continue
+        if capture.start < first:
+            settled.append(replace(capture, stop=first))
+        states_S = partial_states(routes_SLK[first - routes_start : capture.stop - routes_start])
+        edges = [0, *(np.flatnonzero(np.diff(states_S)) + 1).tolist(), len(states_S)]
+        for a, b in itertools.pairwise(edges):
+            state = STATES[int(states_S[a])]
+            version = None if state == "not_captured" else capture.weights_version
+            settled.append(replace(capture, start=first + a, stop=first + b, state=state, weights_version=version))
+    return tuple(settled)
+
+
+def partial_states(routes_SLK: NDArray[Any]) -> NDArray[np.int8]:
+    """What tokens captured in part are over the layers that are left: places in ``STATES``, int8 ``[S]``.
+
+    Whole (captured), still partial, or without any row (not captured).
+    """
+    missing_SL = missing_rows(routes_SLK)
+    return np.asarray(_SETTLED[missing_SL.any(axis=1).astype(np.int8) + missing_SL.all(axis=1)])
+
+
+def lose_rows(captures: Iterable[Capture], routes_start: int) -> tuple[Capture, ...]:
+    """Captures of a record whose own rows were discarded: everything fed from ``routes_start`` on is ``lost``."""
+    kept: list[Capture] = []
+    for capture in captures:
+        first = max(capture.start, routes_start)
+        if capture.state == "not_fed" or first >= capture.stop:
+            kept.append(capture)
+            continue
+        if capture.start < first:
+            kept.append(replace(capture, stop=first))
+        kept.append(replace(capture, start=first, state="lost", weights_version=None))
+    return tuple(kept)

@@ -1,0 +1,206 @@
+"""How records come and go, as types: the sink, the source, and the ticket that names rows from afar.
+
+Interfaces only. ``stream`` and ``archive`` implement them; ``capture`` and ``batch`` are given them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.record.parse import check_count, check_text
+from routeplane.record.record import RecordKey, RouteRecord
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from routeplane.record.spec import RouteSpec
+
+
+from routeplane.errors import Problem
+from routeplane.record.coverage import Coverage
+from routeplane.record.spec import RouteSpec
+
+__all__ = ["MAX_TICKET_BYTES", "Admission", "Report", "RouteSink", "RouteSource", "RouteTicket", "admit"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """The verdict on a batch of records before any forward runs.
+
+    ``code`` is 0 when admitted, else 1 plus the position of the first problem's kind in ErrorKind: ranks reduce it with
+    max, and none enters a collective alone. Pickles.
+    """
+
+    admitted: bool
+    code: int
+    coverage: Coverage
+    problems: tuple[Problem, ...] = ()
+
+    def require(self) -> None:
+        """Raise DataError, with all problems, where the batch was refused."""
+        if not self.admitted:
+            raise DataError.from_problems(self.problems, what="batch refused")
+
+
+def admit(records: Sequence[RouteRecord], spec: RouteSpec, *, max_missing: float | None) -> Admission:
+    """Judge records as one batch: geometry, keys, and the share of missing rows. Raises UsageError for a bad share."""
+    if max_missing is not None and not 0.0 <= max_missing <= 1.0:
+        raise UsageError(f"expected max_missing in [0, 1], got {max_missing}", kind=ErrorKind.ARGUMENT)
+    problems: list[Problem] = []
+    seen: set[RecordKey] = set()
+    coverage = Coverage.of_records(record.captures for record in records)
+    for record in records:
+        for difference in spec.differences(record.spec):
+            problems.append(Problem(kind=ErrorKind.SPEC_MISMATCH, message=difference, sample=record.sample_id))
+        if record.key in seen:
+            message = f"expected each record once, got {record.key} twice"
+            problems.append(Problem(kind=ErrorKind.DUPLICATE_KEY, message=message, sample=record.sample_id))
+        seen.add(record.key)
+    if max_missing is not None and coverage.missing_share > max_missing:
+        message = (
+            f"expected at most {max_missing:.4f} of fed rows missing, got {coverage.missing_share:.4f} "
+            f"({coverage.missing} of {coverage.fed})"
+        )
+        problems.append(Problem(kind=ErrorKind.ROUTES_MISSING, message=message))
+    code = 1 + list(ErrorKind).index(problems[0].kind) if problems else 0
+    return Admission(admitted=not problems, code=code, coverage=coverage, problems=tuple(problems))
+
+
+#: A ticket rides in HTTP bodies and log lines; larger ones are refused (design section 4).
+MAX_TICKET_BYTES = 256
+
+_CHECKSUM = re.compile("[0-9a-f]{16}")
+
+
+class RouteSink(Protocol):
+    """Where records go. ``write`` blocks at the sink's byte bound; leaving ``with`` by an exception aborts."""
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry every record must have."""
+
+    def write(self, record: RouteRecord) -> None:
+        """Hand over one record; the sink does not modify it. Raises DataError or SpecError, and then wrote nothing."""
+
+    def close(self) -> None:
+        """Write the trailer and publish. Idempotent."""
+
+    def abort(self) -> None:
+        """Publish nothing. Idempotent; after ``close`` it does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Report(Protocol):
+    """Counts that any metrics logger takes."""
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names."""
+
+
+class RouteSource(Protocol):
+    """Where records come from: iterate once, in the producer's order."""
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry of the records."""
+
+    def __iter__(self) -> Iterator[RouteRecord]: ...
+
+    def select(self, *, layer_ids: Sequence[int] | None = None, tokens: tuple[int, int] | None = None) -> Self:
+        """The same source restricted to layers and to positions ``[a, b)`` of every record; ask before iterating."""
+
+    def admit(self, records: Sequence[RouteRecord]) -> Admission:
+        """Judge records as one batch, under the source's policy; raises nothing."""
+
+    def report(self) -> Report:
+        """What was read so far."""
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteTicket:
+    """Rows ``[start, stop)`` of one call, held by a stream; whoever holds the stream redeems it.
+
+    ``checksum`` is the call's. The JSON form has at most MAX_TICKET_BYTES bytes. Raises UsageError.
+    """
+
+    stream: str
+    key: RecordKey
+    call_id: str
+    start: int
+    stop: int
+    checksum: int
+
+    def __post_init__(self) -> None:
+        try:
+            sample_id, attempt, segment = self.key
+            check_text(self.stream, "stream")
+            check_text(sample_id, "key[0]")
+            check_text(self.call_id, "call_id")
+            check_count(attempt, "key[1]", below=2**31)
+            check_count(segment, "key[2]", below=2**31)
+            check_count(self.start, "start", below=2**63)
+            check_count(self.stop, "stop", below=2**63)
+            check_count(self.checksum, "checksum", below=2**64)
+        except (DataError, TypeError, ValueError) as error:
+            raise UsageError(f"a ticket: {error}", kind=ErrorKind.ARGUMENT) from None
+        object.__setattr__(self, "key", RecordKey(sample_id, attempt, segment))
+        if self.start > self.stop:
+            raise UsageError(f"expected start <= stop, got [{self.start}, {self.stop})", kind=ErrorKind.ARGUMENT)
+        size = len(self.to_json().encode())
+        if size > MAX_TICKET_BYTES:
+            raise UsageError(
+                f"expected a ticket of at most {MAX_TICKET_BYTES} bytes, got {size} @ call {self.call_id}",
+                kind=ErrorKind.ARGUMENT,
+            )
+
+    def to_json(self) -> str:
+        """Compact JSON with sorted keys; the checksum as 16 hex digits (JSON numbers lose 64-bit integers)."""
+        document = {
+            "call": self.call_id,
+            "checksum": f"{self.checksum:016x}",
+            "key": list(self.key),
+            "start": self.start,
+            "stop": self.stop,
+            "stream": self.stream,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> RouteTicket:
+        """Parse what ``to_json`` wrote, exactly. Raises UsageError for anything else."""
+        try:
+            document: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                f"expected a ticket as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
+            ) from None
+        keys = {"call", "checksum", "key", "start", "stop", "stream"}
+        if not isinstance(document, dict) or set(document) != keys or not _is_key(document["key"]):
+            raise UsageError(
+                f"expected a ticket with the keys {sorted(keys)}, got {text[:80]!r}", kind=ErrorKind.ARGUMENT
+            )
+        digits = document["checksum"]
+        if not isinstance(digits, str) or not _CHECKSUM.fullmatch(digits):
+            raise UsageError(f"expected a checksum of 16 hex digits, got {digits!r}", kind=ErrorKind.ARGUMENT)
+        return cls(
+            stream=document["stream"],
+            key=RecordKey(*document["key"]),
+            call_id=document["call"],
+            start=document["start"],
+            stop=document["stop"],
+            checksum=int(digits, 16),
+        )

@@ -1,0 +1,124 @@
+"""Rows checked, counted and laid out by compiled loops, for arrays as numpy has them.
+
+The way to ``vectors`` (extra ``numba``): plans what a loop is given, by address, and looks at what is left over.
+Locates nothing, and knows no spec: ``validate`` loads this file where numba is installed, and finds the rows in numpy
+where the verdict is no.
+
+Axes: S tokens, L layers, K top-k slots, P rows of the table of limits, R runs of layers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from routeplane.record.kernels.first_look import shows_enough
+from routeplane.record.kernels.vectors import (
+    ASIDE_ALIGN,
+    MAX_TOP_K,
+    VECTOR_BYTES,
+    VECTORS,
+    lay,
+    present_steps,
+    steps_are_legal,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal", "shows_enough"]
+
+
+def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
+    """Whether every row of ``rows`` ``[S, L, K]`` is all MISSING, or in range and pairwise distinct.
+
+    ``rows``: C-contiguous, int16 in native order (MISSING is -1) or uint8 as the ``narrow`` encoding stores it (MISSING
+    is a whole row of 0xFF), at any address, K of at most MAX_TOP_K; only read. ``widths``: E of each of the L layers,
+    at most 256 for uint8. Exactly ``validate.all_legal`` of the (widened) rows. The caller has checked all that. The
+    first call for a type and K compiles, or loads what an earlier process compiled.
+    """
+    count, top_k = rows.size // rows.shape[2], rows.shape[2]
+    how = _plan(widths, top_k, rows.dtype.char)
+    steps = max(0, (count - how.spare) // how.step)
+    if steps and not steps_are_legal((rows.ctypes.data, steps, how.address, how.period, 0), how.row):
+        return False
+    done = steps * how.step
+    steps = -(-(count - done) // how.step)
+    tail = np.empty((steps * how.step + how.spare, top_k), dtype=rows.dtype)
+    tail.view(f"i{rows.itemsize}").fill(-1)
+    tail[: count - done] = rows.reshape(-1, top_k)[done:]
+    return bool(steps_are_legal((tail.ctypes.data, steps, how.address, how.period, done % how.period), how.row))
+
+
+def count_present(rows: NDArray[Any], widths: tuple[int, ...], *, first: int, most: int) -> tuple[int, bool]:
+    """How many rows from row ``first`` on are legal and not MISSING; and whether a row that is not ended the count.
+
+    Rows are counted over tokens and layers, from 0, and looked at in steps of some 100 rows: at most ``most`` rows are,
+    and where nothing ended the count, less than two steps of these are left out. ``rows``, ``widths``: as in
+    ``rows_are_legal``.
+    """
+    count, top_k = rows.size // rows.shape[2], rows.shape[2]
+    how = _plan(widths, top_k, rows.dtype.char)
+    steps = min(most, count - first - how.spare) // how.step
+    if steps <= 0:
+        return 0, False
+    address = rows.ctypes.data + first * top_k * rows.itemsize
+    done = int(present_steps((address, steps, how.address, how.period, first % how.period), how.row))
+    return done * how.step, done < steps
+
+
+def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int16], past_caches: bool = False) -> None:
+    """``out[t, i] = rows[t, slots[i]]`` for legal rows, widened to int16.
+
+    ``rows``: ``[S, L, K]`` as in ``rows_are_legal``; legal, which tells a MISSING narrow row by two of its bytes (by
+    one where K = 1, which has no expert 255); of an illegal one, illegal rows come out. ``out``: int16 ``[S,
+    len(slots), K]``, C-contiguous, of other memory. ``past_caches``: as in ``rows.lay_out``. The caller has checked all
+    that, and that the slots exist.
+    """
+    tokens, layers, top_k = rows.shape
+    # one run over all tokens where nothing is left out
+    whole = slots == tuple(range(layers))
+    runs_R2 = np.asarray([[0, tokens * layers]]) if whole else _runs_of(slots)
+    row, stride = (rows.dtype.type(0),) * top_k, layers * top_k * rows.itemsize
+    times, runs = 1 if whole else tokens, len(runs_R2)
+    # Where every vector begins on such a boundary. Not between runs, where both kinds of writes would share a line of
+    # the caches: that takes 20 times as long.
+    apart = VECTOR_BYTES // rows.itemsize // top_k * top_k * 2
+    aside = past_caches and whole and apart % ASIDE_ALIGN == out.ctypes.data % ASIDE_ALIGN == 0
+    lay((rows.ctypes.data, out.ctypes.data, times, stride, runs_R2.ctypes.data, runs, aside), row)
+
+
+@lru_cache(maxsize=64)
+def _runs_of(slots: tuple[int, ...]) -> NDArray[np.int64]:
+    """Neighbouring slots as ``[first, rows]``, in order."""
+    starts = [at for at, slot in enumerate(slots) if at == 0 or slot != slots[at - 1] + 1]
+    runs = [[slots[a], b - a] for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
+    runs_R2 = np.asarray(runs, dtype=np.int64)
+    runs_R2.flags.writeable = False
+    return runs_R2
+
+
+class _Plan(NamedTuple):
+    """How rows of one type and K are looked at: what a call would otherwise work out each time."""
+
+    step: int  # rows of a step
+    spare: int  # rows that must follow a step: its last vector reads past its rows, up to its own width
+    limits: NDArray[Any]  # the largest legal id of each lane, for a step that begins at any of ``period`` rows
+    address: int  # of the limits
+    period: int  # whole tokens and at least one step, so that one subtraction keeps the phase in range
+    row: tuple[Any, ...]
+
+
+@lru_cache(maxsize=64)
+def _plan(widths: tuple[int, ...], top_k: int, kind: str) -> _Plan:
+    dtype = np.dtype(kind)
+    lanes = VECTOR_BYTES // dtype.itemsize
+    step = lanes // top_k * VECTORS
+    period = len(widths) * -(-step // len(widths))
+    rows_P = np.arange(period + step + VECTOR_BYTES) % len(widths)
+    limits_PK = np.repeat(np.asarray(widths)[rows_P, None] - 1, top_k, axis=1).astype(kind)
+    limits_PK.flags.writeable = False
+    row = (dtype.type(0),) * top_k
+    return _Plan(step, -(-lanes // top_k), limits_PK, limits_PK.ctypes.data, period, row)

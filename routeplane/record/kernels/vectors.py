@@ -1,0 +1,332 @@
+"""Loops over rows in vector registers: the row rule, at about the rate at which memory is read, and laying rows out.
+
+Compilers do not vectorise the rule, so an ``@intrinsic`` says it as LLVM vectors and LLVM picks the instructions
+(AVX-512, AVX2, NEON). Takes addresses, and believes its caller, which is ``kernels`` alone.
+
+How a vector decides: it holds as many whole rows as fit. Rotating all of its rows by 1..K/2 slots puts every pair of
+slots onto one lane once, so a lane whose smallest XOR is 0 holds a duplicate. One unsigned comparison with E-1 is the
+range check, since every negative id is large as unsigned. A lane that fails is excused where it and its neighbour are
+MISSING: if that holds all around a row, the whole row is MISSING. Nearly all rows are not, so that readers ask first
+how far rows go that need no excuse: the cheaper question, and it tells where rows are MISSING.
+
+Intrinsics and their jitted callers stand in this one file, and callers at module level: numba's cache looks at the file
+of the caller alone, and never finds a function that another function made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from routeplane.record.kernels.compiling import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ASIDE_ALIGN", "MAX_TOP_K", "VECTORS", "VECTOR_BYTES", "lay", "present_steps", "steps_are_legal"]
+
+#: Largest top-k that a vector of int16 holds.
+MAX_TOP_K = 32
+#: Of a vector: the widest registers there are; LLVM makes several narrower ones of it.
+VECTOR_BYTES = 64
+#: Vectors per step: one branch and one move out of the mask registers for all of them.
+VECTORS = 4
+#: What a write past the caches needs: x86 has one of 16 bytes, and LLVM makes several of a vector.
+ASIDE_ALIGN = 16
+# How far ahead memory is asked for. The processor's own prefetching stops at the end of each page: without this the
+# check of an array outside the caches takes 1.1 (K=22) to 1.6 times (K=10) as long; 4 to 16 KiB ahead do the same.
+_AHEAD_BYTES = 4096
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("expected numba with its compiler, got NUMBA_DISABLE_JIT: intrinsics have no Python body")
+
+
+@compiled
+def steps_are_legal(work: tuple[int, int, int, int, int], row: tuple[Any, ...]) -> bool:
+    """Whether the rows of some steps are legal. ``row``: its type alone counts, K lanes of one integer type.
+
+    ``work``: the address of the first row, the number of steps, the address of the limits, their period in rows, and
+    the row of them that the first one has.
+    """
+    address, steps, limits_address, period, phase = work
+    step, row_bytes = _step_rows(row), _row_bytes(row)
+    for _ in range(steps):
+        if _any_illegal(address, limits_address + phase * row_bytes, row):
+            return False
+        address += step * row_bytes
+        phase += step
+        if phase >= period:
+            phase -= period
+    return True
+
+
+@compiled
+def present_steps(work: tuple[int, int, int, int, int], row: tuple[Any, ...]) -> int:
+    """How many steps, from the first on, hold legal rows alone, none of them MISSING. Arguments: as above."""
+    address, steps, limits_address, period, phase = work
+    step, row_bytes = _step_rows(row), _row_bytes(row)
+    for done in range(steps):
+        if _any_absent(address, limits_address + phase * row_bytes, row):
+            return done
+        address += step * row_bytes
+        phase += step
+        if phase >= period:
+            phase -= period
+    return steps
+
+
+@compiled
+def lay(work: tuple[int, int, int, int, int, int, bool], row: tuple[Any, ...]) -> None:
+    """Copy the same runs of layers from each of some tokens; widen to int16. ``row``: as above.
+
+    ``work``: the address of the first token, that of its rows when laid out, the number of tokens, how many bytes they
+    are apart, the address of the runs (two int64 each, first row and rows), their number, and whether vectors are
+    written past the caches: then each begins at a multiple of ASIDE_ALIGN.
+    """
+    source, target, tokens, stride, runs_address, runs, aside = work
+    row_bytes, out_bytes, rows = _row_bytes(row), _out_bytes(row), _vector_rows(row)
+    for _ in range(tokens):
+        for run in range(runs):
+            at = source + _int64_at(runs_address + run * 16) * row_bytes
+            left = _int64_at(runs_address + run * 16 + 8)
+            while left >= rows:
+                if aside:
+                    _lay_aside(at, target, row)
+                else:
+                    _lay_vector(at, target, row)
+                at += rows * row_bytes
+                target += rows * out_bytes
+                left -= rows
+            while left > 0:
+                _lay_one(at, target, row)
+                at += row_bytes
+                target += out_bytes
+                left -= 1
+        source += stride
+    if aside:
+        _settle(row)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What only the type of a row decides
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _shape_of(row: Any) -> tuple[int, int, int]:
+    """K, bits of a lane, whole rows of a vector; from numba's type of a row."""
+    bits = row.dtype.bitwidth
+    return row.count, bits, VECTOR_BYTES * 8 // bits // row.count
+
+
+@intrinsic
+def _row_bytes(context: Any, row: Any) -> Any:
+    """Bytes of a row."""
+    top_k, bits, _ = _shape_of(row)
+    return _constant(top_k * bits // 8, row)
+
+
+@intrinsic
+def _step_rows(context: Any, row: Any) -> Any:
+    """Rows of a step."""
+    return _constant(_shape_of(row)[2] * VECTORS, row)
+
+
+@intrinsic
+def _out_bytes(context: Any, row: Any) -> Any:
+    """Bytes of a row of int16."""
+    return _constant(_shape_of(row)[0] * 2, row)
+
+
+@intrinsic
+def _vector_rows(context: Any, row: Any) -> Any:
+    """Whole rows of a vector."""
+    return _constant(_shape_of(row)[2], row)
+
+
+def _constant(value: int, row: Any) -> Any:
+    return types.intp(row), lambda context, builder, signature, arguments: ir.Constant(ir.IntType(64), value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One step
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _any_illegal(context: Any, address: Any, limits_address: Any, row: Any) -> Any:
+    """Whether a step that begins at ``address`` holds an illegal row; its limits begin at ``limits_address``."""
+    top_k, bits, rows = _shape_of(row)
+    vector_bytes = rows * top_k * bits // 8
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        lanes = VECTOR_BYTES * 8 // bits
+        bad = None
+        for index in range(VECTORS):
+            _prefetch(builder, arguments[0], index * vector_bytes + _AHEAD_BYTES)
+            ids, limits = (_load(builder, start, index * vector_bytes, bits) for start in arguments[:2])
+            found = _illegal_lanes(builder, ids, limits, top_k)
+            bad = found if bad is None else builder.or_(bad, found)
+        # lanes beyond the last whole row hold a part of one, which the next vector looks at
+        used = ir.Constant(ir.IntType(lanes), (1 << (rows * top_k)) - 1)
+        mask = builder.and_(builder.bitcast(bad, ir.IntType(lanes)), used)
+        return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(lanes), 0))
+
+    return types.boolean(address, limits_address, row), generate
+
+
+@intrinsic
+def _any_absent(context: Any, address: Any, limits_address: Any, row: Any) -> Any:
+    """Whether a step that begins at ``address`` holds a row that is illegal or MISSING."""
+    top_k, bits, rows = _shape_of(row)
+    vector_bytes = rows * top_k * bits // 8
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        lanes = VECTOR_BYTES * 8 // bits
+        zeros = ir.Constant(ir.VectorType(ir.IntType(bits), lanes), [0] * lanes)
+        smallest, beyond = [], []
+        for index in range(VECTORS):
+            _prefetch(builder, arguments[0], index * vector_bytes + _AHEAD_BYTES)
+            ids, limits = (_load(builder, start, index * vector_bytes, bits) for start in arguments[:2])
+            # LLVM makes one saturated subtraction of it; unlike comparisons, these join over a whole step
+            over = builder.icmp_unsigned(">", ids, limits)
+            beyond.append(builder.select(over, builder.sub(ids, limits), zeros))
+            smallest += [builder.xor(ids, _rotated(builder, ids, top_k, by)) for by in range(1, top_k // 2 + 1)]
+        bad = builder.icmp_unsigned("!=", _reduced(builder, beyond, _either), zeros)
+        if smallest:
+            bad = builder.or_(bad, builder.icmp_unsigned("==", _reduced(builder, smallest, _smaller), zeros))
+        used = ir.Constant(ir.IntType(lanes), (1 << (rows * top_k)) - 1)
+        mask = builder.and_(builder.bitcast(bad, ir.IntType(lanes)), used)
+        return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(lanes), 0))
+
+    return types.boolean(address, limits_address, row), generate
+
+
+def _prefetch(builder: ir.IRBuilder, start: Any, offset: int) -> None:
+    """Ask for memory to be read later. Beyond the end of the array too: a prefetch of no memory does nothing."""
+    pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    prefetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+    )
+    place = builder.inttoptr(builder.add(start, ir.Constant(ir.IntType(64), offset)), pointer)
+    # to read, into all caches, data
+    builder.call(prefetch, [place, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+
+
+def _load(builder: ir.IRBuilder, start: Any, offset: int, bits: int) -> Any:
+    vector = ir.VectorType(ir.IntType(bits), VECTOR_BYTES * 8 // bits)
+    place = builder.add(start, ir.Constant(ir.IntType(64), offset))
+    return builder.load(builder.inttoptr(place, vector.as_pointer()), align=1)
+
+
+def _illegal_lanes(builder: ir.IRBuilder, ids: Any, limits: Any, top_k: int) -> Any:
+    """A vector of i1: lanes that break the rule."""
+    all_ones = ir.Constant(ids.type, [-1] * ids.type.count)
+    zeros = ir.Constant(ids.type, [0] * ids.type.count)
+    bad = builder.icmp_unsigned(">", ids, limits)
+    both = ids
+    differences = [builder.xor(ids, _rotated(builder, ids, top_k, by)) for by in _rotations(top_k, ids.type)]
+    if differences:
+        bad = builder.or_(bad, builder.icmp_unsigned("==", _reduced(builder, differences, _smaller), zeros))
+        # Of int16, -1 is never in range, so each MISSING lane speaks for itself and looks at one neighbour. The byte
+        # 0xFF may be expert 255, so there every lane that it is compared with must be equal to it.
+        any_differs = differences[0] if ids.type.element.width == 16 else _reduced(builder, differences, _either)
+        both = builder.and_(ids, builder.not_(any_differs))
+    return builder.and_(bad, builder.icmp_unsigned("!=", both, all_ones))
+
+
+def _rotations(top_k: int, vector: Any) -> range:
+    # Bytes: of a run of 0xFF in a row, the last lane but one must see both the last and what follows it, which takes
+    # two rotations; half of 3 gives one.
+    furthest = 2 if (top_k, vector.element.width) == (3, 8) else top_k // 2
+    return range(1, furthest + 1)
+
+
+def _reduced(builder: ir.IRBuilder, values: list[Any], join: Callable[[ir.IRBuilder, Any, Any], Any]) -> Any:
+    joined = values[0]
+    for value in values[1:]:
+        joined = join(builder, joined, value)
+    return joined
+
+
+def _smaller(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
+    return builder.select(builder.icmp_unsigned("<", left, right), left, right)  # LLVM makes one umin of it
+
+
+def _either(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
+    return builder.or_(left, right)
+
+
+def _rotated(builder: ir.IRBuilder, ids: Any, top_k: int, by: int) -> Any:
+    count = ids.type.count
+    whole = count // top_k * top_k
+    # lanes of no whole row are ignored: they stay where they are
+    source = [lane // top_k * top_k + (lane % top_k + by) % top_k if lane < whole else lane for lane in range(count)]
+    return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), count), source))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows laid out
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _lay_vector(context: Any, source: Any, target: Any, row: Any) -> Any:
+    """Write the rows of one vector as int16."""
+    return _lay_some(source, target, row, _shape_of(row)[2])
+
+
+@intrinsic
+def _lay_aside(context: Any, source: Any, target: Any, row: Any) -> Any:
+    """The same, past the caches."""
+    return _lay_some(source, target, row, _shape_of(row)[2], aside=True)
+
+
+@intrinsic
+def _settle(context: Any, row: Any) -> Any:
+    """Writes past the caches are seen by others before any later write is."""
+    return types.none(row), lambda context, builder, signature, arguments: (
+        builder.fence("seq_cst"),
+        context.get_dummy_value(),
+    )[1]
+
+
+@intrinsic
+def _lay_one(context: Any, source: Any, target: Any, row: Any) -> Any:
+    """Write one row as int16."""
+    return _lay_some(source, target, row, 1)
+
+
+def _lay_some(source: Any, target: Any, row: Any, rows: int, *, aside: bool = False) -> Any:
+    top_k, bits, _ = _shape_of(row)
+    count = rows * top_k
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        narrow, wide = (ir.VectorType(ir.IntType(width), count) for width in (bits, 16))
+        ids = builder.load(builder.inttoptr(arguments[0], narrow.as_pointer()), align=1)
+        if bits == 8:
+            filler = ir.Constant(narrow, [-1] * count)
+            # where two bytes of a legal row are 0xFF, all are
+            both = builder.and_(ids, _rotated(builder, ids, top_k, 1))
+            missing = builder.sext(builder.icmp_unsigned("==", both, filler), wide)
+            ids = builder.or_(builder.zext(ids, wide), missing)
+        place = builder.inttoptr(arguments[1], wide.as_pointer())
+        store = builder.store(ids, place, align=ASIDE_ALIGN if aside else 1)
+        if aside:
+            store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.none(source, target, row), generate
+
+
+@intrinsic
+def _int64_at(context: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=8)
+
+    return types.int64(address), generate

@@ -1,0 +1,165 @@
+"""A prompt that a group's records share is carried once: taking its rows out of the others, and joining them again.
+
+Knows records only; where they came from, and go to, is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from routeplane.errors import DataError, ErrorKind
+from routeplane.record.record import Prefix, RecordKey, RouteRecord
+
+__all__ = ["PromptReport", "SharedPrompts", "resolve", "share_prompts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReport:
+    """What sharing prompts did. ``own``: records of a group whose prompt rows were like no other's."""
+
+    shared: int = 0
+    own: int = 0
+    rows: int = 0
+    nbytes: int = 0
+
+    def merge(self, other: PromptReport) -> PromptReport:
+        """The sums of both."""
+        return PromptReport(
+            **{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(PromptReport)}
+        )
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {
+            f"{prefix}prompts_shared": float(self.shared),
+            f"{prefix}prompts_own": float(self.own),
+            f"{prefix}prompt_rows_saved": float(self.rows),
+            f"{prefix}prompt_bytes_saved": float(self.nbytes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrompts:
+    """Records in the order given, and what was done; ``resolve(records)`` gives the ones that were given."""
+
+    records: tuple[RouteRecord, ...]
+    report: PromptReport
+
+
+def share_prompts(records: Iterable[RouteRecord]) -> SharedPrompts:
+    """Refer to the prompt rows of an earlier record of the same group, where they are the same, token by token and row
+    by row.
+
+    The prompt is the first span, where that is one. Samples whose rows differ (another engine, a prefix cache, another
+    version of the weights) keep their own; so do records without a group, and those that refer to another already.
+    Verifies what it changes; checksums of deltas are new, ``resolve`` gives the old ones back.
+    """
+    holders: dict[tuple[str, int], list[RouteRecord]] = {}
+    found: list[RouteRecord] = []
+    report = PromptReport()
+    for record in records:
+        stop = record.spans[0].stop if record.spans[0].kind == "prompt" else 0
+        if record.group is None or record.prefix is not None or stop == 0:
+            found.append(record)
+            continue
+        known = holders.setdefault((record.group, stop), [])
+        holder = next((each for each in known if _same_prompt(each, record, stop=stop)), None)
+        if holder is None:
+            report = report.merge(PromptReport(own=1 if known else 0))
+            known.append(record)
+            found.append(record)
+        else:
+            found.append(_delta(record.verify(), holder, stop=stop))
+            saved = found[-1].routes.nbytes
+            report = report.merge(PromptReport(shared=1, rows=stop, nbytes=record.routes.nbytes - saved))
+    return SharedPrompts(records=tuple(found), report=report)
+
+
+def _same_prompt(holder: RouteRecord, record: RouteRecord, *, stop: int) -> bool:
+    return (
+        holder.spec == record.spec
+        and np.array_equal(holder.token_ids[:stop], record.token_ids[:stop])
+        and np.array_equal(holder.routes[:stop], record.routes[:stop])
+    )
+
+
+def _delta(record: RouteRecord, holder: RouteRecord, *, stop: int) -> RouteRecord:
+    prefix = Prefix(
+        sample_id=holder.sample_id,
+        attempt=holder.attempt,
+        segment=holder.segment,
+        stop=stop,
+        checksum=holder.checksum,
+    )
+    return replace(record, routes=record.routes[stop:], routes_start=stop, prefix=prefix, checksum=None)
+
+
+def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
+    """Join records whose first rows stand in another one; all must be among ``records``. Order and keys are kept.
+
+    Verifies every input; the tokens of the shared prefix must be equal, the prefix's record must have the checksum that
+    was named. Raises DataError: DUPLICATE_KEY, or PREFIX where the record is absent, another, or refers to itself.
+    """
+    given = [record.verify() for record in records]
+    by_key: dict[RecordKey, RouteRecord] = {}
+    for record in given:
+        if record.key in by_key:
+            raise DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
+        by_key[record.key] = record
+    whole: dict[RecordKey, RouteRecord] = {}
+    for record in given:
+        for link in reversed(_chain(record, by_key, whole)):
+            whole[link.key] = _joined(link, whole)
+    return [whole[record.key] for record in given]
+
+
+def _chain(
+    record: RouteRecord, by_key: Mapping[RecordKey, RouteRecord], whole: Mapping[RecordKey, RouteRecord]
+) -> list[RouteRecord]:
+    """The record, the one that holds its prefix, and so on to the first that is whole or was joined already."""
+    chain = [record]
+    seen = {record.key}
+    while (prefix := chain[-1].prefix) is not None and chain[-1].key not in whole:
+        link = chain[-1]
+        holder = by_key.get(prefix.key)
+        if holder is None:
+            raise DataError(
+                f"expected the record {prefix.key} that holds rows [0, {link.routes_start}), got none "
+                f"@ sample {link.sample_id}",
+                kind=ErrorKind.PREFIX,
+            )
+        if holder.key in seen:
+            raise DataError(f"expected prefixes that end, got a cycle through {holder.key}", kind=ErrorKind.PREFIX)
+        _check_prefix(link, holder)
+        seen.add(holder.key)
+        chain.append(holder)
+    return chain
+
+
+def _joined(record: RouteRecord, whole: Mapping[RecordKey, RouteRecord]) -> RouteRecord:
+    if record.key in whole:
+        return whole[record.key]
+    if record.prefix is None:
+        return record
+    shared_SLK = whole[record.prefix.key].routes[: record.routes_start]
+    rows_SLK = np.concatenate([shared_SLK, record.routes])
+    return replace(record, routes=rows_SLK, routes_start=0, prefix=None, checksum=None)
+
+
+def _check_prefix(record: RouteRecord, holder: RouteRecord) -> None:
+    stop = record.routes_start
+    record.spec.require_same_geometry(holder.spec, where=f"prefix of sample {record.sample_id}")
+    if record.prefix is None or holder.checksum != record.prefix.checksum:
+        raise DataError(
+            f"expected {holder.key} with the checksum named by the prefix, got {holder.checksum:016x} "
+            f"@ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    if stop > holder.num_tokens or not np.array_equal(holder.token_ids[:stop], record.token_ids[:stop]):
+        raise DataError(
+            f"expected {holder.key} to begin with the same {stop} tokens @ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )

@@ -1,0 +1,146 @@
+"""Who sampled which tokens (Span) and who captured which rows (Capture).
+
+Intervals are ``[start, stop)`` of token positions of one record, ordered, contiguous, and cover it. Pure values; knows
+nothing of routes or Arrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+from routeplane.errors import DataError, ErrorKind
+from routeplane.record.parse import check_count, check_optional_int64, check_text
+
+__all__ = [
+    "PRESENT_STATES",
+    "STATES",
+    "Capture",
+    "CaptureState",
+    "Prefix",
+    "RecordKey",
+    "Span",
+    "SpanKind",
+    "check_cover",
+    "cut",
+]
+
+
+class RecordKey(NamedTuple):
+    """What makes a record one of its kind: a sample, its attempt, and the segment after a context break."""
+
+    sample_id: str
+    attempt: int
+    segment: int
+
+    def __str__(self) -> str:
+        return f"{self.sample_id}/{self.attempt}/{self.segment}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefix:
+    """Where the rows before ``routes_start`` stand: rows ``[0, stop)`` of another record, known by its checksum."""
+
+    sample_id: str
+    attempt: int = 0
+    segment: int = 0
+    stop: int
+    checksum: int
+
+    def __post_init__(self) -> None:
+        check_text(self.sample_id, "prefix.sample_id")
+        for name, below in (("attempt", 2**31), ("segment", 2**31), ("stop", 2**63), ("checksum", 2**64)):
+            check_count(getattr(self, name), f"prefix.{name}", below=below)
+
+    @property
+    def key(self) -> RecordKey:
+        """The key of the record that holds the rows."""
+        return RecordKey(self.sample_id, self.attempt, self.segment)
+
+
+SpanKind = Literal["prompt", "generation"]
+CaptureState = Literal["captured", "cached", "partial", "not_fed", "aborted", "lost", "not_captured"]
+
+#: All capture states, in the order in which the format lists them.
+STATES: tuple[CaptureState, ...] = get_args(CaptureState)
+#: States whose rows carry ids in every layer.
+PRESENT_STATES: frozenset[CaptureState] = frozenset({"captured", "cached"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Who *sampled* tokens ``[start, stop)``.
+
+    ``kind``: prompt or generation. ``role``: a chat role, or None. ``call``: id of the call that brought the tokens.
+    ``weights_version``: the policy that sampled them; None for tokens no policy sampled. Raises DataError.
+    """
+
+    start: int
+    stop: int
+    kind: SpanKind
+    role: str | None = None
+    call: str
+    weights_version: int | None
+
+    def __post_init__(self) -> None:
+        _check_interval(self)
+        if self.kind not in get_args(SpanKind):
+            raise DataError(f"expected a span kind of {get_args(SpanKind)}, got {self.kind!r}", kind=ErrorKind.SPANS)
+        if self.role is not None:
+            check_text(self.role, "Span.role", empty=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """Who *captured* the rows ``[start, stop)``, and how.
+
+    ``weights_version``: of the weights that routed; None where unknown (a prefix cache that outlived an update, tokens
+    near an unpaused update) and for rows that are not there. ``state``: one of STATES. Raises DataError.
+    """
+
+    start: int
+    stop: int
+    call: str
+    weights_version: int | None
+    state: CaptureState
+
+    def __post_init__(self) -> None:
+        _check_interval(self)
+        if self.state not in STATES:
+            raise DataError(f"expected a capture state of {STATES}, got {self.state!r}", kind=ErrorKind.COVERAGE)
+
+
+Interval = TypeVar("Interval", Span, Capture)
+
+
+def _check_interval(item: Span | Capture) -> None:
+    name = type(item).__name__
+    for key in ("start", "stop"):
+        check_count(getattr(item, key), f"{name}.{key}", below=2**63)
+    if not item.start < item.stop:
+        raise DataError(f"expected start < stop, got {name} [{item.start}, {item.stop})", kind=ErrorKind.SPANS)
+    check_text(item.call, f"{name}.call", empty=True)
+    check_optional_int64(item.weights_version, f"{name}.weights_version")
+
+
+def check_cover(intervals: Sequence[Interval], length: int, *, what: str) -> None:
+    """Raise DataError unless the intervals are ordered, contiguous and cover ``[0, length)``."""
+    at = 0
+    for item in intervals:
+        if item.start != at:
+            raise DataError(
+                f"expected {what} contiguous from token {at}, got [{item.start}, {item.stop})", kind=ErrorKind.SPANS
+            )
+        at = item.stop
+    if at != length:
+        raise DataError(f"expected {what} that cover {length} tokens, got {at}", kind=ErrorKind.SPANS)
+
+
+def cut(intervals: Iterable[Interval], *, start: int, stop: int) -> tuple[Interval, ...]:
+    """The parts of the intervals inside ``[start, stop)``, shifted so that ``start`` becomes 0."""
+    return tuple(
+        replace(item, start=max(item.start, start) - start, stop=min(item.stop, stop) - start)
+        for item in intervals
+        if item.start < stop and item.stop > start
+    )

@@ -1,0 +1,196 @@
+"""The rule for rows, as pure functions of an array and a spec. No IO, no records, no Arrow.
+
+``find_problems`` returns findings, ``check_routes`` raises with them, ``all_legal`` is the fast verdict both stand on:
+it skips locating, never computes another rule. Where numba is installed, ``kernels`` gives the verdict on large arrays;
+numpy locates, and decides where there is none. Statistics of legal rows are ``alarms``.
+
+Axes: S tokens, L captured layers, K top-k slots, N = S*L rows of a block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.record.spec import MISSING, NARROW_MISSING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from numpy.typing import NDArray
+
+    from routeplane.record.spec import RouteSpec
+
+__all__ = ["all_legal", "check_routes", "find_problems", "kernels_for", "missing_rows"]
+
+# Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
+_BLOCK_ROWS = 32_768
+# Bytes from which the kernel is asked (256 KiB: 340 tokens of 48 layers and 8 slots). Loading it costs a process some
+# 0.3 s once, and 0.15 s more where nothing is cached yet; so it is left to those that hold sequences of real models,
+# for whom numpy's 1 ms per MiB add up. Tests, demos and probes stay below.
+_KERNEL_BYTES = 2**18
+# of ``kernels``, repeated since asking there would load it
+_KERNEL_TOP_K = 32
+_KERNEL_TYPES = (np.dtype(np.int16), np.dtype(np.uint8))
+
+
+def find_problems(
+    routes: NDArray[Any], spec: RouteSpec, *, limit: int = 16, first_token: int = 0, sample: str | None = None
+) -> list[Problem]:
+    """Every way in which ``routes`` breaks the row rule, at most ``limit`` findings, in token order.
+
+    ``routes``: integer array ``[S, L, K]`` of any width; ``first_token`` is the absolute position of its first row.
+    A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
+    An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
+    """
+    if limit < 1:
+        raise UsageError(
+            f"expected a limit of at least 1, got {limit}: no findings must mean legal", kind=ErrorKind.ARGUMENT
+        )
+    shape_problem = _shape_problem(routes, spec, sample)
+    if shape_problem is not None:
+        return [shape_problem]
+    if _kernel_says_legal(routes, spec):
+        return []
+    found: list[Problem] = []
+    for start, block_SLK in _blocks(routes):
+        if _block_is_legal(block_SLK, spec):
+            continue
+        for token, slot in np.argwhere(~_legal_rows(block_SLK, spec)):
+            if len(found) >= limit:
+                return found
+            row_K = block_SLK[token, slot]
+            found.append(
+                _row_problem(row_K, spec, slot=int(slot), token=first_token + start + int(token), sample=sample)
+            )
+    return found
+
+
+def check_routes(routes: NDArray[Any], spec: RouteSpec, *, first_token: int = 0, sample: str | None = None) -> None:
+    """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal."""
+    found = find_problems(routes, spec, first_token=first_token, sample=sample)
+    if found:
+        raise DataError.from_problems(found, what="illegal routes")
+
+
+def all_legal(routes: NDArray[Any], spec: RouteSpec) -> bool:
+    """Whether every row of ``routes`` ``[S, L, K]`` is legal; the verdict of ``find_problems`` without locating."""
+    if _shape_problem(routes, spec, None) is not None:
+        return False
+    return _kernel_says_legal(routes, spec) or all(_block_is_legal(block_SLK, spec) for _, block_SLK in _blocks(routes))
+
+
+def missing_rows(routes: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of legal ``routes`` ``[S, L, K]`` are MISSING, as a fresh bool array ``[S, L]``.
+
+    One slot decides: in a legal row either all ids are -1 or none is. Of bytes as the ``narrow`` encoding stores them
+    two do: in a legal row one 0xFF may be expert 255, and two are MISSING (K = 1 has no such expert).
+    """
+    if routes.dtype == np.uint8:
+        return np.asarray((routes[:, :, :2] == NARROW_MISSING).all(axis=2))
+    return np.asarray(routes[:, :, 0] == MISSING)
+
+
+def kernels_for(rows: NDArray[Any], spec: RouteSpec) -> ModuleType | None:
+    """The module ``kernels``, for rows ``[S, L, K]`` that it takes and that are enough to load it for; else None.
+
+    Rows it takes are C-contiguous int16, or narrow bytes, with a top-k that a vector holds.
+    """
+    if rows.nbytes < _KERNEL_BYTES or rows.dtype not in _KERNEL_TYPES or spec.top_k > _KERNEL_TOP_K:
+        return None
+    return _kernels() if rows.flags.c_contiguous else None
+
+
+def _kernel_says_legal(routes_SLK: NDArray[Any], spec: RouteSpec) -> bool:
+    """Whether the kernel was asked and found every row legal. False says nothing: numpy has the last word."""
+    if routes_SLK.dtype != np.int16:
+        return False
+    kernels = kernels_for(routes_SLK, spec)
+    return kernels is not None and kernels.rows_are_legal(routes_SLK, spec.experts_per_layer)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The kernels, loaded when first asked for; None where numba is not installed, or does not work here."""
+    try:
+        from routeplane.record import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def _shape_problem(routes: NDArray[Any], spec: RouteSpec, sample: str | None) -> Problem | None:
+    if routes.dtype.kind not in "iu":
+        return Problem(
+            kind=ErrorKind.DTYPE, message=f"expected routes of an integer type, got {routes.dtype}", sample=sample
+        )
+    if routes.ndim != 3 or routes.shape[1:] != spec.row_shape:
+        layers, top_k = spec.row_shape
+        return Problem(
+            kind=ErrorKind.SHAPE,
+            message=f"expected routes [tokens, {layers} layers, {top_k} top-k], got {list(routes.shape)}",
+            sample=sample,
+        )
+    return None
+
+
+def _blocks(routes_SLK: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    step = max(1, _BLOCK_ROWS // routes_SLK.shape[1])
+    for start in range(0, routes_SLK.shape[0], step):
+        yield start, routes_SLK[start : start + step]
+
+
+def _block_is_legal(block_SLK: NDArray[Any], spec: RouteSpec) -> bool:
+    """One verdict for a block, by counting.
+
+    In a legal block the only equal pairs are those inside MISSING rows, K(K-1)/2 each; any duplicate adds one.
+    So with ranges in order, the count of equal pairs decides, and no per-row reduction over pairs is needed.
+    """
+    columns_KN = _columns(block_SLK)
+    top_k = columns_KN.shape[0]
+    low_N, high_N = columns_KN.min(axis=0), columns_KN.max(axis=0)
+    missing_N = (low_N == MISSING) & (high_N == MISSING)
+    in_range_N = (low_N >= 0) & _below_width(high_N, spec)
+    if not np.all(missing_N | in_range_N):
+        return False
+    equal_pairs = sum(np.count_nonzero(columns_KN[shift:] == columns_KN[:-shift]) for shift in range(1, top_k))
+    return bool(equal_pairs == np.count_nonzero(missing_N) * (top_k * (top_k - 1) // 2))
+
+
+def _legal_rows(block_SLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
+    """The rule itself, per row: bool ``[S, L]``."""
+    columns_KN = _columns(block_SLK)
+    low_N, high_N = columns_KN.min(axis=0), columns_KN.max(axis=0)
+    duplicate_N = np.zeros(columns_KN.shape[1], dtype=np.bool_)
+    for shift in range(1, columns_KN.shape[0]):
+        duplicate_N |= (columns_KN[shift:] == columns_KN[:-shift]).any(axis=0)
+    missing_N = (low_N == MISSING) & (high_N == MISSING)
+    legal_N = missing_N | ((low_N >= 0) & _below_width(high_N, spec) & ~duplicate_N)
+    return np.asarray(legal_N.reshape(block_SLK.shape[:2]))
+
+
+def _columns(block_SLK: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(block_SLK.reshape(-1, block_SLK.shape[2]).T)
+
+
+def _below_width(high_N: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
+    if isinstance(spec.num_experts, int):
+        return np.asarray(high_N < spec.num_experts)
+    widths_L = np.asarray(spec.num_experts, dtype=np.int64)
+    return np.asarray(high_N.reshape(-1, widths_L.size) < widths_L).reshape(-1)
+
+
+def _row_problem(row_K: NDArray[Any], spec: RouteSpec, *, slot: int, token: int, sample: str | None) -> Problem:
+    width = spec.experts_per_layer[slot]
+    ids = [int(expert) for expert in row_K]
+    if any(expert >= width for expert in ids):
+        kind, message = ErrorKind.ID_OUT_OF_RANGE, f"expected ids in [0, {width}), got {ids}"
+    elif any(expert < 0 for expert in ids):
+        kind, message = ErrorKind.PARTIAL_ROW, f"expected all ids -1 or none negative, got {ids}"
+    else:
+        kind, message = ErrorKind.DUPLICATE_ID, f"expected pairwise distinct ids, got {ids}"
+    return Problem(kind=kind, message=message, sample=sample, token=token, layer=spec.layer_ids[slot])

@@ -1,0 +1,222 @@
+"""Joining with batches that trainers made, in the layouts that trainers make.
+
+Axes: B sequences, S positions, T packed rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routeplane.batch import collate
+from routeplane.batch.join import join
+from routeplane.batch.shard import Shard
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spec import MISSING
+from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+SPEC = watermarked_spec(layers=(1, 4), top_k=3)
+#: a real token id too: what is padding is never told by the id
+PAD = 3
+
+
+def make(sample: int, num_tokens: int, **options: Any) -> RouteRecord:
+    """A watermarked record."""
+    return watermarked_record(sample, num_tokens=num_tokens, spec=SPEC, last_token_fed=True, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerBatch:
+    """What a trainer holds: ids, and which rows are padding."""
+
+    ids: NDArray[np.int64]
+    pads: NDArray[np.bool_]
+
+
+def place(records: list[RouteRecord], leads: list[int], width: int) -> TrainerBatch:
+    """Rows of ``width`` positions, record b from position ``leads[b]`` on."""
+    ids = np.full((len(records), width), PAD)
+    pads = np.ones(ids.shape, dtype=bool)
+    for row, (record, lead) in enumerate(zip(records, leads, strict=True)):
+        ids[row, lead : lead + record.num_tokens] = record.token_ids
+        pads[row, lead : lead + record.num_tokens] = False
+    return TrainerBatch(ids=ids, pads=pads)
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_routes_go_where_the_trainer_has_the_tokens(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Any order of samples and any padding before and after: every real row has its token's ids, padding has none."""
+    records = [make(sample, length) for sample, (length, _) in enumerate(shapes)]
+    order = data.draw(st.permutations(range(len(records))))
+    chosen = [records[index] for index in order]
+    batch = place(chosen, [shapes[index][1] for index in order], 10)
+
+    joined = join(batch.ids, records, sample_ids=[record.sample_id for record in chosen], pad_mask=batch.pads)
+    found = collate(joined.records, SPEC, plan=joined.plan, pad_token_id=PAD)
+
+    assert batch.ids.tolist() == found.token_ids.tolist()
+    assert batch.pads.tolist() == found.pad_mask.tolist()
+    for row, index in enumerate(order):
+        length, lead = shapes[index]
+        for position in range(10):
+            inside = lead <= position < lead + length
+            for slot, layer in enumerate(SPEC.layer_ids):
+                expected = watermark(index, position - lead, layer=layer, k=np.arange(3)) if inside else [MISSING] * 3
+                assert list(expected) == found.routes[row, position, slot].tolist()
+
+
+def test_prompts_right_aligned_and_responses_left_aligned() -> None:
+    """The verl layout: an attention mask around the seam joins as ``prompt_response`` would have laid it out."""
+    records = [make(0, 5, prompt_tokens=2), make(1, 4, prompt_tokens=3)]
+    batch = place(records, [4 - 2, 4 - 3], 4 + 5)
+    attention_mask = torch.from_numpy((~batch.pads).astype(np.int64))
+
+    joined = join(
+        torch.from_numpy(batch.ids),
+        records,
+        sample_ids=["sample-0", "sample-1"],
+        pad_mask=~attention_mask.bool(),
+    )
+
+    assert [[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6, 7]] == joined.plan.positions().tolist()
+    assert [2, 3, 4, 5, 6] == np.flatnonzero(joined.plan.record_N[:9] == 0).tolist()
+
+
+def test_packed_batches_join_by_their_offsets() -> None:
+    """Sequences one after another, one of them padded at its end, by lengths."""
+    records = [make(0, 3), make(1, 2)]
+    ids = np.concatenate([records[1].token_ids, [PAD, PAD], records[0].token_ids])
+
+    joined = join(ids, records, sample_ids=["sample-1", "sample-0"], cu_seqlens=[0, 4, 7], lengths=[2, 3])
+
+    assert [0, 0, -1, -1, 1, 1, 1] == joined.plan.record_N.tolist()
+    assert ["sample-1", "sample-0"] == [record.sample_id for record in joined.records]
+    assert [0, 1, 2, 3, 0, 1, 2] == joined.plan.positions().tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_packed_batch_is_cut_as_the_trainer_cuts_it(rank: int) -> None:
+    """The NeMo layout: sequences padded to 2*CP*TP, joined whole, then cut by chunks like the trainer's own ids."""
+    records = [make(0, 5), make(1, 7), make(2, 12)]
+    edges = [0, 8, 16, 32]
+    ids = np.full(32, PAD)
+    for record, start in zip(records, edges, strict=False):
+        ids[start : start + record.num_tokens] = record.token_ids
+    own: list[int] = []
+    for start, stop in pairwise(edges):
+        parts = np.split(ids[start:stop], 4)
+        own += [*parts[rank], *parts[3 - rank]]
+
+    found = join(ids, records, sample_ids=["sample-0", "sample-1", "sample-2"], cu_seqlens=edges, lengths=[5, 7, 12])
+    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD, shard=Shard(context_parallel=(rank, 2)))
+
+    assert own == batch.token_ids.tolist()
+    assert edges == batch.cu_seqlens_padded.tolist()
+    for row, token_id in enumerate(own):
+        sample, token = divmod(token_id - 1, 1_000)
+        real = not batch.pad_mask[row]
+        assert real == bool(batch.states[row] >= 0)
+        if real:
+            assert watermark(sample, token, layer=4, k=np.arange(3)).tolist() == batch.layer(4)[row].tolist()
+
+
+def test_a_key_tells_attempts_apart() -> None:
+    """Where an id has several records, the whole key finds one."""
+    again = replace(make(0, 3), attempt=1, token_ids=np.asarray([7, 8, 9]), checksum=None)
+
+    joined = join([[7, 8, 9]], [make(0, 3), again], sample_ids=[RecordKey("sample-0", 1, 0)])
+
+    assert [again.key] == [record.key for record in joined.records]
+
+
+def test_padding_may_stand_between_tokens() -> None:
+    """Prompt and response with padding after each: tokens keep their own positions, and their routes."""
+    pads = [[False, False, True, True, False, True]]
+    records = [make(0, 3)]
+
+    found = join([[1, 2, PAD, PAD, 3, PAD]], records, sample_ids=["sample-0"], pad_mask=pads)
+    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD)
+
+    assert [0, 1, -1, -1, 2, -1] == found.plan.token_N.tolist()
+    assert [0, 1, 2] == batch.position_ids[~batch.pad_mask].tolist()
+    assert watermark(0, 2, layer=1, k=np.arange(3)).tolist() == batch.routes[0, 4, 0].tolist()
+
+
+def test_padding_ids_are_never_compared() -> None:
+    """Whatever stands at padding, -100 and huge ids included, does not matter."""
+    ids = np.asarray([[1, 2, -100], [1001, 2**40, 5]])
+
+    joined = join(ids, [make(0, 2), make(1, 1)], sample_ids=["sample-0", "sample-1"], lengths=[2, 1])
+
+    assert [2, 1] == joined.plan.lengths.tolist()
+
+
+def test_every_finding_is_named() -> None:
+    """One error lists every sequence that does not match, with its sample and its token."""
+    records = [make(0, 3), make(1, 3), make(2, 3)]
+    with pytest.raises(DataError) as caught:
+        join([[1, 9, 3], [1001, 1002, 1003], [2001, 2002, 7]], records, sample_ids=["sample-0", "sample-1", "sample-2"])
+
+    assert [("sample-0", 1), ("sample-2", 2)] == [(each.sample, each.token) for each in caught.value.problems]
+    assert {ErrorKind.TOKEN_MISMATCH} == {each.kind for each in caught.value.problems}
+
+
+IDS = [[1, 2, 3]]
+Kind = tuple[type[RouteplaneError], ErrorKind]
+ARGUMENT: Kind = (UsageError, ErrorKind.ARGUMENT)
+MISMATCH: Kind = (DataError, ErrorKind.TOKEN_MISMATCH)
+
+
+def joined(ids: Any = IDS, *, sample_ids: Any = ("sample-0",), **more: Any) -> object:
+    """A join with one record of the ids 1, 2, 3."""
+    return join(ids, [make(0, 3)], sample_ids=sample_ids, **more)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
+    "token": (lambda: joined([[1, 9, 3]]), MISMATCH, "id 2 as in record sample-0/0/0, got id 9"),
+    "shorter": (lambda: joined(lengths=[2]), MISMATCH, "expected id 3 .* got an end after 2 tokens"),
+    "longer": (lambda: joined([[1, 2, 3, 4]]), MISMATCH, "an end after 3 tokens .* got id 4"),
+    "nothing": (lambda: joined(lengths=[0]), MISMATCH, "an end after 0 tokens"),
+    "unknown": (
+        lambda: joined(sample_ids=["sample-5"]),
+        (DataError, ErrorKind.ROUTES_MISSING),
+        "a record of sample-5, got none",
+    ),
+    "ambiguous": (
+        lambda: join(IDS, [make(0, 3), replace(make(0, 3), attempt=1, checksum=None)], sample_ids=["sample-0"]),
+        (DataError, ErrorKind.DUPLICATE_KEY),
+        "sample-0/0/0, sample-0/1/0",
+    ),
+    "count": (lambda: joined(sample_ids=["sample-0"] * 2), ARGUMENT, "each of 1 sequences, got 2"),
+    "float_ids": (lambda: joined([[1.0]]), ARGUMENT, "integers"),
+    "no_offsets": (lambda: joined([1, 2, 3]), ARGUMENT, "cu_seqlens with packed ids"),
+    "offsets": (lambda: joined([1, 2, 3], cu_seqlens=[0, 2]), ARGUMENT, "rising from 0 to 3"),
+    "mask": (lambda: joined(pad_mask=[[0, 0, 0]]), ARGUMENT, "pad_mask as bool"),
+    "both": (lambda: joined(pad_mask=[[False] * 3], lengths=[3]), ARGUMENT, "got both"),
+    "lengths": (lambda: joined(lengths=[4]), ARGUMENT, "within their"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_match_is_refused(call: Callable[[], object], kind: Kind, message: str) -> None:
+    """Each refusal has its type and kind and says what was found where."""
+    with pytest.raises(kind[0], match=message) as caught:
+        call()
+
+    assert kind[1] == caught.value.kind

@@ -1,0 +1,207 @@
+"""Coverage: rows by state against a count token by token, and rows that contradict their captures."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routeplane.errors import ErrorKind, UsageError
+from routeplane.record.coverage import Coverage, coverage_problems, lose_rows, settle_partial
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import STATES, Capture, CaptureState, check_cover
+from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.testing.strategies import records, specs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SPEC = RouteSpec(num_experts=8, top_k=2, layer_ids=(1, 4))
+
+
+def states_of(captures: Iterable[Capture]) -> list[CaptureState]:
+    """The state of every token."""
+    return [capture.state for capture in captures for _ in range(capture.start, capture.stop)]
+
+
+def captures_of(states: Iterable[CaptureState]) -> tuple[Capture, ...]:
+    """One capture per token."""
+    return tuple(
+        Capture(start=token, stop=token + 1, call="c", weights_version=None, state=state)
+        for token, state in enumerate(states)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(records(max_tokens=4), max_size=3))
+def test_counts_are_those_of_the_tokens(found: list[RouteRecord]) -> None:
+    """Every count is that of a loop over tokens, for one record and merged over many, in any order."""
+    merged = Coverage()
+    for record in found:
+        merged = record.coverage().merge(merged)
+    states = [state for record in found for state in states_of(record.captures)]
+    fed = [state for state in states if state != "not_fed"]
+    missing = [state for state in fed if state not in ("captured", "cached")]
+
+    assert merged == Coverage.of_records(record.captures for record in found)
+    assert len(found) == merged.records
+    assert [states.count(state) for state in STATES] == [merged.count(state) for state in STATES]
+    assert (len(states), len(fed), len(missing)) == (merged.total, merged.fed, merged.missing)
+    assert merged.missing_share == (len(missing) / len(fed) if fed else 0.0)
+    assert merged == pickle.loads(pickle.dumps(merged))
+
+
+def test_scalars_have_stable_names() -> None:
+    """Every state has its name, seen or not; missing rows and their share are always there. Kind of report 30."""
+    many: list[CaptureState] = ["captured"]
+    scalars = Coverage.of(captures_of(["partial", "lost", "not_captured", "cached", *many * 96, "not_fed"])).scalars()
+
+    assert {
+        "routeplane/records": 1.0,
+        "routeplane/rows": 101.0,
+        "routeplane/rows_captured": 96.0,
+        "routeplane/rows_cached": 1.0,
+        "routeplane/rows_partial": 1.0,
+        "routeplane/rows_not_fed": 1.0,
+        "routeplane/rows_aborted": 0.0,
+        "routeplane/rows_lost": 1.0,
+        "routeplane/rows_not_captured": 1.0,
+        "routeplane/missing_share": 0.03,
+    } == scalars
+    assert set(scalars) == set(Coverage().scalars())
+    assert {name.replace("routeplane/", "x.") for name in scalars} == set(Coverage().scalars(prefix="x."))
+
+
+def test_an_empty_completion_misses_nothing() -> None:
+    """Kind of report 23: nothing fed, nothing missing; all of what was fed missing is a share of one."""
+    absent: list[CaptureState] = ["not_captured"]
+
+    assert 0.0 == Coverage().missing_share
+    assert 0.0 == Coverage.of(captures_of(["not_fed"])).missing_share
+    assert 1.0 == Coverage.of(captures_of([*absent * 4, "not_fed"])).missing_share
+
+
+def test_counts_of_unknown_states_are_refused() -> None:
+    """A pickle whose states are none of the format's does not become coverage."""
+    rebuild, _ = Coverage().__reduce__()
+    assert callable(rebuild)
+    with pytest.raises(UsageError, match="padded"):
+        rebuild(1, {"padded": 3})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows against captures
+# ----------------------------------------------------------------------------------------------------------------------
+
+# what the rows of one token show, and the states that may say so
+SHOWN: dict[str, tuple[tuple[int, ...], set[CaptureState]]] = {
+    "whole": ((), {"captured", "cached"}),
+    "some": ((1,), {"partial"}),
+    "none": ((0, 1), {"not_fed", "aborted", "lost", "not_captured"}),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("shown", SHOWN)
+def test_a_state_is_what_its_rows_show(state: CaptureState, shown: str) -> None:
+    """For every state and every kind of row: agreement is silent, contradiction is located."""
+    slots, states = SHOWN[shown]
+    routes_SLK = np.tile(np.asarray([1, 0], dtype=np.int16), (3, 2, 1))
+    routes_SLK[2, list(slots)] = MISSING
+    captures = captures_of(["captured", "captured", state])
+    found = list(coverage_problems(captures, routes_SLK, routes_start=0, sample="s"))
+    expected = [] if state in states else [(ErrorKind.COVERAGE, 2, "s")]
+
+    assert expected == [(problem.kind, problem.token, problem.sample) for problem in found]
+
+
+@given(records(max_tokens=5), st.data())
+def test_a_changed_row_contradicts_its_capture(record: RouteRecord, data: st.DataObject) -> None:
+    """A record's rows agree with its captures; one row lost, or one too many, is found at its token."""
+    spec, start = record.spec, record.routes_start
+    assert [] == list(coverage_problems(record.captures, record.routes, routes_start=start, sample="s"))
+    if not len(record.routes):
+        return
+    routes_SLK = record.routes.copy()
+    row = data.draw(st.integers(0, len(routes_SLK) - 1))
+    was_missing = bool((routes_SLK[row] == MISSING).all())
+    routes_SLK[row] = np.arange(spec.top_k) if was_missing else MISSING
+    found = list(coverage_problems(record.captures, routes_SLK, routes_start=start, sample="s"))
+
+    assert [start + row] == [problem.token for problem in found]
+
+
+@pytest.mark.parametrize(
+    "states",
+    [["not_fed"] * 3, ["not_fed", "captured", "captured"], ["captured", "not_fed", "not_fed"]],
+    ids=["all", "first", "last_two"],
+)
+def test_only_the_last_token_was_not_fed(states: list[CaptureState]) -> None:
+    """Absent rows cannot hide from the count of missing ones as not fed: an engine feeds all tokens but the last."""
+    routes_SLK = np.tile(np.asarray([1, 0], dtype=np.int16), (3, 2, 1))
+    routes_SLK[[state == "not_fed" for state in states]] = MISSING
+    found = list(coverage_problems(captures_of(states), routes_SLK, routes_start=0, sample="s"))
+
+    assert {ErrorKind.COVERAGE} == {problem.kind for problem in found}
+
+
+def test_one_run_not_fed_is_refused_too() -> None:
+    """A single capture over several tokens is no last token either."""
+    captures = (Capture(start=0, stop=3, call="c", weights_version=None, state="not_fed"),)
+
+    assert 1 == len(list(coverage_problems(captures, SPEC.missing_rows(3), routes_start=0, sample="s")))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Captures of changed rows
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_settled_captures_say_what_is_left(data: st.DataObject) -> None:
+    """After layers were dropped, a partial token is whole, partial or not captured, as its rows show; others stay."""
+    spec = data.draw(specs(min_layers=2))
+    record = data.draw(records(spec=spec))
+    kept = data.draw(st.sets(st.integers(0, spec.num_layers - 1), min_size=1))
+    routes_SLK, start = record.routes[:, sorted(kept)], record.routes_start
+    settled = settle_partial(record.captures, routes_SLK, routes_start=start)
+    check_cover(settled, record.num_tokens, what="settled")
+
+    assert [] == list(coverage_problems(settled, routes_SLK, routes_start=start, sample="s"))
+    for token, (before, after) in enumerate(zip(states_of(record.captures), states_of(settled), strict=True)):
+        may_change = before == "partial" and token >= start
+        assert may_change or before == after
+        assert after in ("captured", "partial", "not_captured") or not may_change
+
+
+@given(st.data())
+def test_a_settled_capture_keeps_who_captured(data: st.DataObject) -> None:
+    """Call stays; the version of the weights stays where rows are left, and goes with the rows."""
+    record = data.draw(records(spec=data.draw(specs(min_layers=2)), prefixes=False))
+    for capture in settle_partial(record.captures, record.routes[:, :1], routes_start=0):
+        (origin,) = [before for before in record.captures if before.start <= capture.start < before.stop]
+
+        assert origin.call == capture.call
+        expected = None if origin.state == "partial" and capture.state == "not_captured" else origin.weights_version
+        assert expected == capture.weights_version
+
+
+@given(records())
+def test_lost_captures_cover_and_keep_what_stands_elsewhere(record: RouteRecord) -> None:
+    """All that was fed from ``routes_start`` on is lost, by no known weights; the rest stays as declared."""
+    start = record.routes_start
+    lost = lose_rows(record.captures, start)
+    before, after = states_of(record.captures), states_of(lost)
+    check_cover(lost, record.num_tokens, what="lost")
+
+    assert before[:start] == after[:start]
+    assert ["not_fed" if state == "not_fed" else "lost" for state in before[start:]] == after[start:]
+    assert {None} >= {capture.weights_version for capture in lost if capture.state == "lost" and capture.start >= start}
