@@ -95,7 +95,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym browser
+.PHONY: docs-reference help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,11 +124,15 @@ test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environme
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
 
-lint: $(STAMP)-dev $(STAMP)-transformers ## ruff and mypy
-	@echo "lint: ruff check, ruff format, mypy"
+lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
+	@echo "lint: ruff check, ruff format, mypy, house rules"
 	@$(BIN)/ruff check --quiet --output-format=concise .
 	@$(BIN)/ruff format --quiet --check --output-format=concise .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.meta.house
+
+docs-reference: $(STAMP)-dev ## docs/reference/modules.md from the docstrings
+	@$(BIN)/python -m tests.meta.modules_page
 
 format: $(STAMP)-dev ## let ruff lay out the code
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -10,14 +10,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routeplane.batch.batch import RouteBatch, token_logprobs
-    from routeplane.batch.collate import collate, microbatches
+    from routeplane.batch.budget import budget_groups
+    from routeplane.batch.collation import collate, microbatches
+    from routeplane.batch.dataset import RecordDataset
+    from routeplane.batch.loader import prefetch
+    from routeplane.batch.matching import join
+    from routeplane.batch.plan import TokenPlan
+    from routeplane.batch.pool import BatchBuffers
+    from routeplane.batch.shard import Shard
 
-__all__ = ["RouteBatch", "collate", "microbatches", "token_logprobs"]
+__all__ = [
+    "BatchBuffers",
+    "RecordDataset",
+    "RouteBatch",
+    "Shard",
+    "TokenPlan",
+    "budget_groups",
+    "collate",
+    "join",
+    "microbatches",
+    "prefetch",
+    "token_logprobs",
+]
 
+#: Where each name is defined. No module here has the name of what the package exports: importing it would shadow that.
 _HOMES = {
+    "BatchBuffers": "pool",
+    "RecordDataset": "dataset",
     "RouteBatch": "batch",
-    "collate": "collate",
-    "microbatches": "collate",
+    "Shard": "shard",
+    "TokenPlan": "plan",
+    "budget_groups": "budget",
+    "collate": "collation",
+    "join": "matching",
+    "microbatches": "collation",
+    "prefetch": "loader",
     "token_logprobs": "batch",
 }
 

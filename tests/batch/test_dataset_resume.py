@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.batch.dataset import RecordDataset
-from routeplane.batch.prefetch import prefetch
+from routeplane.batch.loader import prefetch
 from routeplane.batch.shard import Shard
 from routeplane.errors import ChecksumError, ErrorKind, UsageError
 from tests.feeding import (

@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3MoeForCausalLM
 
-from routeplane.cli.demo import engine as demo_engine, transformers as demo_trainer
 from routeplane.batch import collate
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
+from routeplane.cli.demo import engine as demo_engine
+from routeplane.cli.demo import transformers as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 from routeplane.inspect.check import check_stream, summarise_stream

@@ -68,7 +68,7 @@ THIRD_PARTY = {
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
     "torch": (
-        *(f"batch.{name}" for name in ("batch", "collate", "dataset", "pool")),
+        *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
         "replay",
         "capture.transformers",
         *_REPLAY_SUITE,

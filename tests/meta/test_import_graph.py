@@ -55,9 +55,9 @@ LEGAL = {
     "routeplane/stream/__init__.py": "def open_stream():\n    from routeplane.stream import ray\n",
     "routeplane/stream/ray.py": "import ray\nfrom routeplane.record.schema import C\n",
     "routeplane/batch/layouts.py": "import routeplane.record.spec\n",
-    "routeplane/batch/collate.py": "import torch.nn\nfrom routeplane.batch.layouts import D\n",
+    "routeplane/batch/collation.py": "import torch.nn\nfrom routeplane.batch.layouts import D\n",
     "routeplane/replay/__init__.py": "",
-    "routeplane/replay/gate.py": "from routeplane.batch.collate import E\n",
+    "routeplane/replay/gate.py": "from routeplane.batch.collation import E\n",
     "routeplane/replay/transformers.py": "import transformers\nfrom routeplane.replay.gate import F\n",
     "routeplane/inspect/__init__.py": "from routeplane.batch.layouts import D\n",
     "routeplane/cli/demo/__init__.py": "from routeplane import __version__\n",
@@ -67,20 +67,20 @@ LEGAL = {
 
 ILLEGAL = {
     "record_knows_a_stage": (
-        _changed("routeplane/record/spec.py", "\nfrom routeplane.batch.collate import E\n"),
-        "routeplane/record/spec.py:2: routeplane.record.spec (record) may not know routeplane.batch.collate (batch)",
+        _changed("routeplane/record/spec.py", "\nfrom routeplane.batch.collation import E\n"),
+        "routeplane/record/spec.py:2: routeplane.record.spec (record) may not know routeplane.batch.collation (batch)",
     ),
     "even_for_annotations": (
-        _changed("routeplane/record/spec.py", "if TYPE_CHECKING:\n    from routeplane.batch.collate import E\n"),
-        "routeplane/record/spec.py:2: routeplane.record.spec (record) may not know routeplane.batch.collate (batch)",
+        _changed("routeplane/record/spec.py", "if TYPE_CHECKING:\n    from routeplane.batch.collation import E\n"),
+        "routeplane/record/spec.py:2: routeplane.record.spec (record) may not know routeplane.batch.collation (batch)",
     ),
     "stream_knows_capture": (
         _changed("routeplane/stream/ipc.py", "from routeplane import capture\n"),
         "routeplane/stream/ipc.py:1: routeplane.stream.ipc (stream) may not know routeplane.capture (capture)",
     ),
     "inspect_knows_batch": (
-        _changed("routeplane/inspect/__init__.py", "import routeplane.batch.collate\n"),
-        "routeplane/inspect/__init__.py:1: routeplane.inspect (inspect) may not know routeplane.batch.collate (batch)",
+        _changed("routeplane/inspect/__init__.py", "import routeplane.batch.collation\n"),
+        "routeplane/inspect/__init__.py:1: routeplane.inspect (inspect) may not know routeplane.batch.collation (batch)",
     ),
     "a_stage_knows_the_root": (
         _changed("routeplane/batch/layouts.py", "from routeplane import __version__\n"),
@@ -103,20 +103,20 @@ ILLEGAL = {
         "routeplane/capture/wire.py:3: routeplane.capture.wire may not import vllm; ('capture.vllm',) may",
     ),
     "unknown_third_party": (
-        _changed("routeplane/batch/collate.py", "from pandas import DataFrame\n"),
-        "routeplane/batch/collate.py:1: routeplane.batch.collate may not import pandas; nobody may",
+        _changed("routeplane/batch/collation.py", "from pandas import DataFrame\n"),
+        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import pandas; nobody may",
     ),
     "third_party_inside_a_function": (
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
-        "('batch.batch', 'batch.collate', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
+        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),
     "third_party_by_name": (
         _changed("routeplane/record/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
-        "('batch.batch', 'batch.collate', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
+        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
-from routeplane.batch.prefetch import PrefetchReport
+from routeplane.batch.loader import PrefetchReport
 from routeplane.capture.middleware import MiddlewareReport
 from routeplane.capture.tickets import DeskReport
 from routeplane.capture.vllm.reports import LedgerReport, WritingReport
@@ -36,7 +36,6 @@ from routeplane.replay.handle import ReplayReport
 from routeplane.stream import StreamReport, new_stream
 from routeplane.stream.delivery import DeliveryReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from tests.meta.import_graph import module_name, read_edges
 
 ROOT = Path(__file__).parents[2]
 SPEC = watermarked_spec()
@@ -227,24 +226,6 @@ def json_keys(command: str) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# modules.md
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def find_module_problems(text: str) -> list[str]:
-    """Modules that ``modules.md`` lacks or makes up, and imports that point down the page."""
-    written = [code_in(row[0])[0] for body in sections(text).values() for row in table(body)]
-    packages = {module_name(path) for path in sources() if path.endswith("__init__.py")}
-    found = differences("modules", sorted(map(module_name, sources())), sorted(written))
-    place = {module: at for at, module in enumerate(written)}
-    for edge in read_edges(sources()):
-        ends = {edge.importer, edge.target}
-        if edge.at_load and ends <= set(place) and not ends & packages and place[edge.target] > place[edge.importer]:
-            found.append(f"{edge.importer} stands above {edge.target}, which it imports at {edge.where}")
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Links
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -264,7 +245,6 @@ CHECKERS: dict[str, Callable[[str], list[str]]] = {
     "errors": find_error_problems,
     "reports": find_report_problems,
     "cli": find_cli_problems,
-    "modules": find_module_problems,
 }
 
 
@@ -336,7 +316,6 @@ CHANGES: dict[str, tuple[str, str, str, str]] = {
         "| `routeplane.span` |",
         "routeplane.record.spans",
     ),
-    "modules out of order": ("modules", "| `routeplane.errors` |", "| `routeplane.cli.main` |", "modules"),
 }
 
 
@@ -347,17 +326,6 @@ def test_a_difference_is_named(name: str, old: str, new: str, said: str) -> None
     assert 1 <= text.count(old)
 
     assert any(said in problem for problem in CHECKERS[name](text.replace(old, new)))
-
-
-def test_a_module_above_what_it_imports_is_named() -> None:
-    """Data order is checked, not only completeness."""
-    lines = page("modules").splitlines()
-    [spec] = [line for line in lines if "`routeplane.record.spec`" in line]
-    lines.remove(spec)
-    lines.insert(next(at for at, line in enumerate(lines) if "`routeplane.record.families`" in line), spec)
-
-    found = find_module_problems("\n".join(lines))
-    assert any("routeplane.record.spec stands above routeplane.record.geometry" in problem for problem in found)
 
 
 def test_links_are_seen(tmp_path: Path) -> None:

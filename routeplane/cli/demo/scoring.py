@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from routeplane.batch.collate import RouteBatch, microbatches, token_logprobs
+from routeplane.batch.collation import RouteBatch, microbatches, token_logprobs
 from routeplane.cli.demo import DemoOptions
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows

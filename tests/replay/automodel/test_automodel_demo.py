@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from routeplane.cli.demo import automodel as demo_automodel, engine as demo_engine, transformers as demo_trainer
 from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo import automodel as demo_automodel
+from routeplane.cli.demo import engine as demo_engine
+from routeplane.cli.demo import transformers as demo_trainer
 
 pytestmark = pytest.mark.automodel
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.batch import collate
-from routeplane.batch.join import join
+from routeplane.batch.matching import join
 from routeplane.batch.shard import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.record import RecordKey, RouteRecord

@@ -383,7 +383,7 @@ def test_what_cannot_be_batched_is_refused(call: Callable[[], object], kind: Kin
 
 def test_a_missing_torch_names_the_extra() -> None:
     """Importing the module where torch is not installed says what to install."""
-    script = "import sys; sys.modules['torch'] = None; import routeplane.batch"
+    script = "import sys; sys.modules['torch'] = None; import routeplane.batch.collation"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert 1 == done.returncode
