@@ -80,7 +80,8 @@ ILLEGAL = {
     ),
     "inspect_knows_batch": (
         _changed("routeplane/inspect/__init__.py", "import routeplane.batch.collation\n"),
-        "routeplane/inspect/__init__.py:1: routeplane.inspect (inspect) may not know routeplane.batch.collation (batch)",
+        "routeplane/inspect/__init__.py:1: "
+        "routeplane.inspect (inspect) may not know routeplane.batch.collation (batch)",
     ),
     "a_stage_knows_the_root": (
         _changed("routeplane/batch/layouts.py", "from routeplane import __version__\n"),

@@ -1,4 +1,4 @@
-"""The reference pages say what the code says: errors, reports, command line, modules. And links lead somewhere.
+"""The reference pages say what the code says: errors, reports, command line. And links lead somewhere.
 
 Each page holds tables; a checker compares one page's text with the code and lists what differs, so that it can be tried
 on a changed page too. Which errors a kind is raised as is read from the source text.
@@ -310,12 +310,6 @@ CHANGES: dict[str, tuple[str, str, str, str]] = {
     "another default": ("cli", "| `--seed` | `0` |", "| `--seed` | `1` |", "demo --seed: default"),
     "a choice too few": ("cli", "`vllm` or `vllm-scheduler`: who", "`vllm`: who", "demo --engine: choices"),
     "a command that is none": ("cli", "## `routeplane info`", "## `routeplane show`", "commands"),
-    "a module left out": (
-        "modules",
-        "| `routeplane.record.spans` |",
-        "| `routeplane.span` |",
-        "routeplane.record.spans",
-    ),
 }
 
 

@@ -100,7 +100,7 @@ def test_the_package_keeps_the_signature_rule() -> None:
         for problem in find_signature_problems(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
     ]
 
-    assert ROOT / "routeplane" / "spec.py" in files
+    assert ROOT / "routeplane" / "record" / "spec.py" in files
     assert [] == found
 
 
