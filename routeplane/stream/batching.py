@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.codec import column_types, write_batch
 from routeplane.record.schema import Encoding, arrow_schema
-from routeplane.stream.endpoints import RecordWriter
-from routeplane.stream.protocol import TrailerCounter
+from routeplane.record.transfer import RecordWriter
+from routeplane.stream.trailer import TrailerCounter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from routeplane.record.schema import FORMAT_VERSION, Encoding, arrow_schema, row
 from routeplane.record.spans import PRESENT_STATES, STATES, SpanKind
 from routeplane.record.spec import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, MISSING, NARROW_MISSING, RouteSpec
 from routeplane.stream.frames import MAX_METADATA_BYTES
-from routeplane.stream.protocol import TRAILER_KEY, TrailerCounter
+from routeplane.stream.trailer import TRAILER_KEY, TrailerCounter
 from tests.format.documents import SCHEMAS, load
 from tests.format.test_golden import one_call, token_columns
 
