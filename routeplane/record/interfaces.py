@@ -215,7 +215,7 @@ class BlockSource(Protocol):
     def spec(self) -> RouteSpec:
         """The geometry of the records."""
 
-    def names(self, position: Position | None = None) -> Iterator[BlockName]:
+    def names(self, *, position: Position | None = None) -> Iterator[BlockName]:
         """The blocks behind a position (None: the acknowledged one), in an order that the position alone decides.
 
         Waits for blocks that are still to come, and ends where every expected producer has ended. Raises DataError

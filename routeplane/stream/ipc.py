@@ -20,9 +20,8 @@ from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
 from routeplane.stream.batches import BatchRecords, decoded
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
+from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.frames import Frame
-from routeplane.stream.trailer import TRAILER_KEY, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec

@@ -18,9 +18,8 @@ from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
+from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.files import Target
-from routeplane.stream.trailer import TRAILER_KEY, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
     import os
