@@ -179,6 +179,7 @@ def test_a_ticket_names_a_block_that_can_be_read(tmp_path: Path) -> None:
 def test_the_last_choice_has_the_tickets_of_all(tmp_path: Path) -> None:
     """The engine's front end passes on one choice's; and the request's id leads to all."""
     writer = writer_into(tmp_path)
+    said: dict[str, Any] = {}
     for choice in (1, 0, 2):
         said = run(writer, f"{choice}_req-0123abcd", generated=2, extra=request_args(sample_id="s"))
     keys = {index: json.loads(ticket)["key"][0] for index, ticket in said[f"{KEY}_choices"].items()}
@@ -249,7 +250,7 @@ def versions_of(record: RouteRecord) -> tuple[list[tuple[int, int | None]], list
     )
 
 
-def said(version: int) -> dict[str, Any]:
+def naming(version: int) -> dict[str, Any]:
     """A request that names its weights."""
     return request_args(weights_version=version)
 
@@ -260,10 +261,10 @@ def test_an_update_is_unknown_until_a_newer_version_is_named(tmp_path: Path) -> 
     begin(writer, "a", generated=2)
     writer.versions.changed("update", writer.sequences, {"a": 0})
     writer.sequences["a"].add([12], layers_of(5, 6))
-    run(writer, "stale", generated=2, extra=said(5))
+    run(writer, "stale", generated=2, extra=naming(5))
     run(writer, "silent", generated=2)
     writer.sequences["a"].add([13], layers_of(6, 7))
-    run(writer, "new", generated=2, extra=said(6))
+    run(writer, "new", generated=2, extra=naming(6))
     writer.finish("a", "length")
     writer.close()
     records = records_of(tmp_path)
@@ -307,8 +308,8 @@ def test_an_update_that_was_not_seen_makes_all_in_flight_unknown(tmp_path: Path)
     """A newer version is named, and no update was seen: when the weights changed is not known."""
     writer = writer_into(tmp_path, weights_version=5)
     begin(writer, "silent", generated=2)
-    begin(writer, "saying", generated=2, extra=said(5))
-    run(writer, "newer", generated=2, extra=said(6))
+    begin(writer, "saying", generated=2, extra=naming(5))
+    run(writer, "newer", generated=2, extra=naming(6))
     run(writer, "late", generated=2)
     for name in ("silent", "saying"):
         writer.finish(name, "length")
@@ -325,7 +326,7 @@ def test_a_pause_without_an_update_may_go_on_with_the_version_before(tmp_path: P
     writer = writer_into(tmp_path, weights_version=5)
     begin(writer, "a", generated=2)
     writer.versions.changed("pause", writer.sequences, {"a": 0})
-    run(writer, "same", generated=2, extra=said(5))
+    run(writer, "same", generated=2, extra=naming(5))
     writer.sequences["a"].add([12], layers_of(5, 6))
     writer.finish("a", "length")
     writer.close()
