@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from routeplane.capture.vllm.reports import LedgerReport, WritingReport
     from routeplane.capture.vllm.scheduler import RouteScheduler
     from routeplane.capture.vllm.shipping import shipping_args
-    from routeplane.capture.vllm.worker import RouteWorkerExtension, call_from_workers
     from routeplane.capture.vllm.writing import Answer, Conversation, RouteWritingEngine
 
 __all__ = [
@@ -29,10 +28,8 @@ __all__ = [
     "LogprobsMode",
     "ProbeReport",
     "RouteScheduler",
-    "RouteWorkerExtension",
     "RouteWritingEngine",
     "WritingReport",
-    "call_from_workers",
     "calls_from_output",
     "generate_records",
     "generate_tickets",
@@ -57,8 +54,6 @@ def __getattr__(name: str) -> Any:
             module = _load("reports")
         case "ProbeReport" | "probe" | "probe_async":
             module = _load("probing")
-        case "RouteWorkerExtension" | "call_from_workers":
-            module = _load("worker")
         case "RouteScheduler":
             module = _load("scheduler")
         case "shipping_args":

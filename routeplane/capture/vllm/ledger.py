@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.capture.recorder import WeightsChange, split_versions
+from routeplane.capture.layers import rows_from_layers
+from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
 from routeplane.capture.requests import cached_rows
-from routeplane.capture.single import record_of_call
 from routeplane.capture.vllm.reports import LedgerReport
 from routeplane.capture.vllm.shipping import Shipping, WriterConfig
-from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.coverage import Coverage
