@@ -147,14 +147,19 @@ REPORTS: dict[str, Report] = {
 
 
 def report_classes() -> set[str]:
-    """Every class with ``scalars``, but for the protocol of them all."""
+    """Every class with ``scalars``, its own or by the base ``Counts``; but for that base and the protocol of them."""
+    classes = [
+        node for text in sources().values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    ]
     return {
         node.name
-        for text in sources().values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
+        for node in classes
+        if node.name != "Counts"
         and "Protocol" not in map(ast.unparse, node.bases)
-        and any(isinstance(item, ast.FunctionDef) and item.name == "scalars" for item in node.body)
+        and (
+            "Counts" in map(ast.unparse, node.bases)
+            or any(isinstance(item, ast.FunctionDef) and item.name == "scalars" for item in node.body)
+        )
     }
 
 
