@@ -17,12 +17,12 @@ PAGE = ROOT / "docs" / "reference" / "engines.md"
 OUTCOMES = ROOT / "tests" / "data" / "engine-outcomes.json"
 
 _OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY = (
-    f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_probe", "_models")
+    f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_probing", "_models")
 )
 
 #: Part -> feature -> the tests that show it.
 FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "Outputs (`record_output`)": {
+    "Outputs (`records`)": {
         "every row, at temperature 1": (f"{_LLM}test_generated_rows_and_logprobs_are_the_models",),
         "log-probabilities": (f"{_LLM}test_sampled_logprobs_are_picked_from_any_answer",),
         "several choices": (f"{_LLM}test_two_choices_are_two_samples_of_a_group",),

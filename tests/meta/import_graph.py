@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["find_graph_problems"]
+__all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The contract
@@ -49,9 +49,6 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
-    # until the archive takes blocks through record.interfaces
-    ("archive", "stream.protocol"),
-    ("archive", "stream.endpoints"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line

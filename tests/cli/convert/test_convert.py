@@ -25,10 +25,10 @@ from routeplane.cli.convert.kinds import make_file
 from routeplane.cli.convert.parquet import ParquetReader
 from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.protocol import ReadPolicy
 from tests.archive.archives import SPEC, rich_records, sized
 from tests.stream.streams import content, contents, record, record_lists
 
@@ -90,7 +90,7 @@ def test_parquet_is_one_row_per_record(tmp_path: Path) -> None:
 
     assert [item.sample_id for item in records] == table["sample_id"].to_list()
     assert [item.token_ids.tolist() for item in records] == table["token_ids"].to_list()
-    assert SPEC.to_json() == pq.read_schema(place).metadata[b"routeplane.record.spec"].decode()
+    assert SPEC.to_json() == pq.read_schema(place).metadata[b"routeplane.spec"].decode()
 
 
 @pytest.mark.parametrize("end", [".arrows", ".parquet"])

@@ -1,4 +1,4 @@
-"""The probe against a real engine, and against the same engine with its rows changed on their way.
+"""The probe against a real engine whose rows are changed on their way.
 
 Axes: R rows, D decoder layers, K top-k slots.
 """
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine with capture on, for all tests here."""
+    """One engine for all tests here."""
     with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
         yield running
 
