@@ -17,13 +17,14 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from routeplane.capture import wire
 from routeplane.capture.choices import DEFAULTS, WHY_ABSENT, CaptureOptions
 from routeplane.capture.http import openai
 from routeplane.capture.http.tickets import issue_ticket
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, TransportError, UsageError, refused
+from routeplane.record.counts import Counts
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -272,12 +273,14 @@ def _tidy(document: dict[str, Any], request: RouteRequest, *, keep_ids: bool) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MiddlewareReport:
+class MiddlewareReport(Counts):
     """What a middleware did. ``shipped`` and ``stripped`` count choices, the rest requests.
 
     >>> MiddlewareReport(requests=2).scalars()["routeplane/middleware_requests"]
     2.0
     """
+
+    SCOPE: ClassVar[str] = "middleware_"
 
     requests: int = 0
     shipped: int = 0
@@ -285,10 +288,6 @@ class MiddlewareReport:
     streams: int = 0  # answered as a stream: passed on untouched
     untouched: int = 0  # other bodies: errors, compressed, not JSON, without choices, or not whole
     refused: int = 0  # answered with an error, since their routes could not be shipped
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {f"{prefix}middleware_{name}": float(getattr(self, name)) for name in self.__slots__}
 
 
 class RouteMiddleware:

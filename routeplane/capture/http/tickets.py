@@ -13,12 +13,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
 from routeplane.capture import recorder
 from routeplane.errors import DataError, ErrorKind, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.checksum import require_equal
+from routeplane.record.counts import Counts
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RecordKey, RouteRecord
 
@@ -118,8 +119,14 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TicketReport:
-    """What became of the calls that came to a store."""
+class TicketReport(Counts):
+    """What became of the calls that came to a store.
+
+    >>> TicketReport(received=2).merge(TicketReport(received=1)).scalars()["routeplane/tickets_received"]
+    3.0
+    """
+
+    SCOPE: ClassVar[str] = "tickets_"
 
     received: int = 0
     redeemed: int = 0
@@ -127,10 +134,6 @@ class TicketReport:
     refused: int = 0  # tickets that no call answered: unknown, redeemed before, expired, of another stream or call
     held: int = 0
     held_bytes: int = 0
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {f"{prefix}tickets_{name}": float(getattr(self, name)) for name in self.__slots__}
 
 
 class TicketStore:
