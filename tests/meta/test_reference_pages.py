@@ -21,7 +21,7 @@ import routeplane.errors
 from routeplane.batch.loader import PrefetchReport
 from routeplane.capture.middleware import MiddlewareReport
 from routeplane.capture.tickets import DeskReport
-from routeplane.capture.vllm.reports import LedgerReport, WritingReport
+from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.timeline import Timeline
@@ -133,7 +133,7 @@ REPORTS: dict[str, Report] = {
     "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
     "WritingReport": WritingReport(),
-    "LedgerReport": LedgerReport(),
+    "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PromptReport": PromptReport(),
