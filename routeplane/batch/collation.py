@@ -134,9 +134,10 @@ def collate(
     first rows stand in another one (PREFIX) and for token columns that differ (TOKEN_COLUMN).
 
     >>> from routeplane.batch import BatchOptions, collate
-    >>> from routeplane.testing.builders import watermarked_record
-    >>> record = watermarked_record(0, num_tokens=3)
-    >>> batch = collate([record], record.spec, options=BatchOptions(seq_len=4, pad_token_id=9))
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> batch = collate([record], spec, options=BatchOptions(seq_len=4, pad_token_id=9))
     >>> batch.routes.shape[:2], batch.pad_mask.tolist()
     (torch.Size([1, 4]), [[False, False, False, True]])
     """
@@ -187,9 +188,10 @@ def microbatches(
     parallelism does not divide or that fill more than ``batches``.
 
     >>> from routeplane.batch import microbatches
-    >>> from routeplane.testing.builders import watermarked_record
-    >>> records = [watermarked_record(sample, num_tokens=3) for sample in range(3)]
-    >>> [len(batch.keys) for batch in microbatches(records, tokens=8, spec=records[0].spec)]
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> records = [watermarked_record(sample, num_tokens=3, spec=spec) for sample in range(3)]
+    >>> [len(batch.keys) for batch in microbatches(records, tokens=8, spec=spec)]
     [2, 1]
     """
     budget, held = require_positive(tokens, "tokens"), require_positive(sort_within, "sort_within")
