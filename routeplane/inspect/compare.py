@@ -294,7 +294,7 @@ class AlignedRows:
     @cached_property
     def both_SL(self) -> NDArray[np.bool_]:
         """Whether both sides have the row."""
-        return (self.left_SLK[:, :, 0] != MISSING) & (self.right_SLK[:, :, 0] != MISSING)
+        return np.asarray((self.left_SLK[:, :, 0] != MISSING) & (self.right_SLK[:, :, 0] != MISSING))
 
     @cached_property
     def shared_SL(self) -> NDArray[np.int32]:
@@ -304,7 +304,7 @@ class AlignedRows:
     @property
     def flipped_SL(self) -> NDArray[np.bool_]:
         """Whether both have the row, as other sets of experts."""
-        return self.both_SL & (self.shared_SL < self.left_SLK.shape[2])
+        return np.asarray(self.both_SL & (self.shared_SL < self.left_SLK.shape[2]))
 
 
 def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) -> AlignedRows:
