@@ -21,9 +21,9 @@ from routeplane.archive.remote import RemoteFolder
 from routeplane.archive.store import ArchiveStore, LocalFolder
 from routeplane.archive.writer import ArchiveWriter
 from routeplane.errors import Problem
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
-from routeplane.stream.protocol import ReadPolicy
 
 __all__ = [
     "ARCHIVE_VERSION",

@@ -20,9 +20,9 @@ from routeplane.archive.catalog import Catalog, Run
 from routeplane.archive.table import Row, encode_rows
 from routeplane.errors import DataError, FormatError, refused
 from routeplane.record.coverage import Coverage, lose_rows
+from routeplane.record.policy import Quarantined, ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.stream.endpoints import RecordReader
-from routeplane.stream.protocol import Quarantined, ReadPolicy
+from routeplane.record.transfer import RecordReader
 
 if TYPE_CHECKING:
     import numpy as np

@@ -38,7 +38,7 @@ from routeplane.archive.shards import ShardWriter
 from routeplane.archive.table import PART_ENTRIES, PART_RECORDS, Row, encode_rows, key_hash, row_of
 from routeplane.errors import DataError, ErrorKind, FormatError, StoreError, TruncatedError
 from routeplane.record.parse import check_text
-from routeplane.stream.endpoints import RecordWriter
+from routeplane.record.transfer import RecordWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

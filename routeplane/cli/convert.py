@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from routeplane.errors import ErrorKind, FormatError, refused
 from routeplane.inspect.parquet import ParquetReader, ParquetWriter
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.schema import choose_encoding
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.files import PublishedPath
-from routeplane.stream.protocol import ReadPolicy
 
 if TYPE_CHECKING:
     from routeplane.record.interfaces import RouteSink

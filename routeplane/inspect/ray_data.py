@@ -33,11 +33,11 @@ from routeplane.errors import (
 from routeplane.inspect.inputs import SourceSet, is_archive, is_wanted, parse_sample
 from routeplane.inspect.statistics import RouteStatistics, collect
 from routeplane.record.codec import read_records, write_batch
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import arrow_schema, parse_schema
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
-from routeplane.stream.protocol import ReadPolicy
 
 try:
     import ray
@@ -53,7 +53,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from routeplane.archive import Archive
     from routeplane.record.spec import RouteSpec
-    from routeplane.stream.endpoints import RecordReader
+    from routeplane.record.transfer import RecordReader
 
 __all__ = [
     "Cut",

@@ -24,10 +24,10 @@ from routeplane.cli.convert import convert, make_file, open_any
 from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
 from routeplane.inspect.parquet import ParquetReader
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.protocol import ReadPolicy
 from tests.archive.archives import SPEC, rich_records, sized
 from tests.stream.streams import content, contents, record, record_lists
 

@@ -49,9 +49,6 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
-    # until the archive takes blocks through record.interfaces
-    ("archive", "stream.protocol"),
-    ("archive", "stream.endpoints"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
