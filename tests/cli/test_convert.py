@@ -89,7 +89,7 @@ def test_parquet_is_one_row_per_record(tmp_path: Path) -> None:
 
     assert [item.sample_id for item in records] == table["sample_id"].to_list()
     assert [item.token_ids.tolist() for item in records] == table["token_ids"].to_list()
-    assert SPEC.to_json() == pq.read_schema(place).metadata[b"routeplane.record.spec"].decode()
+    assert SPEC.to_json() == pq.read_schema(place).metadata[b"routeplane.spec"].decode()
 
 
 @pytest.mark.parametrize("end", [".arrows", ".parquet"])
