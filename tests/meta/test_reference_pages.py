@@ -24,8 +24,8 @@ from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.timeline import Timeline
-from routeplane.inspect.collect import collect
-from routeplane.inspect.diff import RouteDiff
+from routeplane.inspect.compare import RouteDiff
+from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import Report
