@@ -109,10 +109,10 @@ class CaptureOptions:
             if getattr(self, name) is not None:
                 check_count(getattr(self, name), name, below=2**31)
 
-    def only(self, reader: str, *names: str) -> None:
-        """Raise UsageError where an option is set that a reader does not have.
+    def only(self, names: Sequence[str], *, reader: str) -> None:
+        """Raise UsageError where an option is set that is not among those of a reader.
 
-        >>> CaptureOptions(cached=0).only("sglang", "cached", "media")
+        >>> CaptureOptions(cached=0).only(["cached", "media"], reader="sglang")
         """
         for item in fields(self):
             if item.name not in names and getattr(self, item.name) != item.default:

@@ -65,7 +65,7 @@ def calls(
     >>> call.routes.tolist()
     [[[3, 1]], [[0, 5]]]
     """
-    options.only("sglang", *_OPTIONS)
+    options.only(_OPTIONS, reader="sglang")
     answers = [answer] if isinstance(answer, Mapping) else list(answer) if isinstance(answer, Sequence) else []
     found = [_choice(one, prompt_ids, call_id=call_id) for one in answers]
     if not found:

@@ -104,7 +104,7 @@ def calls(
     """
     if spans not in get_args(ChunkSpans):
         raise refused(f"spans of {get_args(ChunkSpans)}", repr(spans))
-    options.only("a stream of chunks", *_OPTIONS)
+    options.only(_OPTIONS, reader="a stream of chunks")
     streams: dict[int, _ChoiceStream] = {}
     name = call_id
     for chunk in chunks:

@@ -326,7 +326,7 @@ def _calls(
     messages: Sequence[_Message], spec: RouteSpec, *, weights_version: int | None, options: CaptureOptions
 ) -> Iterable[ModelCall]:
     """One call per generation, each with the rows that no call before it has; one more for tokens behind the last."""
-    options.only("message logs", "absent", "axis", "logprobs_mode", "media")
+    options.only(("absent", "axis", "logprobs_mode", "media"), reader="message logs")
     fed = max((one.stop - 1 for one in messages if one.role == _ASSISTANT), default=messages[-1].stop)
     rows_SLK = _rows(messages, spec, fed=fed, absent=options.absent, axis=options.axis or "captured")
     token_S = np.concatenate([one.token_M for one in messages])

@@ -326,7 +326,7 @@ class RouteMiddleware:
         paths: Iterable[str] = PATHS,
         options: CaptureOptions = DEFAULTS,
     ) -> None:
-        options.only("the middleware", "axis", "cached", "decoder_layers", "form", "fused_shared")
+        options.only(("axis", "cached", "decoder_layers", "form", "fused_shared"), reader="the middleware")
         self._app = app
         self._spec = spec
         self._sink = sink
