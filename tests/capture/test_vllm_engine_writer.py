@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, open_carrier
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, request_args
 from routeplane.errors import ErrorKind, TransportError, UsageError
+from routeplane.record.coverage import Coverage
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from tests.capture.block_files import records_of
@@ -424,8 +425,8 @@ def test_a_full_queue_follows_its_policy(tmp_path: Path, policy: Any) -> None:
 
 def test_reports_merge() -> None:
     """Counts add up over engines and ranks."""
-    left = EngineReport(records=1, skipped=2, refusals={"a": 1})
-    right = EngineReport(records=3, lost=4, refusals={"a": 1, "b": 4})
+    left = EngineReport(coverage=Coverage(records=1), skipped=2, refusals={"a": 1})
+    right = EngineReport(coverage=Coverage(records=3), lost=4, refusals={"a": 1, "b": 4})
     both = left.merge(right)
 
     assert (4, 2, 4, {"a": 2, "b": 4}) == (both.records, both.skipped, both.lost, dict(both.refusals))

@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from routeplane.capture.recorder import WeightsChange, split_versions
+from routeplane.capture.layers import rows_from_layers
+from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
 from routeplane.capture.requests import cached_rows
-from routeplane.capture.single import record_of_call
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, choice_of
-from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.counts import Counts, add_by_key, count
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteTicket
 
@@ -66,45 +66,38 @@ class BlockWriter(Protocol):
         """Drop the block that is being filled."""
 
 
-def _none() -> Mapping[str, int]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineReport:
-    """What a writer inside an engine did so far. ``refusals``: sequences without a record, by the kind of error."""
+class EngineReport(Counts):
+    """What a writer inside an engine did so far.
 
-    records: int = 0
-    skipped: int = 0  # sequences whose request asked for no capture
-    pending: int = 0  # sequences that ended and whose block is not sealed
-    lost: int = 0  # records that the carrier did not take
-    reopened: int = 0  # times that a carrier that failed was opened again
-    stale_versions: int = 0  # requests that named other weights than those that run
+    Args:
+        skipped: Sequences whose request asked for no capture.
+        pending: Sequences that ended and whose block is not sealed.
+        lost: Records that the carrier did not take.
+        reopened: Times that a carrier that failed was opened again.
+        stale_versions: Requests that named other weights than those that run.
+        weight_updates: Updates of weights that were seen.
+        refusals: Sequences without a record, by the kind of error.
+        coverage: Of the records written.
+
+    >>> EngineReport(lost=1).merge(EngineReport(lost=2)).scalars()["routeplane/engine_lost"]
+    3.0
+    """
+
+    SCOPE: ClassVar[str] = "engine_"
+    skipped: int = 0
+    pending: int = 0
+    lost: int = 0
+    reopened: int = 0
+    stale_versions: int = 0
     weight_updates: int = 0
-    refusals: Mapping[str, int] = field(default_factory=_none)
-    coverage: Coverage = field(default_factory=Coverage)
+    refusals: Mapping[str, int] = count(factory=lambda: MappingProxyType({}), scalar="refused", merge=add_by_key)
+    coverage: Coverage = count(factory=Coverage)
 
-    def merge(self, other: EngineReport) -> EngineReport:
-        """Merge the counts of both."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
-        refusals = Counter(self.refusals)
-        refusals.update(other.refusals)
-        return EngineReport(
-            **sums,
-            refusals=MappingProxyType(dict(refusals)),
-            coverage=self.coverage.merge(other.coverage),
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """List the counts for a metrics logger: a flat dict with stable names."""
-        return {
-            **{f"{prefix}engine_{name}": float(getattr(self, name)) for name in _SUMS if name != "records"},
-            f"{prefix}engine_refused": float(sum(self.refusals.values())),
-            **self.coverage.scalars(prefix=f"{prefix}engine_"),
-        }
-
-
-_SUMS = ("records", "skipped", "pending", "lost", "reopened", "stale_versions", "weight_updates")
+    @property
+    def records(self) -> int:
+        """Records written."""
+        return self.coverage.records
 
 
 class RunningSequence:
@@ -306,7 +299,6 @@ class EngineWriter:
         """Count what was done so far."""
         blocks = self._blocks
         return EngineReport(
-            records=blocks.records,
             skipped=self._skipped,
             pending=blocks.pending,
             lost=blocks.lost,

@@ -17,7 +17,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from routeplane.capture.wire import rows_from_layers
+from routeplane.capture.layers import rows_from_layers
 from routeplane.errors import CaptureError, ErrorKind, Problem, RouteplaneError
 from routeplane.record.validate import find_problems
 
