@@ -29,9 +29,11 @@ class BlockFiles:
         self.sink.write(record)
         self.records += 1
 
-    def seal(self) -> str | None:
+    def flush(self) -> str | None:
         """Publish the present block."""
         if (self.folder / "full").exists():
+            if self.sink is not None:
+                self.sink.abort()
             raise OSError(28, "No space left on device")
         if self.sink is None:
             return None
@@ -41,14 +43,8 @@ class BlockFiles:
 
     def close(self) -> None:
         """Seal, and mark the end."""
-        self.seal()
+        self.flush()
         (self.folder / f"{self.stem}.closed").touch()
-
-    def abort(self) -> None:
-        """Drop the present block."""
-        if self.sink is not None:
-            self.sink.abort()
-            self.sink = None
 
 
 def open_writer(place: str, spec: RouteSpec, *, run: str, producer: str) -> BlockFiles:

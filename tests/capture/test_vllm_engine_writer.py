@@ -171,7 +171,7 @@ def test_a_ticket_names_a_block_that_can_be_read(tmp_path: Path) -> None:
     for index in range(5):
         ticket = json.loads(run(writer, f"s{index}", generated=3)[KEY])
         assert f"s{index}" in records_of(tmp_path)
-        assert (tmp_path / ticket["stream"]).exists()
+        assert (tmp_path / ticket["stream"].removeprefix("r/")).exists()
     assert 0 == writer.report().pending
     writer.close()
     assert (tmp_path / "r-engine-3.closed").exists()

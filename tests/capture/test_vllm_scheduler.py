@@ -107,7 +107,7 @@ def test_a_sequence_is_a_record_and_its_answer_a_ticket(writing: Writing) -> Non
     assert sampled == pytest.approx(record.logprobs[len(SHORT) :].tolist(), rel=1e-6)
     assert {"finish_reason": "length", "logprobs_mode": "raw"} == dict(record.attributes)
     assert ("a", 2, 0) == ticket.key == record.key
-    assert (0, 21, writing.blocks()[-1].name) == (ticket.start, ticket.stop, ticket.stream)
+    assert (0, 21, f"r/{writing.blocks()[-1].name}") == (ticket.start, ticket.stop, ticket.stream)
     # the checksum is the call's, made again from what the record holds
     prompt = len(SHORT)
     call = ModelCall(

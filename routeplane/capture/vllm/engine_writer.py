@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -26,7 +26,7 @@ from routeplane.capture.requests import cached_rows
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, choice_of
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.calls import ModelCall, RowLoss
-from routeplane.record.counts import Counts, add_by_key, count
+from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteTicket
 
@@ -51,19 +51,16 @@ _LOG_EVERY_S = 60.0
 
 
 class BlockWriter(Protocol):
-    """What a carrier opens for one producer."""
+    """What a carrier opens for one producer. After an OSError (TransportError, StoreError) it takes no more records."""
 
     def write(self, record: RouteRecord) -> None:
         """Add a record to the block that is being filled."""
 
-    def seal(self) -> str | None:
+    def flush(self) -> object | None:
         """Publish the block, durably, and return its name; None where it holds no record."""
 
     def close(self) -> None:
-        """Seal, and tell readers that this producer has ended."""
-
-    def abort(self) -> None:
-        """Drop the block that is being filled."""
+        """Flush, and tell readers that this producer has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +88,10 @@ class EngineReport(Counts):
     reopened: int = 0
     stale_versions: int = 0
     weight_updates: int = 0
-    refusals: Mapping[str, int] = count(factory=lambda: MappingProxyType({}), scalar="refused", merge=add_by_key)
-    coverage: Coverage = count(factory=Coverage)
+    refusals: Mapping[str, int] = field(
+        default_factory=lambda: MappingProxyType({}), metadata=rule(scalar="refused", merge=add_by_key)
+    )
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def records(self) -> int:
@@ -280,11 +279,17 @@ class EngineWriter:
         """Seal everything that ended; whether that was done in time."""
         return self._blocks.flush(timeout_s)
 
-    def close(self, *, timeout_s: float = 10.0) -> None:
-        """Record what is in flight as aborted, seal, and end the producer. Idempotent."""
+    def close(self, *, end: bool = True, timeout_s: float = 10.0) -> None:
+        """Record what is in flight as aborted, and seal. Idempotent.
+
+        Args:
+            end: Whether to tell readers that this producer has ended. One that has not goes on when it is started
+                again, and until then counts as vanished.
+            timeout_s: How long to wait for the carrier.
+        """
         for request_id in list(self.sequences):
             self.finish(request_id, "abort", answered=False)
-        self._blocks.close(timeout_s)
+        self._blocks.close(timeout_s, end=end)
 
     def require_health(self) -> None:
         """Raise TransportError where records were lost and the configuration says that this ends the engine."""
@@ -497,7 +502,7 @@ class _BlockThread:
         self._answers: deque[tuple[str, dict[str, str]]] = deque()
         self._unanswered: OrderedDict[str, _Job] = OrderedDict()
         self._unsealed: list[tuple[_Job, ModelCall, RouteRecord]] = []
-        self._closing = self._closed = self._flush_wanted = False
+        self._closing = self._closed = self._ends = self._flush_wanted = False
         self.records = self.lost = self.reopened = self.pending = 0
         self.refusals: Counter[str] = Counter()
         self.rows: Counter[str] = Counter()
@@ -564,9 +569,9 @@ class _BlockThread:
                 self._changed.wait(min(0.05, timeout_s))
             return not self.pending
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float, *, end: bool) -> None:
         with self._changed:
-            self._closing = True
+            self._closing, self._ends = True, end
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
@@ -615,7 +620,7 @@ class _BlockThread:
             return
         try:
             self._require_open().write(record)
-        except (OSError, TransportError) as error:
+        except OSError as error:
             self._unsealed.append((job, call, record))
             self._recover(error)
         except RouteplaneError as error:  # of this record: a second one of its key, ids that make its ticket too long
@@ -631,13 +636,13 @@ class _BlockThread:
 
     def _seal(self) -> None:
         try:
-            name = self._require_open().seal()
-        except (OSError, TransportError) as error:
+            name = self._require_open().flush()
+        except OSError as error:
             self._recover(error)
             return
-        self._publish(name or "")
+        self._publish(name)
 
-    def _publish(self, name: str) -> None:
+    def _publish(self, name: object) -> None:
         """Answer for every record of a block that is sealed."""
         said = [(job, record, self._ticket(call, record, name)) for job, call, record in self._unsealed]
         with self._changed:
@@ -650,10 +655,10 @@ class _BlockThread:
             self._flush_wanted = False
             self._changed.notify_all()
 
-    def _ticket(self, call: ModelCall, record: RouteRecord, name: str) -> dict[str, str]:
+    def _ticket(self, call: ModelCall, record: RouteRecord, name: object) -> dict[str, str]:
         try:
             ticket = RouteTicket(
-                stream=name,
+                stream=f"{self._config.run}/{name}",
                 key=record.key,
                 call_id=call.call_id,
                 start=call.first_row,
@@ -671,32 +676,24 @@ class _BlockThread:
         self.trouble = f"{type(error).__name__}: {error}"
         self._log(f"the carrier of routes failed, opening it again: {self.trouble}")
         while True:
-            self._abandon()
+            self._blocks = None
             try:
                 self._blocks = self._open()
                 self.reopened += 1
                 for _, _, record in self._unsealed:
                     self._blocks.write(record)
-                name = self._blocks.seal()
+                name = self._blocks.flush()
             except (OSError, RouteplaneError) as again:
                 self.trouble = f"{type(again).__name__}: {again}"
                 if time.monotonic() >= deadline or self._closing:
-                    self._abandon()
+                    self._blocks = None
                     self._lose()
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
-                self._publish(name or "")
+                self._publish(name)
                 return
-
-    def _abandon(self) -> None:
-        blocks, self._blocks = self._blocks, None
-        if blocks is not None:
-            try:
-                blocks.abort()
-            except (OSError, RouteplaneError) as error:
-                self.trouble = f"{type(error).__name__}: {error}"
 
     def _lose(self) -> None:
         with self._changed:
@@ -739,9 +736,10 @@ class _BlockThread:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._blocks is not None:
+        blocks, self._blocks = self._blocks, None  # what is not ended is free for the next writer of this name
+        if blocks is not None and self._ends:
             try:
-                self._blocks.close()
+                blocks.close()
             except (OSError, RouteplaneError) as error:
                 self._log(f"the carrier of routes did not close: {type(error).__name__}: {error}")
 
@@ -767,4 +765,12 @@ def open_carrier(config: WriterConfig, spec: RouteSpec, *, producer: str) -> Blo
         factory = None
     if not callable(factory):
         raise refused("carrier as the dotted name of a function", repr(config.carrier))
-    return factory(config.place, spec, run=config.run, producer=producer, **config.options)
+    options = dict(config.options)
+    limits = getattr(import_module(module), "BlockLimits", None)
+    if limits is not None:
+        # blocks are sealed here, where it is known who waits; the carrier only keeps its bound
+        chosen = limits(**{**dict(config.limits), "block_bytes": 1})
+        options["limits"] = replace(chosen, block_bytes=chosen.max_bytes)
+    elif config.limits:
+        raise refused(f"no limits, which {config.carrier} does not have", repr(dict(config.limits)))
+    return factory(config.place, spec, run=config.run, producer=producer, **options)

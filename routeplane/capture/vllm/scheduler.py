@@ -201,8 +201,8 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
         return ended
 
     def shutdown(self) -> None:
-        """Seal what is there, and end the producer."""
-        self._writer.close()
+        """Seal what is there. The producer has not ended: an engine that is started again goes on under its name."""
+        self._writer.close(end=False)
         super().shutdown()
 
     # ---- weights --------------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class WriterConfig:
         place: Where blocks go: a folder for the default carrier.
         run: Name of the training run. A place that holds another run refuses the start.
         carrier: Dotted name of what opens the place, called as ``carrier(place, spec, run=, producer=, **options)``.
-        options: Further arguments of the carrier.
+        options: Further arguments of the carrier (``groups``, ``encoding``).
+        limits: Bounds of the carrier by name, as in its ``BlockLimits``: ``max_bytes``, ``timeout_s``, ``sync``.
         producer: Name of this server among those that write to the place. Its data-parallel ranks are
             ``{producer}-{rank}``, each a producer of its own.
         block_bytes: A block is sealed at this payload,
@@ -84,6 +85,7 @@ class WriterConfig:
     run: str
     carrier: str = "routeplane.stream.folder.open_writer"
     options: Mapping[str, Any] = field(default_factory=_no_options)
+    limits: Mapping[str, Any] = field(default_factory=_no_options)
     producer: str = "engine"
     block_bytes: int = 2**26
     block_age_s: float = 1.0
@@ -101,8 +103,9 @@ class WriterConfig:
             _checked(check_text, getattr(self, name), name)
         if not isinstance(self.carrier, str) or not _DOTTED.fullmatch(self.carrier):
             raise refused("carrier as the dotted name of a function", repr(self.carrier))
-        if not isinstance(self.options, Mapping):
-            raise refused("options as a mapping", repr(self.options))
+        for name in ("options", "limits"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise refused(f"{name} as a mapping", repr(getattr(self, name)))
         for name in ("block_bytes", "queue_bytes"):
             _checked(check_count, getattr(self, name), name, below=2**63)
         for name in ("block_age_s", "wait_s", "retry_s", "probe_every_s"):

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -22,7 +22,7 @@ from routeplane.capture.recorder import RouteRecorder, WeightsChange
 from routeplane.capture.vllm.model_config import captures_routes, model_config_of, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, calls
 from routeplane.errors import CaptureError, ErrorKind, refused
-from routeplane.record.counts import Counts, count
+from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class WritingReport(Counts):
 
     SCOPE: ClassVar[str] = "writing_"
     calls: int = 0
-    records: int = count(scalar=None)  # stands in the coverage's scalars
+    records: int = field(default=0, metadata=rule(scalar=None))  # stands in the coverage's scalars
     rows_received: int = 0
     waits: int = 0
     overlap_rows: int = 0
     drift_rows: int = 0
     weight_updates: int = 0
-    coverage: Coverage = count(factory=Coverage)
+    coverage: Coverage = field(default_factory=Coverage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
