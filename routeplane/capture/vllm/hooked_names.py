@@ -15,7 +15,7 @@ __all__ = ["FIELDS", "FUNCTIONS", "find_drift"]
 #: Module and qualified name -> the parameters that are used, beyond which others may stand.
 FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output": ("request", "new_token_ids"),
+        "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output": ("request", "new_token_ids"),
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("scheduler_output", "model_runner_output"),
         "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": ("request_ids", "finished_status"),
         "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state": ("pause_state",),
@@ -55,6 +55,17 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.sampling_params:SamplingParams": ("routed_experts_prompt_start", "extra_args", "stop"),
         "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED", "PAUSED_ALL"),
         "vllm.v1.request:RequestStatus": ("FINISHED_LENGTH_CAPPED",),
+        "vllm.v1.request:Request": (
+            "mm_features",
+            "num_computed_tokens",
+            "num_output_placeholders",
+            "num_output_tokens",
+            "prompt_embeds",
+            "prompt_token_ids",
+            "resumable",
+            "sampling_params",
+        ),
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler": ("__init__",),
     }
 )
 
@@ -72,7 +83,7 @@ def find_drift(
         What differs, one line each.
 
     >>> find_drift(lambda name: None, lambda name: ("outputs",))[0]
-    'vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output is gone'
+    'vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output is gone'
     """
     found = []
     for table, lookup in ((FUNCTIONS, parameters_of), (FIELDS, fields_of)):

@@ -346,7 +346,9 @@ def _fields_of(name: str) -> Sequence[str] | None:
     found = _object_of(name)
     if found is None:
         return None
-    return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *dir(found)]
+    constructor = getattr(found.__init__, "__code__", None)
+    set_by_it = () if constructor is None else constructor.co_names
+    return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *set_by_it, *dir(found)]
 
 
 def _require_capture(config: Any) -> None:
