@@ -81,7 +81,7 @@ def main(paths: list[str]) -> None:
     for path in paths:
         version, found = read_wheel(Path(path))
         known[version] = found
-        print(version, drift_of(found) or "as expected")
+        sys.stdout.write(f"{version}: {drift_of(found) or 'as expected'}\n")
     ordered = dict(sorted(known.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
     SIGNATURES.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 

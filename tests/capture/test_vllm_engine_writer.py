@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routeplane.capture.http.tickets import call_of_ticket
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, open_carrier
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, request_args
 from routeplane.errors import ErrorKind, TransportError, UsageError
 from routeplane.record.coverage import Coverage
+from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from tests.capture.block_files import records_of
@@ -166,12 +168,13 @@ def test_rows_of_any_number_of_steps_are_all_there(tmp_path: Path) -> None:
 
 
 def test_a_ticket_names_a_block_that_can_be_read(tmp_path: Path) -> None:
-    """When the answer is there, so is the record, in the block that its ticket names."""
+    """When the answer is there, so is the record, in the block that its ticket names; the ticket gives its call."""
     writer = writer_into(tmp_path)
     for index in range(5):
-        ticket = json.loads(run(writer, f"s{index}", generated=3)[KEY])
-        assert f"s{index}" in records_of(tmp_path)
-        assert (tmp_path / ticket["stream"].removeprefix("r/")).exists()
+        ticket = RouteTicket.from_json(run(writer, f"s{index}", generated=3)[KEY])
+        assert (tmp_path / ticket.stream.removeprefix("r/")).exists()
+        call = call_of_ticket(records_of(tmp_path)[f"s{index}"], ticket)
+        assert [10, 11, 12] == call.generation_ids.tolist()
     assert 0 == writer.report().pending
     writer.close()
     assert (tmp_path / "r-engine-3.closed").exists()
@@ -271,6 +274,8 @@ def test_an_update_is_unknown_until_a_newer_version_is_named(tmp_path: Path) -> 
     records = records_of(tmp_path)
 
     assert ([(4, None), (6, 5), (8, 6)], [(5, 5), (7, 6), (8, None)]) == versions_of(records["a"])
+    ticket = RouteTicket.from_json(answer(writer, "a")[KEY])
+    assert call_of_ticket(records["a"], ticket).weights_version is None  # a call has one version, and these are two
     assert [(4, None), (6, None)] == versions_of(records["stale"])[0] == versions_of(records["silent"])[0]
     assert [(4, None), (6, 6)] == versions_of(records["new"])[0]
     assert (1, 1) == (writer.report().stale_versions, writer.report().weight_updates)

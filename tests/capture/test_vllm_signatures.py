@@ -1,4 +1,4 @@
-"""The names of vLLM that the writer inside the engine uses, in every release that pyproject.toml allows. No vLLM runs."""
+"""The names of vLLM that the writer inside the engine uses, in each release that pyproject.toml allows; none runs."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from routeplane.capture.http.tickets import ticket_of_record
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
 from routeplane.capture.requests import cached_rows
@@ -28,7 +29,6 @@ from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportEr
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.coverage import Coverage
-from routeplane.record.interfaces import RouteTicket
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -657,14 +657,7 @@ class _BlockThread:
 
     def _ticket(self, call: ModelCall, record: RouteRecord, name: object) -> dict[str, str]:
         try:
-            ticket = RouteTicket(
-                stream=f"{self._config.run}/{name}",
-                key=record.key,
-                call_id=call.call_id,
-                start=call.first_row,
-                stop=call.rows_stop,
-                checksum=call.checksum,
-            )
+            ticket = ticket_of_record(record, call, stream=f"{self._config.run}/{name}")
         except RouteplaneError as error:  # ids that make it too long; the record is there
             return {f"{KEY}_error": str(error)}
         return {KEY: ticket.to_json()}

@@ -95,10 +95,9 @@ def require_capture(
 def _shifted(prompt_RLK: NDArray[np.int16], other_RLK: NDArray[np.int16], *, min_agreement: float) -> list[Problem]:
     """Rows that do not change where the token does."""
     same_RL = _same(prompt_RLK, other_RLK)
-    if same_RL[:_DIFFERS].mean() < min_agreement:
-        said = (
-            f"rows before token {_DIFFERS} not to change with it, got {same_RL[:_DIFFERS].mean():.0%} of them unchanged"
-        )
+    share = min(same_RL[:_DIFFERS].mean(), same_RL[_DIFFERS - 1].mean())
+    if share < min_agreement:
+        said = f"rows before token {_DIFFERS} not to change with it, got {share:.0%} of them unchanged"
     elif same_RL[_DIFFERS].all() and not same_RL[_DIFFERS:].all():
         said = f"the row of token {_DIFFERS} to change with the token, got the same row in every layer"
     else:
