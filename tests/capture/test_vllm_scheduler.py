@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,8 @@ def test_preempted_sequences_have_the_rows_of_undisturbed_ones(
     writing: Writing, tmp_path: Path, prefix_cache: bool
 ) -> None:
     """With blocks for a third of them, eight sequences are preempted again and again: no row is lost or another's."""
+    if not prefix_cache and find_spec("vllm.config.aux_output") is not None:
+        pytest.skip("from 0.31 on, vLLM's capture needs the prefix cache, and its configuration says so")
     options = {**writer_options(tmp_path), "scheduler_cls": CountingScheduler}
     llm = start_engine(
         str(writing.engine.folder),
