@@ -103,7 +103,8 @@ All of it ran on a CPU with tiny seeded models, rows compared with a Transformer
 _TAIL = """
 ## Names that the writer uses
 
-Read from the wheels, without running them (`python -m tests.vllm_wheels`); `pyproject.toml` allows the releases that have all.
+Read from the wheels, without running them (`python -m tests.vllm_wheels`).
+`pyproject.toml` allows the releases that have all.
 
 | release | functions, parameters and attributes |
 |---|---|
