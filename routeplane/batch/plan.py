@@ -293,7 +293,8 @@ class TokenPlan:
     ) -> NDArray[Any]:
         """Per-record arrays ``[length, ...]`` laid out by the plan: ``[*shape, ...]``, ``fill`` at padding.
 
-        ``columns``: one array per sequence that has tokens, of the plan's ``sources``, equal in dtype and further axes; only read.
+        ``columns``: one array per sequence that has tokens, of the plan's ``sources``; only read. They are equal in
+        dtype and further axes.
         ``dtype``: of the output (default: theirs, in native byte order); must hold every value of theirs.
         ``slots``: of axis 1, keep these positions alone, in this order; nothing else of the axis is read.
         ``out``: C-contiguous array to fill and return, every row of it; else a fresh one, owned by the caller.

@@ -19,6 +19,7 @@ import pytest
 
 import routeplane.errors
 from routeplane.batch.loader import PrefetchReport
+from routeplane.batch.matching import JoinReport
 from routeplane.capture.middleware import MiddlewareReport
 from routeplane.capture.tickets import DeskReport
 from routeplane.capture.vllm import EngineReport, WritingReport
@@ -137,6 +138,7 @@ REPORTS: dict[str, Report] = {
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PromptReport": PromptReport(),
+    "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
     "DeskReport": DeskReport(),
     "MiddlewareReport": MiddlewareReport(),
