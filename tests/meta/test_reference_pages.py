@@ -20,8 +20,7 @@ import pytest
 import routeplane.errors
 from routeplane.batch.loader import PrefetchReport
 from routeplane.batch.matching import JoinReport
-from routeplane.capture.middleware import MiddlewareReport
-from routeplane.capture.tickets import DeskReport
+from routeplane.capture.http import MiddlewareReport, TicketReport
 from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
@@ -140,7 +139,7 @@ REPORTS: dict[str, Report] = {
     "PromptReport": PromptReport(),
     "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
-    "DeskReport": DeskReport(),
+    "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
     "RouteStatistics": collect([], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))),
     "RouteDiff": RouteDiff.empty(*[RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))] * 2),
