@@ -132,7 +132,7 @@ async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
         {"index": index, "seed": options.seed + index * TURNS, "prompt": prompt} for index, prompt in enumerate(prompts)
     ]
     answers = await asyncio.gather(*(environment.rollout(example) for example in examples))
-    with open_sink(options, spec) as sink:
+    with open_sink(options.stream, spec, transport=options.transport) as sink:
         for index, responses in enumerate(answers):
             calls = [
                 call
@@ -163,7 +163,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
     return {
         **figures,
         "records": records,
-        "stream_bytes": carried_bytes(options),
+        "stream_bytes": carried_bytes(options.stream),
         "seconds": {**seconds, **figures["seconds"]},
         "timeline": timeline.to_dict(),
         "picture": str(picture),

@@ -109,7 +109,7 @@ def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrain
     torch.set_num_threads(1)  # matrices this small lose by threads, and one order of sums gives one table per seed
     seconds: dict[str, float] = {}
     started = time.perf_counter()
-    with open_source(options) as reader:
+    with open_source(options.stream, transport=options.transport) as reader:
         records = list(reader)
         reader.admit(records).require()
         spec, coverage = reader.spec, reader.report().coverage
