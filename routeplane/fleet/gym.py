@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
-from routeplane.fleet.environment import EnvironmentConfig
+from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig
 from routeplane.fleet.processes import Process, children_of, end_processes
 
 __all__ = ["GymEnvironment", "gym_config", "make_environment"]
@@ -40,6 +40,10 @@ def make_environment(config: EnvironmentConfig) -> GymEnvironment:
     return GymEnvironment(config)
 
 
+#: Gym and its servers check their own configuration.
+make_environment.consumes = ALL_KEYS  # type: ignore[attr-defined]
+
+
 def gym_config(config: EnvironmentConfig) -> dict[str, Any]:
     """Gym's configuration: the environment's mapping without what is ours, and the engine's URLs, as a copy.
 
@@ -47,7 +51,7 @@ def gym_config(config: EnvironmentConfig) -> dict[str, Any]:
     told to return token ids and to ask for routes, unless the mapping says otherwise. Raises UsageError (ARGUMENT)
     where the mapping names other URLs of its own: two resolutions would drift apart.
     """
-    built = {key: copy.deepcopy(value) for key, value in config.environment.items() if key not in _OWN_KEYS}
+    built = {key: copy.deepcopy(value) for key, value in config.settings.items() if key not in _OWN_KEYS}
     if "policy_base_url" in built:
         raise UsageError(
             f"expected the engine's URLs from its endpoints alone, got policy_base_url {built['policy_base_url']!r}",
@@ -74,7 +78,7 @@ class GymEnvironment:
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        own = config.environment
+        own = config.settings
         self._require_routes = config.require_routes
         self._gym = gym_config(config)
         self._python = str(own.get("gym_python") or sys.executable)
@@ -104,8 +108,9 @@ class GymEnvironment:
     def rollout(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """One rollout by Gym's agent: ``example`` as a row of Gym's data, with ``agent_ref``; what its ``run`` answers.
 
-        Raises UsageError (ARGUMENT) for an agent that is no server, DataError (ROUTES_MISSING) where routes are
-        required and a model call has none, FleetError (ENVIRONMENT) with the server's words.
+        Raises UsageError (ARGUMENT) for an agent that is not one of the servers, DataError (ROUTES_MISSING) where
+        routes are required and a model call has none, or rows that are all MISSING, FleetError (ENVIRONMENT) with the
+        server's words.
         """
         agent = str((example.get("agent_ref") or {}).get("name"))
         if agent not in self._urls:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from routeplane.errors import ErrorKind, FleetError, UsageError
-from routeplane.fleet.actors import build_environment_actor
+from routeplane.fleet.actors import ActorOptions, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import EnvironmentConfig, build_config
 from routeplane.fleet.gym import gym_config, make_environment
@@ -198,7 +198,7 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
                 Endpoints.of([f"{server.url}/v1"]),
                 factory="routeplane.fleet.gym:make_environment",
                 captured=SPEC,
-                venv=str(GYM),
+                options=ActorOptions(venv=str(GYM)),
             )
             try:
                 return await handle.rollout(example), await handle.is_healthy(), children_of(handle.pid)
