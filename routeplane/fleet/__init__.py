@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from routeplane.fleet.endpoints import Endpoint, Endpoints, EndpointState, ServerState, reserve
     from routeplane.fleet.engine import EngineConfig
     from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig, build_config
-    from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start, start_async
-    from routeplane.fleet.timeline import Timeline
+    from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, Timeline, start, start_async
 
 __all__ = [
     "ALL_KEYS",
@@ -63,8 +62,7 @@ _MODULES = {
     "endpoints": ("Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"),
     "engine": ("EngineConfig",),
     "environment": ("ALL_KEYS", "EnvironmentConfig", "build_config"),
-    "startup": ("Fleet", "Plan", "Task", "TaskContext", "start", "start_async"),
-    "timeline": ("Timeline",),
+    "startup": ("Fleet", "Plan", "Task", "TaskContext", "Timeline", "start", "start_async"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

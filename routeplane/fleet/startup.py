@@ -1,6 +1,6 @@
 """Plans: tasks with needs and resources, run as early as both allow, and taken down as one.
 
-Owns order, cancellation and the timeline. Knows neither Ray nor engines: a task is a coroutine function that brings
+Owns order, cancellation and the timeline (what waited for what, and for how long). Knows neither Ray nor engines: a task is a coroutine function that brings
 something up and says how it is taken down. No third party; asyncio does the concurrency.
 
 What makes it safe: a thing is registered with its closer at the moment it exists (``context.acquire``), not when its
@@ -15,16 +15,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from routeplane.errors import ErrorKind, FleetError, Problem, UsageError
 from routeplane.fleet.teardown import CLOSE_SECONDS, Closers, interrupts_noted
-from routeplane.fleet.timeline import Outcome, TaskTimes, Timeline
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Fleet", "Plan", "Task", "TaskContext", "start", "start_async"]
+__all__ = ["Fleet", "Plan", "Task", "TaskContext", "TaskTimes", "Timeline", "start", "start_async"]
+
+Outcome = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 #: Seconds that a cancelled task has to end; one that takes longer is told beside the error, and not waited for.
 _END_SECONDS = 5.0
@@ -98,6 +99,89 @@ class Plan:
             )
             for position, task in enumerate(ordered)
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskTimes:
+    """One task; times in seconds since the start-up began, None where it has not come to that.
+
+    ``waits``: the tasks that had to end first; ``waited_for``: the one of them that ended last, None if it waited for
+    none.
+    """
+
+    name: str
+    waits: tuple[str, ...] = ()
+    waited_for: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    outcome: Outcome = "waiting"
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran; 0.0 if it has not ended."""
+        return 0.0 if self.started is None or self.ended is None else self.ended - self.started
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, times to the millisecond."""
+        return {
+            "name": self.name,
+            "waits": list(self.waits),
+            "waited_for": self.waited_for,
+            "started": None if self.started is None else round(self.started, 3),
+            "ended": None if self.ended is None else round(self.ended, 3),
+            "outcome": self.outcome,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """All tasks of a start-up, in the order in which they could run."""
+
+    tasks: tuple[TaskTimes, ...] = ()
+
+    def __getitem__(self, name: str) -> TaskTimes:
+        return next(task for task in self.tasks if task.name == name)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time until the last task ended."""
+        return max((task.ended for task in self.tasks if task.ended is not None), default=0.0)
+
+    @property
+    def serial_seconds(self) -> float:
+        """What the tasks took together: the wall time had they run one after another."""
+        return sum(task.seconds for task in self.tasks)
+
+    def critical_path(self) -> tuple[str, ...]:
+        """The chain of tasks that decided the wall time, first to last: each started when the one before it ended."""
+        times = {task.name: task for task in self.tasks}
+        last = max((task for task in self.tasks if task.ended is not None), key=_ended, default=None)
+        chain: list[str] = []
+        while last is not None:
+            chain.append(last.name)
+            last = times[last.waited_for] if last.waited_for is not None else None
+        return tuple(reversed(chain))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "serial_seconds": round(self.serial_seconds, 3),
+            "critical_path": list(self.critical_path()),
+            "tasks": [task.to_dict() for task in self.tasks],
+        }
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger: seconds in all, and by task."""
+        return {
+            f"{prefix}fleet_start_seconds": self.seconds,
+            f"{prefix}fleet_start_serial_seconds": self.serial_seconds,
+            **{f"{prefix}fleet_start_{task.name}_seconds": task.seconds for task in self.tasks},
+        }
+
+
+def _ended(task: TaskTimes) -> float:
+    return task.ended or 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +287,7 @@ def start(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) 
     """
     loop = asyncio.new_event_loop()
     main = loop.create_task(start_async(plan, on_change=on_change))
-    with interrupts_noted(lambda: loop.call_soon_threadsafe(main.cancel)) as noted:
+    with interrupts_noted(on_first=lambda: loop.call_soon_threadsafe(main.cancel)) as noted:
         try:
             fleet = loop.run_until_complete(main)
         except asyncio.CancelledError as error:
@@ -263,7 +347,7 @@ class _Run:
     def __init__(self, plan: Plan, on_change: Callable[[Timeline], object] | None) -> None:
         self.ordered = plan.ordered()
         self.results: dict[str, Any] = {}
-        self.closers = Closers(asyncio.get_running_loop())
+        self.closers = Closers(loop=asyncio.get_running_loop())
         self._waits = plan.waits()
         self._ended = {task.name: asyncio.Event() for task in self.ordered}
         self._times = {task.name: TaskTimes(name=task.name, waits=self._waits[task.name]) for task in self.ordered}

@@ -109,7 +109,7 @@ class Closers:
         []
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
         self._lock = threading.Lock()
         self._closers: list[_Closer] = []
@@ -238,7 +238,7 @@ def _finished(result: object, loop: asyncio.AbstractEventLoop | None = None) -> 
 
 
 @contextlib.contextmanager
-def interrupts_noted(on_first: Callable[[], object] | None = None) -> Iterator[list[int]]:
+def interrupts_noted(*, on_first: Callable[[], object] | None = None) -> Iterator[list[int]]:
     """Note SIGINT instead of raising KeyboardInterrupt, while the body runs; the list of what came.
 
     ``on_first``: called in the signal handler for the first one. Only the main thread receives signals: elsewhere, and

@@ -46,7 +46,7 @@ from routeplane.stream import new_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane, connect
 
 if TYPE_CHECKING:
-    from routeplane.fleet.timeline import Timeline
+    from routeplane.fleet.startup import Timeline
 
 __all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
 
