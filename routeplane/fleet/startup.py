@@ -1,7 +1,8 @@
 """Plans: tasks with needs and resources, run as early as both allow, and taken down as one.
 
-Owns order, cancellation and the timeline (what waited for what, and for how long). Knows neither Ray nor engines: a task is a coroutine function that brings
-something up and says how it is taken down. No third party; asyncio does the concurrency.
+Owns order, cancellation and the timeline (what waited for what, and for how long). Knows neither Ray nor engines: a
+task is a coroutine function that brings something up and says how it is taken down. No third party; asyncio does the
+concurrency.
 
 What makes it safe: a thing is registered with its closer at the moment it exists (``context.acquire``), not when its
 task ends, so that failure, cancellation and interrupt at any phase find everything that is up. ``teardown`` closes it.

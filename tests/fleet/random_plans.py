@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from typing import Any
 
 from routeplane.errors import FleetError
 from routeplane.fleet.endpoints import Endpoint, reserve
@@ -118,16 +117,25 @@ def run_plan(seed: int) -> str:
     times = [rng.random() * 0.08 for _ in range({"interrupt": 1, "interrupts": 4}.get(ending, 0))]
     timers = [threading.Timer(each, os.kill, (os.getpid(), signal.SIGINT)) for each in times]
     outcome = "up"
+    for timer in timers:
+        timer.start()
     try:
-        for timer in timers:
-            timer.start()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with start(Plan(tasks=tasks)):
             time.sleep(rng.random() * 0.02)
     except FleetError as error:
         outcome = str(error.kind)
     except KeyboardInterrupt:
         outcome = "interrupted"
+    finally:
+        signal.signal(signal.SIGINT, dropped)
+    for timer in timers:
+        timer.join()
     return outcome
+
+
+def dropped(_number: int, _frame: object) -> None:
+    """An interrupt that comes too late for its plan."""
 
 
 def leftovers() -> dict[str, int]:
@@ -140,27 +148,17 @@ def leftovers() -> dict[str, int]:
     return {"threads": len(threads), "processes": len(children_of(os.getpid())), "ports": ports}
 
 
-def quietly(call: Any, *arguments: Any) -> Any:
-    """The call's result; an interrupt that comes too late for its plan is dropped, and the call made again."""
-    while True:
-        try:
-            return call(*arguments)
-        except KeyboardInterrupt:
-            continue
-
-
 def main() -> None:
     """Run the plans of the command line."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, dropped)
     first, count = int(sys.argv[1]), int(sys.argv[2])
     outcomes: Counter[str] = Counter()
     left: list[dict[str, int]] = []
     for seed in range(first, first + count):
-        outcomes[quietly(run_plan, seed)] += 1
-        found = quietly(leftovers)
+        outcomes[run_plan(seed)] += 1
+        found = leftovers()
         if any(found.values()):
             left.append({"seed": seed, **found})
-        quietly(time.sleep, 0.09)  # late timers of this plan
     sys.stdout.write(json.dumps({"outcomes": outcomes, "left": left}) + "\n")
 
 
