@@ -286,9 +286,18 @@ def start(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) 
     nothing. Threads that a task left in the loop's default executor (``asyncio.to_thread``) are not waited for:
     ``context.acquire`` runs work in threads that are.
     """
-    loop = asyncio.new_event_loop()
-    main = loop.create_task(start_async(plan, on_change=on_change))
-    with interrupts_noted(on_first=lambda: loop.call_soon_threadsafe(main.cancel)) as noted:
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Fleet]]] = []
+
+    def cancel() -> None:
+        for loop, main in begun:
+            loop.call_soon_threadsafe(main.cancel)
+
+    with interrupts_noted(on_first=cancel) as noted:
+        loop = asyncio.new_event_loop()
+        main = loop.create_task(start_async(plan, on_change=on_change))
+        begun.append((loop, main))
+        if noted:  # it came before there was a task to cancel
+            main.cancel()
         try:
             fleet = loop.run_until_complete(main)
         except asyncio.CancelledError as error:
