@@ -23,7 +23,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from routeplane import RouteRecord, RouteSpec, assemble, open_stream
 from routeplane.batch import RouteBatch, collate, microbatches, token_logprobs
-from routeplane.capture.transformers import generate_calls, generate_records
+from routeplane.capture import transformers as capture
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import DataError, ErrorKind, ReplayError, SpecError
 from routeplane.replay import transformers as gates
@@ -72,7 +72,7 @@ def engine() -> Any:
 @cache
 def recorded() -> tuple[RouteRecord, ...]:
     """What it generated, as records."""
-    return tuple(generate_records(engine(), PROMPTS, spec=SPEC, max_tokens=MAX_TOKENS, seed=1, weights_version=4))
+    return tuple(capture.records(engine(), PROMPTS, spec=SPEC, max_tokens=MAX_TOKENS, seed=1, weights_version=4))
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_own_routes_change_nothing(options: dict[str, Any]) -> None:
 
 def test_own_routes_in_their_own_order_are_bit_identical() -> None:
     """Where the recorded row has the live order of experts too, the sums are the same sums."""
-    (record,) = generate_records(engine(), [PROMPTS[2]], spec=SPEC, max_tokens=1, seed=1)
+    (record,) = capture.records(engine(), [PROMPTS[2]], spec=SPEC, max_tokens=1, seed=1)
     batch = collate([record], SPEC)
     assert torch.equal(logits_of(engine(), batch), replayed(engine(), batch)[0])
 
@@ -201,7 +201,7 @@ def test_shifted_routes_are_another_model(options: dict[str, Any], shift: Callab
 
 def test_routes_of_another_sequence_are_another_model() -> None:
     """Two records of one length whose rows were exchanged: legal, and nothing like the truth."""
-    first, second = generate_records(engine(), [(5, 6), (7, 8)], spec=SPEC, max_tokens=MAX_TOKENS, seed=1)
+    first, second = capture.records(engine(), [(5, 6), (7, 8)], spec=SPEC, max_tokens=MAX_TOKENS, seed=1)
     swapped = [replace(mine, routes=other.routes, checksum=None) for mine, other in ((first, second), (second, first))]
     assert replayed(engine(), collate([first, second], SPEC))[1]["routeplane/replay_flipped_share"] == 0
     assert replayed(engine(), collate(swapped, SPEC))[1]["routeplane/replay_flipped_share"] > 0.5
@@ -290,7 +290,7 @@ def test_a_model_of_another_geometry_is_refused(stream: Path, changes: dict[str,
         gates.attach(model, reader.spec)
     assert ErrorKind.SPEC_MISMATCH == caught.value.kind
     with pytest.raises(SpecError):
-        generate_records(model, PROMPTS, spec=SPEC, max_tokens=1)
+        capture.records(model, PROMPTS, spec=SPEC, max_tokens=1)
 
 
 def test_a_dense_model_is_refused(stream: Path) -> None:
@@ -332,10 +332,10 @@ def test_a_cut_stream_reaches_no_gate(stream: Path) -> None:
 
 def test_two_turns_replay_as_one_sequence() -> None:
     """The second call's prompt holds the first turn and what a user added: one record, whose every row is live's."""
-    common: dict[str, Any] = {"spec": SPEC, "max_tokens": 6, "temperature": 1.0}
-    first = generate_calls(engine(), PROMPTS[:2], seed=1, call_ids=["a-0", "b-0"], weights_version=4, **common)
+    common: dict[str, Any] = {"spec": SPEC, "max_tokens": 6}
+    first = capture.calls(engine(), PROMPTS[:2], seed=1, call_ids=["a-0", "b-0"], weights_version=4, **common)
     prompts = [[*call.token_ids.tolist(), 33, 34, 35] for call in first]
-    second = generate_calls(engine(), prompts, seed=2, call_ids=["a-1", "b-1"], weights_version=5, **common)
+    second = capture.calls(engine(), prompts, seed=2, call_ids=["a-1", "b-1"], weights_version=5, **common)
     records = []
     for name, calls in zip("ab", zip(first, second, strict=True), strict=True):
         assembly = assemble(calls, SPEC, sample_id=name)

@@ -24,9 +24,9 @@ from routeplane.archive.upkeep import (
 )
 from routeplane.archive.writer import ArchiveWriter
 from routeplane.errors import Problem, refused
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
-from routeplane.stream.protocol import ReadPolicy
 
 __all__ = [
     "ARCHIVE_VERSION",

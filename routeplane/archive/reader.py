@@ -46,10 +46,10 @@ from routeplane.archive.layout import (
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
 from routeplane.record.codec import widen
 from routeplane.record.coverage import Coverage, lose_rows, settle_partial
+from routeplane.record.policy import Quarantined, ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import cut
-from routeplane.stream.endpoints import RecordReader
-from routeplane.stream.protocol import Quarantined, ReadPolicy
+from routeplane.record.transfer import RecordReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -51,7 +51,7 @@ from routeplane.archive.layout import (
 from routeplane.archive.reader import Catalog, check_root, commit_numbers, newest
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, StoreError, TruncatedError
 from routeplane.record.parse import check_text
-from routeplane.stream.endpoints import RecordWriter
+from routeplane.record.transfer import RecordWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

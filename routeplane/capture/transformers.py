@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,26 @@ if TYPE_CHECKING:
 
     from routeplane.record.record import RouteRecord
 
-__all__ = ["GateTape", "generate_calls", "generate_records", "taping"]
+__all__ = ["GateTape", "Sampling", "calls", "records", "taping"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn and when a sequence ends, whatever the model's generation configuration says.
+
+    ``temperature``: 0 decodes greedily, otherwise tokens are drawn from the whole softmax. ``eos_token_id``: the only
+    tokens that end a sequence early. ``pad_token_id``: fills prompts of a batch from the left; its rows are dropped.
+    """
+
+    temperature: float = 1.0
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int = 0
+
+    @property
+    def stops(self) -> list[int]:
+        """The end tokens as a list."""
+        ends = self.eos_token_id
+        return [] if ends is None else [int(end) for end in np.atleast_1d(np.asarray(ends))]
 
 
 class GateTape:
@@ -113,24 +133,22 @@ def _indices(output: object, spec: RouteSpec, layer_id: int) -> torch.Tensor:
     return found[0].reshape(-1, spec.top_k)
 
 
-def generate_calls(
+def calls(
     model: Any,
     prompts: Sequence[Sequence[int]],
     *,
     spec: RouteSpec,
     max_tokens: int,
-    temperature: float = 1.0,
     seed: int = 0,
+    sampling: Sampling = Sampling(),
     weights_version: int = 0,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int = 0,
     call_ids: Sequence[str] | None = None,
 ) -> list[ModelCall]:
-    """Sample from the model and bring each sequence back as a call, with raw log-probabilities of what was sampled.
+    """Sample from the model and return each sequence as a call, with raw log-probabilities of the sampled tokens.
 
-    ``model``: a Transformers causal language model in evaluation mode. ``temperature`` 0 decodes greedily, otherwise
-    tokens are drawn from the whole softmax, whatever the model's generation configuration says. Only ``eos_token_id``
-    ends a sequence early. ``call_ids``: default ``call-0``, ... The global random state is left as it was.
+    ``model``: a Transformers causal language model in evaluation mode. ``max_tokens``: most tokens generated for a
+    prompt. ``seed``: of all draws; the global random state is left as it was. ``call_ids``: default ``call-0``, ...
+    The calls own their arrays.
 
     Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
@@ -140,10 +158,9 @@ def generate_calls(
             "a model in evaluation mode",
             "one that trains: its rows and log-probabilities are of dropped-out activations",
         )
-    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    inputs, mask = _left_padded(prompts, pad_token_id)
-    stops = [] if eos_token_id is None else list(np.atleast_1d(np.asarray(eos_token_id)).tolist())
-    config = _sampling(max_tokens=max_tokens, temperature=temperature, stops=stops, pad_token_id=pad_token_id)
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=sampling.temperature, seed=seed)
+    inputs, mask = _left_padded(prompts, sampling.pad_token_id)
+    config = _generation_config(sampling, max_tokens=max_tokens)
     device = next(model.parameters()).device
     # manual_seed seeds every accelerator that is there, whichever the model is on
     devices = list(range(torch.accelerator.device_count()))
@@ -159,10 +176,10 @@ def generate_calls(
     generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
     logprobs_BG = _sampled_logprobs(output.logits, output.sequences[:, width:])
     forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
-    calls = []
+    found = []
     for index, prompt in enumerate(prompts):
-        length = _generated_length(generated_BG[index], stops)
-        calls.append(
+        length = _generated_length(generated_BG[index], sampling.stops)
+        found.append(
             ModelCall(
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
                 generation_ids=generated_BG[index, :length],
@@ -173,56 +190,55 @@ def generate_calls(
                 logprobs=logprobs_BG[index, :length],
             )
         )
-    return calls
+    return found
 
 
-def generate_records(
+def records(
     model: Any,
     prompts: Sequence[Sequence[int]],
     *,
     spec: RouteSpec,
     max_tokens: int,
-    temperature: float = 1.0,
     seed: int = 0,
+    sampling: Sampling = Sampling(),
     weights_version: int = 0,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int = 0,
     sample_ids: Sequence[str] | None = None,
 ) -> list[RouteRecord]:
-    """``generate_calls``, each call as a record of its own under ``sample_ids`` (default ``sample-0``, ...)."""
+    """Sample as ``calls`` does and return each call as one record.
+
+    ``sample_ids``: default ``sample-0``, ... Raises as ``calls``.
+    """
     names = sample_names(sample_ids, len(prompts))
-    calls = generate_calls(
+    found = calls(
         model,
         prompts,
         spec=spec,
         max_tokens=max_tokens,
-        temperature=temperature,
         seed=seed,
+        sampling=sampling,
         weights_version=weights_version,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
         call_ids=names,
     )
     raw = {"logprobs_mode": "raw"}
     return [
         assemble([call], spec, sample_id=name, attributes=raw).records[0]
-        for call, name in zip(calls, names, strict=True)
+        for call, name in zip(found, names, strict=True)
     ]
 
 
-def _sampling(*, max_tokens: int, temperature: float, stops: Sequence[int], pad_token_id: int) -> Any:
+def _generation_config(sampling: Sampling, *, max_tokens: int) -> Any:
     """Plain sampling from the whole softmax, or greedy decoding."""
     settings: dict[str, Any] = {
         "max_new_tokens": max_tokens,
-        "do_sample": temperature > 0,
-        "eos_token_id": list(stops) or None,
-        "pad_token_id": pad_token_id,
+        "do_sample": sampling.temperature > 0,
+        "eos_token_id": sampling.stops or None,
+        "pad_token_id": sampling.pad_token_id,
         "use_cache": True,
         "return_dict_in_generate": True,
         "output_logits": True,
     }
-    if temperature > 0:
-        settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if sampling.temperature > 0:
+        settings |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     return GenerationConfig.from_dict(settings)
 
 

@@ -16,12 +16,12 @@ from routeplane.inspect.sources import is_archive
 from routeplane.record.alarms import find_alarms
 from routeplane.record.codec import stored_rows
 from routeplane.record.coverage import Coverage
+from routeplane.record.policy import Quarantined
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, StreamHeader
 from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import find_problems
 from routeplane.stream import IpcReader, StreamReport, open_stream
-from routeplane.stream.protocol import Quarantined
 
 __all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "check_stream", "summarise", "summarise_stream"]
 

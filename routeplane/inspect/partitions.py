@@ -18,15 +18,15 @@ import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, SpecError, TruncatedError, refused
 from routeplane.inspect.sources import is_archive
+from routeplane.record.policy import ReadPolicy
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
-from routeplane.stream.protocol import ReadPolicy
 
 if TYPE_CHECKING:
     from routeplane.archive import Archive
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
-    from routeplane.stream.endpoints import RecordReader
+    from routeplane.record.transfer import RecordReader
 
 __all__ = ["Cut", "Divisible", "Part", "Read", "divide", "examine", "read_part", "require_alike"]
 

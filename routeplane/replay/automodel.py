@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,13 +28,13 @@ from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayHandle
 from routeplane.replay.recording import spec_of_gates
-from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
+from routeplane.replay.router_replay import SEAM, SeamForcing, StandIn, install, uninstaller
 from routeplane.replay.transformers import checkpoint_sites
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["attach", "check_setup", "find_gates", "rank_shard", "record", "with_replay"]
+__all__ = ["ParallelSetup", "attach", "check_setup", "find_gates", "rank_shard", "record", "with_replay"]
 
 #: Gate classes that ask their RouterReplay handle for the ids they use.
 KNOWN_GATES = frozenset({"Gate", "Gemma4Gate"})
@@ -61,6 +62,22 @@ _CONTEXT_LAYOUTS: Mapping[str, Literal["zigzag", "contiguous"]] = {
     "thd": "zigzag",
     "contiguous": "contiguous",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSetup:
+    """How a run divides its batches.
+
+    ``context``, ``tensor``: numbers of ranks. ``context_layout``: how batches are cut along the sequence
+    (``"round_robin"``, ``"thd"``, ``"contiguous"``). ``sequence``: sequence parallelism over the tensor-parallel ranks.
+    ``packing``: several sequences in one row.
+    """
+
+    context: int = 1
+    context_layout: str = "round_robin"
+    tensor: int = 1
+    sequence: bool = False
+    packing: bool = False
 
 
 def attach(
@@ -157,19 +174,15 @@ def check_setup(
     architectures: Sequence[str] = (),
     registry: Container[str] | None = None,
     force_hf: bool = False,
-    context_parallel: int = 1,
-    context_layout: str = "round_robin",
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    sequence_packing: bool = False,
+    parallel: ParallelSetup = ParallelSetup(),
     graphed_modules: Sequence[str] = (),
 ) -> None:
     """Refuse a configuration that cannot be replayed, before anything is loaded.
 
     ``engine``: which one captures the routes. ``architectures``: those of the model's configuration; the first is the
     one that is built. ``registry``: the names that Automodel builds itself,
-    ``ModelRegistry.model_arch_name_to_cls``; None leaves it to ``attach``. ``context_layout``: how its batches are cut
-    (``"round_robin"``, ``"thd"``, ``"contiguous"``). ``graphed_modules``: ``backend.cuda_graph.modules``.
+    ``ModelRegistry.model_arch_name_to_cls``; None leaves it to ``attach``. ``graphed_modules``:
+    ``backend.cuda_graph.modules``.
 
     Raises UsageError (ARGUMENT) with every reason as a problem. Packing, context and sequence parallelism align
     through ``rank_shard``.
@@ -177,11 +190,7 @@ def check_setup(
     reasons = [
         *_engine_reasons(engine),
         *_model_reasons(tuple(architectures), registry, force_hf=force_hf),
-        *_parallel_reasons(
-            context=(context_parallel, context_layout),
-            sequence=(tensor_parallel, sequence_parallel),
-            packing=sequence_packing,
-        ),
+        *_parallel_reasons(parallel),
         *(["a CUDA graph of moe_router, which repeats its capture"] if "moe_router" in graphed_modules else []),
     ]
     if reasons:
@@ -201,11 +210,16 @@ def rank_shard(
 ) -> Shard:
     """What this rank's gates see of a batch of whole records, for ``collate(shard=)`` and ``batch.shard``.
 
-    Ranks are ``(rank, world)`` of Automodel's device mesh. ``context_layout`` as in ``check_setup``. Raises UsageError
-    (ARGUMENT).
+    Ranks are ``(rank, world)`` of Automodel's device mesh. ``context_layout`` as in ``ParallelSetup``. Raises
+    UsageError (ARGUMENT).
     """
     reasons = _parallel_reasons(
-        context=(context_parallel[1], context_layout), sequence=(tensor_parallel[1], sequence_parallel), packing=False
+        ParallelSetup(
+            context=context_parallel[1],
+            context_layout=context_layout,
+            tensor=tensor_parallel[1],
+            sequence=sequence_parallel,
+        )
     )
     if reasons:
         raise UsageError(f"expected a layout that aligns, got {'; '.join(reasons)}", kind=ErrorKind.ARGUMENT)
@@ -321,7 +335,7 @@ def _require_losses(gates: Sequence[tuple[Gate, nn.Module]]) -> None:
 
 
 def _engine_reasons(engine: str) -> list[str]:
-    return [] if engine in _ENGINES else [f"engine {engine!r}, whose routes nobody reads; {_ENGINES} have them"]
+    return [] if engine in _ENGINES else [f"engine {engine!r}, whose routes no capture reads; {_ENGINES} have them"]
 
 
 def _model_reasons(architectures: tuple[str, ...], registry: Container[str] | None, *, force_hf: bool) -> list[str]:
@@ -336,13 +350,13 @@ def _model_reasons(architectures: tuple[str, ...], registry: Container[str] | No
     return []
 
 
-def _parallel_reasons(*, context: tuple[int, str], sequence: tuple[int, bool], packing: bool) -> list[str]:
-    (world, layout), (tensor, parallel) = context, sequence
+def _parallel_reasons(parallel: ParallelSetup) -> list[str]:
+    world, layout = parallel.context, parallel.context_layout
     reasons = []
     if world > 1 and layout not in _CONTEXT_LAYOUTS:
         reasons.append(f"context-parallel layout {layout!r}; {tuple(_CONTEXT_LAYOUTS)} align")
-    if world > 1 and packing and layout == "round_robin":
+    if world > 1 and parallel.packing and layout == "round_robin":
         reasons.append("packed sequences in layout 'round_robin', which cuts across them; 'thd' cuts each")
-    if parallel and tensor == 1:
+    if parallel.sequence and parallel.tensor == 1:
         reasons.append("sequence_parallel without tensor parallelism")
     return reasons

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from routeplane.errors import ErrorKind, ReplayError
+from routeplane.replay.compiled import TracedGate
 from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite, TracedRows
-from routeplane.replay.traced import TracedGate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,7 @@ class _Frame:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Open:
+class _OpenGate:
     hook: GateHook
     forcing: Forcing
     rerun: bool
@@ -54,7 +54,7 @@ class _Thread(threading.local):
     # autograd recomputes on one thread per device: frames of two devices may be open at once
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.open: list[_Open] = []
+        self.open: list[_OpenGate] = []
         #: modes around the whole forward of a module, gates included
         self.around: list[tuple[nn.Module, TorchFunctionMode]] = []
 
@@ -133,7 +133,7 @@ class Wiring:
         return len(self.thread.open), len(self.thread.around)
 
     def _close(self, depth: tuple[int, int]) -> None:
-        # a module's always_call hooks do not run for KeyboardInterrupt; whoever opened a scope leaves no mode behind
+        # a module's always_call hooks do not run for KeyboardInterrupt; a scope that ends leaves no mode behind
         gates, around = depth
         while len(self.thread.open) > gates:
             self.thread.open.pop().forcing.close()
@@ -225,7 +225,7 @@ class GateHook:
         rows, rerun = found
         forcing = self.site.force(rows)
         forcing.open()
-        self.wiring.thread.open.append(_Open(hook=self, forcing=forcing, rerun=rerun))
+        self.wiring.thread.open.append(_OpenGate(hook=self, forcing=forcing, rerun=rerun))
 
     def _is_traced(self) -> bool:
         return self.traced is not None and torch.compiler.is_compiling()

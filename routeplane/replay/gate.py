@@ -50,7 +50,7 @@ class GateSite:
     """A gate in a live model: its module, and how its selection is reached while the module's forward runs.
 
     ``force`` is called for every forward of the module that has rows, recomputations included. ``traced``: the module
-    may be part of a compiled graph, where ``traced.TracedGate`` forces a selection that is a ``torch.topk``.
+    may be part of a compiled graph, where ``compiled.TracedGate`` forces a selection that is a ``torch.topk``.
     """
 
     gate: Gate
@@ -77,7 +77,7 @@ class GateRows:
 
     ``routes_NK`` is int16 ``[N, K]`` on any device and stays the batch's; it is read at the first firing and then let
     go. What is kept is the resolved choice, int64 ``[N, K]`` on the gate's device: a MISSING row is decided by the live
-    scores of the *first* firing, and every later firing repeats that decision. A recomputation that decided anew would
+    scores of the *first* firing, and every later firing repeats that decision. A recomputation that decided again would
     flip near ties, and the gradient would be that of another forward.
     """
 
@@ -159,7 +159,7 @@ class GateRows:
 
 
 class RecordedRows(GateRows):
-    """Rows that the gate's first firing decides by itself: what it chose is in ``chosen_NK``, for whoever records."""
+    """Rows that the gate's first firing decides by itself: what it chose is in ``chosen_NK``."""
 
     __slots__ = ()
 
@@ -184,7 +184,7 @@ class Forcing(ABC):
     """Active during one call of one gate's forward: answers its selection, once, from the rows it is given.
 
     Each framework reaches the selection in its own way; what is common is here. ``open`` is called just before the
-    forward and ``close`` just after it, also where it raised. Whoever meets the selection calls ``answer``.
+    forward and ``close`` just after it, also where it raised. What meets the selection calls ``answer``.
     """
 
     def __init__(self, rows: GateRows, /) -> None:
@@ -197,7 +197,7 @@ class Forcing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it. Nothing that was opened later may still be open."""
+        """Undo ``open``. Nothing that was opened later may still be open."""
 
     def answer(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The ids to use instead of ``live()``, int64 ``[N, K]``; see ``GateRows.choose``.

@@ -2,7 +2,7 @@
 
 Megatron's own replay keeps targets per router, and a list from which recomputations take the first: with two
 microbatches in flight the order of backward passes decides what they get. Here each forward has its rows, and a
-recomputation gets those of its forward (``regions``), in any order. Rows, MISSING ones and recomputation are decided
+recomputation gets those of its forward (``recompute``), in any order. Rows, MISSING ones and recomputation are decided
 before Megatron's code sees ids, so its own checks, of which there are none, are not needed.
 
 Routers are found by walking the modules that are there; ``moe_enable_routing_replay`` need not be set, and the list of
@@ -27,9 +27,9 @@ from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import Gate, GateRows, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayBatch, ReplayHandle
+from routeplane.replay.recompute import RegionHooks
 from routeplane.replay.recording import spec_of_gates
-from routeplane.replay.regions import RegionHooks
-from routeplane.replay.seams import SEAM, SeamForcing, StandIn, install, uninstaller
+from routeplane.replay.router_replay import SEAM, SeamForcing, StandIn, install, uninstaller
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec

@@ -19,7 +19,7 @@ from torch import nn
 
 from routeplane.errors import ErrorKind, ReplayError, refused
 from routeplane.record.spec import RouteSpec
-from routeplane.replay.auxiliary import AuxiliaryHook
+from routeplane.replay.aux_loss import AuxiliaryHook
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import ForcedTopK, Gate, GateSite
 from routeplane.replay.handle import AuxChoice, ReplayHandle
@@ -69,7 +69,7 @@ def attach(
     ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``"live"`` leaves these to the gate.
     ``aux="forced"`` has the load-balancing loss (``output_router_logits=True``) count the ids that gates used;
     ``"live"`` leaves it what the model makes of its logits. ``compiled=True`` serves a model, or blocks of it, under
-    torch.compile without a graph break and without compiling anew for each batch. The
+    torch.compile without a graph break and without a recompilation for each batch. The
     model stays the caller's; only its gate instances and checkpoint attributes are touched, until ``detach()``. A copy
     made of it meanwhile is not attached.
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from routeplane.capture.transformers import generate_calls, generate_records, taping
+from routeplane.capture import transformers as capture
+from routeplane.capture.transformers import Sampling, taping
 from routeplane.errors import CaptureError, ErrorKind, SpecError, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
@@ -49,8 +50,10 @@ def fresh() -> Any:
 def records_of(
     model: Any, *, spec: RouteSpec = QWEN3.spec, prompts: Any = PROMPTS, **options: Any
 ) -> list[RouteRecord]:
-    """``generate_records`` of 8 tokens, unless asked otherwise."""
-    return generate_records(model, prompts, spec=spec, **{"max_tokens": 8, **options})
+    """``records`` of 8 tokens, unless asked otherwise."""
+    names = ("temperature", "eos_token_id", "pad_token_id")
+    sampling = Sampling(**{name: options.pop(name) for name in names if name in options})
+    return capture.records(model, prompts, spec=spec, sampling=sampling, **{"max_tokens": 8, **options})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ def test_sampling_follows_the_softmax() -> None:
     """Over many draws of one token, frequencies are the model's probabilities: nothing cuts or sharpens them."""
     model = model_of()
     draws = 2_048
-    calls = generate_calls(model, [(5,)] * draws, spec=QWEN3.spec, max_tokens=1)
+    calls = capture.calls(model, [(5,)] * draws, spec=QWEN3.spec, max_tokens=1)
     expected_V = full_forward(model, [5]).logprobs_NV[0].exp().numpy()
     found_V = np.bincount([call.generation_ids[0] for call in calls], minlength=len(expected_V)) / draws
     # half the sum of differences is the total variation: 64 tokens, 2,048 draws give some 0.06
@@ -296,7 +299,7 @@ def test_records_say_who_sampled_and_who_captured() -> None:
 
 def test_calls_carry_prompt_rows_and_layers() -> None:
     """Each call names its layers and brings P + G - 1 rows from the first token on."""
-    calls = generate_calls(model_of(), PROMPTS, spec=QWEN3.spec, max_tokens=4, call_ids=["x", "y", "z"])
+    calls = capture.calls(model_of(), PROMPTS, spec=QWEN3.spec, max_tokens=4, call_ids=["x", "y", "z"])
     for call, prompt, name in zip(calls, PROMPTS, ("x", "y", "z"), strict=True):
         assert (name, list(prompt), 4) == (call.call_id, call.prompt_ids.tolist(), len(call.generation_ids))
         assert (QWEN3.layer_ids, 0, len(prompt) + 3) == (call.layer_ids, call.first_row, call.rows_stop)
@@ -416,7 +419,7 @@ BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
     "an_empty_prompt": {"prompts": [(5,), ()]},
     "no_tokens_to_sample": {"max_tokens": 0},
     "a_negative_temperature": {"temperature": -1.0},
-    "a_temperature_that_is_no_number": {"temperature": float("nan")},
+    "a_temperature_that_is_not_a_number": {"temperature": float("nan")},
     "fractional_token_ids": {"prompts": [(5.7, 6.2)]},
     "too_few_names": {"sample_ids": ["a", "b"]},
     "too_many_names": {"sample_ids": ["a", "b", "c", "d"]},

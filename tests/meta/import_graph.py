@@ -49,9 +49,6 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
-    # until the archive takes blocks through record.interfaces
-    ("archive", "stream.protocol"),
-    ("archive", "stream.endpoints"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
@@ -82,11 +79,9 @@ THIRD_PARTY = {
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
     "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet", "cli.demo.fleet"),
-    "zarr": ("archive",),
-    "zarrs": ("archive",),
-    "fsspec": ("archive",),
-    "google_crc32c": ("archive",),  # this and the next come with zarr
-    "numcodecs": ("archive",),
+    "obstore": ("archive.objects",),
+    "google_crc32c": ("archive.chunks",),  # this and the next come with zarr
+    "numcodecs": ("archive.chunks",),
     "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
     "rich": ("cli.main", "cli.inspect", "inspect.tables"),
     # their adapters read class names and attributes, and import neither

@@ -60,7 +60,7 @@ def find_run_problems(run: Run) -> Iterator[str]:
 
 
 def test_the_page_is_made_of_the_kept_runs() -> None:
-    """Not a byte differs; `make replay-table` makes it anew."""
+    """Not a byte differs; `make replay-table` writes it again."""
     assert render(load()) == PAGE.read_text(encoding="utf-8")
 
 

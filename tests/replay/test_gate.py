@@ -115,7 +115,7 @@ def test_every_spelling_of_the_selection_is_forced(select: Callable[[torch.Tenso
     ],
 )
 def test_other_selections_pass_through(other: Callable[[], Any]) -> None:
-    """A topk of another shape, k, dimension or direction answers as without replay, and is no hit."""
+    """A topk of another shape, k, dimension or direction answers as without replay, and does not count as a hit."""
     torch.manual_seed(1)
     expected = other()
     mode = ForcedTopK(GateRows(GATE, torch.tensor([[5, 0]] * 3, dtype=torch.int16)))

@@ -74,7 +74,7 @@ def test_a_family_without_a_known_seam_is_refused_by_name() -> None:
     assert ErrorKind.NO_SEAM == caught.value.kind
 
 
-def test_a_block_whose_router_is_no_router_class_is_refused() -> None:
+def test_a_block_with_an_unknown_router_is_refused() -> None:
     """Experts without any known router beneath them are a seam that is not known, not a dense layer."""
     model = QWEN3.build()
     model.model.layers[2].mlp.gate = nn.Linear(32, 8)

@@ -204,7 +204,7 @@ def test_torch_checkpoint_wrapper_is_captured(reentrant: bool) -> None:
     assert_equal(expected_of(QWEN3), found)
 
 
-def test_missing_rows_are_not_decided_anew() -> None:
+def test_missing_rows_keep_their_first_decision() -> None:
     """Weights that moved between forward and backward flip live choices; the recomputation repeats the forward's."""
     model = checkpointed(QWEN3, reentrant=False)
     batch = random_routes(QWEN3.spec, NUM_ROWS, seed=5, missing=1.1)
@@ -356,7 +356,7 @@ def interrupted(handle: ReplayHandle, model: Any) -> None:
 
 
 def test_no_mode_outlives_a_gate_that_raised() -> None:
-    """Whoever catches the error and goes on inside the ``with`` selects for himself again."""
+    """A caller that catches the error and goes on inside the ``with`` gets live selections again."""
     model = QWEN3.build()
     with gates.attach(model, QWEN3.spec) as handle, handle.replaying(batches_of(QWEN3)[0]):
         with pytest.raises(ReplayError, match="token rows"):

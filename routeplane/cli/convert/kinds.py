@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from routeplane.cli.convert.parquet import ParquetReader, ParquetWriter
 from routeplane.errors import refused
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.schema import choose_encoding
 from routeplane.stream import new_stream, open_stream
 from routeplane.stream.files import PublishedPath
-from routeplane.stream.protocol import ReadPolicy
 
 if TYPE_CHECKING:
     from routeplane.record.interfaces import RouteSink

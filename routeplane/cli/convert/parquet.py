@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record.codec import read_records
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
-from routeplane.stream.endpoints import RecordReader
+from routeplane.record.transfer import RecordReader
+from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.files import Target
-from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
     import os

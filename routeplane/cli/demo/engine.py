@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routeplane.capture.transformers import generate_records
+from routeplane.capture import transformers as in_process
 from routeplane.cli.demo import DemoOptions
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream
@@ -77,7 +77,7 @@ def build_model(options: DemoOptions) -> None:
 
 def _generate(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: dict[str, float]) -> list[RouteRecord]:
     names = [f"sample-{index}" for index in range(len(prompts))]
-    common: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": 1.0, "seed": options.seed}
+    common: dict[str, Any] = {"max_tokens": options.max_tokens, "seed": options.seed}
     started = time.perf_counter()
     if options.engine == "vllm":
         # Imported here, since the other engine must run where vLLM is not installed.
@@ -93,7 +93,7 @@ def _generate(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: d
         spec = RouteSpec.from_hf_config(model.config)
         seconds["load"] = time.perf_counter() - started
         started = time.perf_counter()
-        records = generate_records(model, prompts, spec=spec, sample_ids=names, **common)
+        records = in_process.records(model, prompts, spec=spec, sample_ids=names, **common)
     seconds["generate"] = time.perf_counter() - started
     return records
 

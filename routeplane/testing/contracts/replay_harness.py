@@ -30,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def feature(name: str, /) -> Callable[[_Function], _Function]:
-    """Mark a test as showing a feature; ``test.replay_feature`` is read by whoever tabulates results."""
+    """Mark a test as showing a feature; ``test.replay_feature`` is read by the table of results."""
 
     def mark(function: _Function) -> _Function:
         function.replay_feature = name  # type: ignore[attr-defined]

@@ -25,10 +25,10 @@ from routeplane.cli.convert.kinds import make_file
 from routeplane.cli.convert.parquet import ParquetReader
 from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.protocol import ReadPolicy
 from tests.archive.archives import SPEC, rich_records, sized
 from tests.stream.streams import content, contents, record, record_lists
 

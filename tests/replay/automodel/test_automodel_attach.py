@@ -26,6 +26,7 @@ from routeplane.batch import collate
 from routeplane.batch.plan import TokenPlan
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import automodel as gates
+from routeplane.replay.automodel import ParallelSetup
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_harness import feature, unlike_rows
 from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
@@ -56,11 +57,14 @@ def logits_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
         ({"architectures": ["KimiK3ForCausalLM"]}, ["never ask a handle"]),
         ({"architectures": ["DeepseekV4ForCausalLM"]}, ["never ask a handle"]),
         ({"architectures": ["InklingForConditionalGeneration"]}, ["never ask a handle"]),
-        ({"context_parallel": 2, "context_layout": "blockdiag"}, ["layout 'blockdiag'"]),
-        ({"context_parallel": 2, "sequence_packing": True}, ["'thd' cuts each"]),
-        ({"sequence_parallel": True}, ["without tensor parallelism"]),
+        ({"parallel": ParallelSetup(context=2, context_layout="blockdiag")}, ["layout 'blockdiag'"]),
+        ({"parallel": ParallelSetup(context=2, packing=True)}, ["'thd' cuts each"]),
+        ({"parallel": ParallelSetup(sequence=True)}, ["without tensor parallelism"]),
         ({"graphed_modules": ["moe_router"]}, ["CUDA graph of moe_router"]),
-        ({"engine": "hf", "force_hf": True, "sequence_parallel": True}, ["'hf'", "force_hf", "without tensor"]),
+        (
+            {"engine": "hf", "force_hf": True, "parallel": ParallelSetup(sequence=True)},
+            ["'hf'", "force_hf", "without tensor"],
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -78,15 +82,14 @@ def test_setups_that_cannot_be_replayed_are_refused(options: Mapping[str, Any], 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"sequence_packing": True},
-        {"context_parallel": 4},
-        {"context_parallel": 4, "context_layout": "contiguous"},
-        {"context_parallel": 2, "context_layout": "thd", "sequence_packing": True},
-        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"parallel": ParallelSetup()},
+        {"parallel": ParallelSetup(packing=True)},
+        {"parallel": ParallelSetup(context=4)},
+        {"parallel": ParallelSetup(context=4, context_layout="contiguous")},
+        {"parallel": ParallelSetup(context=2, context_layout="thd", packing=True)},
+        {"parallel": ParallelSetup(tensor=2, sequence=True)},
         {"architectures": ["Glm4MoeForCausalLM"], "graphed_modules": ["attn"]},
     ],
-    ids=lambda options: "+".join(options) or "plain",
 )
 def test_parallel_modes_that_align_pass(options: Mapping[str, Any]) -> None:
     """Packing, context and sequence parallelism: NeMo RL's own adapter refuses all three."""

@@ -59,7 +59,7 @@ class AutomodelContract(ReplayContract):
         return self.tiny.build(seed=seed)
 
     def make_difference_model(self) -> Any:
-        """Without the load-balancing loss, whose gradient is no part of the loss."""
+        """Without the load-balancing loss, which is left out of the loss."""
         return self.tiny.build(aux=0.0)
 
     def make_inputs(self, *, seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.automodel
 
 
 def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever copies them gets what the page says."""
+    """They print what the page says."""
     with mock.patch.object(torch.cuda, "current_device", return_value=0):
         ran = run_trainer_page("replay-in-automodel.md", "automodel")
     assert len(ran) >= 5

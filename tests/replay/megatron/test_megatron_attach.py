@@ -136,7 +136,7 @@ def test_packed_rows_are_in_megatrons_order_already() -> None:
 
 
 def test_a_padded_batch_is_turned() -> None:
-    """Row ``b*S + s`` of a RouteBatch stands at ``s*B + b``; padded or packed, nobody has to say so."""
+    """Row ``b*S + s`` of a RouteBatch stands at ``s*B + b``; padded or packed, without an option."""
     spec = watermarked_spec(layers=(0, 1), top_k=3)
     records = [watermarked_record(sample, num_tokens=length, spec=spec) for sample, length in enumerate((5, 3, 4))]
     order = gates.row_order(collate(records, spec, layout="padded"))

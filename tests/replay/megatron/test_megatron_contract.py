@@ -81,7 +81,7 @@ class MegatronContract(ReplayContract):
             return copy.deepcopy(model)
 
     def make_difference_model(self) -> Any:
-        """Without the load-balancing loss, whose gradient is no part of the loss."""
+        """Without the load-balancing loss, which is left out of the loss."""
         return build({**self.tiny.options, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0})
 
     def make_inputs(self, *, seed: int) -> Inputs:

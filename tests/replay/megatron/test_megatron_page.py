@@ -10,7 +10,7 @@ pytestmark = pytest.mark.megatron
 
 
 def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever copies them gets what the page says."""
+    """They print what the page says."""
     ran = run_trainer_page("replay-in-megatron.md", "megatron")
     assert len(ran) >= 5
     assert "".join(printed for _, printed in ran) == capsys.readouterr().out

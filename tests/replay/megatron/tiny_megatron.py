@@ -111,7 +111,7 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
 
 
 class PlainNorm:
-    """A norm for sequence-parallel models, whose gradient nobody adds up: Megatron's own refuses to be one."""
+    """A norm for sequence-parallel models, whose gradient no hook adds up: Megatron's own refuses to be one."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
         """Torch's."""

@@ -76,7 +76,7 @@ class _Site:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Opened:
+class _OpenRegion:
     site: _Site
     task: int
     frame: AbstractContextManager[None]
@@ -84,7 +84,7 @@ class _Opened:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.opened: list[_Opened] = []
+        self.opened: list[_OpenRegion] = []
 
 
 class RegionHooks:
@@ -140,7 +140,7 @@ class RegionHooks:
             site.add(tensor, self.wiring.here())
 
     def _reopen(self, site: _Site, tensor: torch.Tensor) -> bool:
-        """Open the frame of the forward that runs again; False where nobody noted it."""
+        """Open the frame of the forward that runs again; False where no note of it exists."""
         node: Any = torch._C._current_autograd_node()
         known = node is not None and self in node.metadata
         if known:
@@ -157,7 +157,7 @@ class RegionHooks:
                 site.drop(note)
         frame = self.wiring.frame(binding, rerun=True)
         frame.__enter__()
-        self._thread.opened.append(_Opened(site=site, task=torch._C._current_graph_task_id(), frame=frame))
+        self._thread.opened.append(_OpenRegion(site=site, task=torch._C._current_graph_task_id(), frame=frame))
         return True
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:

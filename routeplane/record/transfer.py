@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.alarms import find_alarms
 from routeplane.record.interfaces import Admission, admit
+from routeplane.record.policy import ReadPolicy, RecordCounts, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord, cut_record
-from routeplane.stream.protocol import ReadPolicy, RecordCounts, StreamReport
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -105,7 +105,7 @@ class _TracedTopK(TorchFunctionMode):
 def _decide(seat: TracedGate, live_NK: torch.Tensor) -> torch.Tensor:
     routes_NK, tally = seat.routes_NK, seat.tally
     if routes_NK is None or tally is None or routes_NK.shape[0] != live_NK.shape[0]:
-        seat.refused = True  # no graph can raise: whoever seated the rows asks afterwards
+        seat.refused = True  # no graph can raise: the handle asks afterwards
         return live_NK
     wide_NK = routes_NK.to(torch.int64)
     forced_NK = wide_NK >= 0

@@ -29,7 +29,7 @@ SEAM = "router_replay"
 class StandIn:
     """At ``module.router_replay``; ``original`` (None where the framework's own replay is off) comes back on detach.
 
-    What it does not answer itself it leaves to the original, so that whoever else holds that object sees no difference.
+    What it does not answer itself it leaves to the original, so that other holders of that object see no difference.
     """
 
     def __init__(self, module: nn.Module, /) -> None:
@@ -67,7 +67,7 @@ class SeamForcing(Forcing):
         self._outer, self.stand_in.forcing = self.stand_in.forcing, self
 
     def close(self) -> None:
-        """Leave the gate to whoever was asked before."""
+        """Restore the forcing that was open before."""
         self.stand_in.forcing = self._outer
 
 

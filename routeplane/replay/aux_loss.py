@@ -65,7 +65,7 @@ class AuxiliaryHook:
 
 
 class _ForcedAuxiliary(TorchFunctionMode):
-    """Answers every ``topk`` over ``[N, E]``, or over all gates' ``[L*N, E]``, that is no gate's own."""
+    """Answers every ``topk`` over ``[N, E]``, or over all gates' ``[L*N, E]``, of no gate's own forward."""
 
     def __init__(self, rows: Sequence[GateRows], *, wiring: Wiring) -> None:
         super().__init__()
