@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,17 +21,13 @@ from routeplane.archive import compact, new_run, open_archive, save_archive, ver
 from routeplane.archive.writer import ArchiveWriter
 from routeplane.errors import DataError, ErrorKind, StoreError, TruncatedError, UsageError
 from tests.archive.archives import SPEC, files, saved, sized
+from tests.archive.writers import start
 from tests.stream.streams import contents, record
-
-PROGRAM = Path(__file__).with_name("writers.py")
-
 
 @contextmanager
 def writer(where: Path, *, first: int, count: int = 0, tokens: int = 300, run: str = "killed") -> Iterator[IO[str]]:
     """A process that writes; gives what it prints. Killed at the end, wherever it is then."""
-    command = [sys.executable, str(PROGRAM), str(where), str(first), str(count), str(tokens), run]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with start("write", where, first, count, tokens, run) as process:
         assert process.stdout is not None
         try:
             yield process.stdout

@@ -80,8 +80,8 @@ THIRD_PARTY = {
     "pybase64": ("capture.text64",),
     "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet", "cli.demo.fleet"),
     "obstore": ("archive.objects",),
-    "google_crc32c": ("archive.chunks",),  # this and the next come with zarr
-    "numcodecs": ("archive.chunks",),
+    "google_crc32c": ("archive",),  # this and the next come with zarr
+    "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
     "rich": ("cli.main", "cli.inspect", "inspect.tables"),
     # their adapters read class names and attributes, and import neither
