@@ -99,9 +99,9 @@ class EngineWorker:
     async def load(self) -> None:
         """Load the weights, run the hook in every worker, and probe: routes come back as promised, before step 0.
 
-        Raises as ``capture.vllm.serving.load_engine`` and ``probe`` do.
+        Raises as ``capture.vllm.load_engine`` and ``probe`` do.
         """
-        from routeplane.capture.vllm.serving import load_engine
+        from routeplane.capture.vllm.api_server import load_engine
 
         config = self._config
         self._engine = await load_engine(

@@ -20,12 +20,13 @@ import openai
 import pytest
 
 from routeplane import assemble, open_stream
+from routeplane.capture import vllm as capture
 from routeplane.capture.chunks import calls_from_chunks
 from routeplane.capture.gym import calls_from_gym
 from routeplane.capture.middleware import HEADER
 from routeplane.capture.openai import calls_from_response
 from routeplane.capture.tickets import TicketDesk
-from routeplane.capture.vllm import calls_from_output
+from routeplane.capture.vllm import OutputOptions
 from routeplane.errors import CaptureError, ErrorKind
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
@@ -174,7 +175,7 @@ def test_the_record_of_responses_is_that_of_the_engine(engine: Engine, records: 
     for turn, span in enumerate(spans):
         prompt = from_http.token_ids[: span.start].tolist()
         [output] = engine.ask(prompt, max_tokens=NEW_TOKENS, allowed_token_ids=WORDS)
-        calls += calls_from_output(output, SPEC, weights_version=1, call_id=f"turn-{turn}", cached=0)
+        calls += capture.calls(output, SPEC, weights_version=1, call_id=f"turn-{turn}", options=OutputOptions(cached=0))
     [in_process] = assemble(calls, SPEC, sample_id="s", on_missing="raise").records
 
     np.testing.assert_array_equal(in_process.token_ids, from_http.token_ids)

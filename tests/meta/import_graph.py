@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["find_graph_problems"]
+__all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The contract
@@ -60,7 +60,7 @@ _REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 #: is refused.
 THIRD_PARTY = {
     "numpy": ("",),
-    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "cli.convert", "testing"),
+    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "testing"),
     "xxhash": ("record.spec", "record.checksum", "stream", "archive"),
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
@@ -78,7 +78,7 @@ THIRD_PARTY = {
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet", "cli.demo.fleet"),
+    "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
     "obstore": ("archive.objects",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),

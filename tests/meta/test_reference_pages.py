@@ -21,12 +21,12 @@ import routeplane.errors
 from routeplane.batch.loader import PrefetchReport
 from routeplane.capture.middleware import MiddlewareReport
 from routeplane.capture.tickets import DeskReport
-from routeplane.capture.vllm.reports import LedgerReport, WritingReport
+from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.timeline import Timeline
-from routeplane.inspect.collect import collect
-from routeplane.inspect.diff import RouteDiff
+from routeplane.inspect.compare import RouteDiff
+from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import Report
@@ -133,7 +133,7 @@ REPORTS: dict[str, Report] = {
     "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
     "WritingReport": WritingReport(),
-    "LedgerReport": LedgerReport(),
+    "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PromptReport": PromptReport(),
@@ -147,14 +147,19 @@ REPORTS: dict[str, Report] = {
 
 
 def report_classes() -> set[str]:
-    """Every class with ``scalars``, but for the protocol of them all."""
+    """Every class with ``scalars``, its own or by the base ``Counts``; but for that base and the protocol of them."""
+    classes = [
+        node for text in sources().values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    ]
     return {
         node.name
-        for text in sources().values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
+        for node in classes
+        if node.name != "Counts"
         and "Protocol" not in map(ast.unparse, node.bases)
-        and any(isinstance(item, ast.FunctionDef) and item.name == "scalars" for item in node.body)
+        and (
+            "Counts" in map(ast.unparse, node.bases)
+            or any(isinstance(item, ast.FunctionDef) and item.name == "scalars" for item in node.body)
+        )
     }
 
 

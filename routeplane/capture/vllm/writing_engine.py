@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -19,9 +19,8 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from routeplane.capture.recorder import RouteRecorder, WeightsChange
-from routeplane.capture.vllm.geometry import captures_routes, model_config_of, spec_from_vllm
-from routeplane.capture.vllm.outputs import calls_from_output
-from routeplane.capture.vllm.reports import WritingReport
+from routeplane.capture.vllm.model_config import captures_routes, model_config_of, spec_from_vllm
+from routeplane.capture.vllm.outputs import OutputOptions, calls
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.coverage import Coverage
 
@@ -34,10 +33,43 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["Answer", "Conversation", "RouteWritingEngine"]
+__all__ = ["Answer", "Conversation", "RouteWritingEngine", "WritingReport"]
 
 # vLLM's own pause waits so long for outputs on their way through its tasks (async_llm.py, pause_generation).
 _TRANSIT_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritingReport:
+    """What a RouteWritingEngine did so far. ``rows_received``: rows that crossed from the engine, each counted each
+    time; a row is one token in all layers."""
+
+    calls: int = 0
+    records: int = 0
+    rows_received: int = 0
+    waits: int = 0  # requests that were held back while the stream was full
+    overlap_rows: int = 0  # captured twice and compared; one token in one layer
+    drift_rows: int = 0  # ... and different as sets
+    weight_updates: int = 0
+    coverage: Coverage = field(default_factory=Coverage)
+
+    def merge(self, other: WritingReport) -> WritingReport:
+        """The counts of both."""
+        names = ("calls", "records", "rows_received", "waits", "overlap_rows", "drift_rows", "weight_updates")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return WritingReport(**sums, coverage=self.coverage.merge(other.coverage))
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {
+            f"{prefix}writing_calls": float(self.calls),
+            f"{prefix}writing_rows_received": float(self.rows_received),
+            f"{prefix}writing_waits": float(self.waits),
+            f"{prefix}writing_overlap_rows": float(self.overlap_rows),
+            f"{prefix}writing_drift_rows": float(self.drift_rows),
+            f"{prefix}writing_weight_updates": float(self.weight_updates),
+            **self.coverage.scalars(prefix=f"{prefix}writing_"),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +132,7 @@ class RouteWritingEngine:
         self._version = weights_version
         self._flights: set[_Flight] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="routeplane-writer")
-        self._room = asyncio.Semaphore(max_waiting)
+        self._capacity = asyncio.Semaphore(max_waiting)
         self._report = WritingReport()
 
     @property
@@ -132,7 +164,7 @@ class RouteWritingEngine:
         """One request, and a record of each of its choices in the stream by the time this returns.
 
         Several choices are ``{sample_id}/{index}`` and share ``group``, by default ``sample_id``. Waits while the
-        stream is full, without blocking the event loop. Errors as in ``calls_from_output``, and the sink's.
+        stream is full, without blocking the event loop. Errors as in ``calls``, and the sink's.
         """
         answer, changes = await self._ask(
             prompt_ids, sampling, call_id=f"{sample_id}/{attempt}", first_row=0, media=media
@@ -181,9 +213,9 @@ class RouteWritingEngine:
         # of tokens says where weights changed.
         params = copy(sampling)
         params.output_kind, params.routed_experts_prompt_start = RequestOutputKind.CUMULATIVE, first_row
-        if self._room.locked():
+        if self._capacity.locked():
             self._count(WritingReport(waits=1))
-        async with self._room:
+        async with self._capacity:
             pass
         flight = _Flight(len(prompt_ids), self._version, params.n)
         self._flights.add(flight)
@@ -199,25 +231,23 @@ class RouteWritingEngine:
             self._flights.discard(flight)
         whole = copy(output)
         whole.outputs = [choices[index] for index in sorted(choices)]
-        calls = calls_from_output(
+        made = calls(
             whole,
             self._spec,
             weights_version=flight.weights_version,
             call_id=call_id if number is None else f"{call_id}/{number}",
-            first_row=first_row,
-            logprobs_mode=self._logprobs_mode,
-            media=media,
+            options=OutputOptions(first_row=first_row, logprobs_mode=self._logprobs_mode, media=tuple(media)),
         )
-        rows = sum(0 if call.routes is None else len(call.routes) for call in calls)
-        self._count(WritingReport(calls=len(calls), rows_received=rows))
-        return Answer(output=whole, calls=calls), flight.changes
+        rows = sum(0 if call.routes is None else len(call.routes) for call in made)
+        self._count(WritingReport(calls=len(made), rows_received=rows))
+        return Answer(output=whole, calls=made), flight.changes
 
     # ---- the stream -----------------------------------------------------------------------------------------------
 
     async def _write(self, recorder: RouteRecorder) -> tuple[RouteRecord, ...]:
         """Assemble and write in the writer's thread; new requests are held back while too many wait here."""
         mode = self._logprobs_mode.removesuffix("_logprobs")
-        async with self._room:
+        async with self._capacity:
             loop = asyncio.get_running_loop()
             made = await loop.run_in_executor(self._thread, _assemble_and_write, recorder, self._sink, mode)
         coverage = Coverage()
@@ -272,7 +302,7 @@ class RouteWritingEngine:
         if pause:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
         before = {flight: tuple(flight.seen) for flight in self._flights}
-        known: int | None = None  # should apply fail, nobody knows what runs
+        known: int | None = None  # should apply fail, it is unknown what runs
         self._version = None
         try:
             await apply()

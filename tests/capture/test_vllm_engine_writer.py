@@ -15,9 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.capture.vllm.ledger import RouteLedger, build_sink
-from routeplane.capture.vllm.reports import LedgerReport, WritingReport
-from routeplane.capture.vllm.shipping import KEY, Shipping, WriterConfig, shipping_args
+from routeplane.capture.vllm.engine_writer import (
+    KEY,
+    EngineReport,
+    EngineWriter,
+    RequestOptions,
+    WriterConfig,
+    build_sink,
+    request_args,
+)
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, open_stream
@@ -49,37 +55,37 @@ def layers_of(start: int, stop: int) -> np.ndarray[Any, Any]:
 )
 def test_what_a_request_says_arrives(capture: bool, sample_id: str | None, attempt: int, version: int | None) -> None:
     """Through ``extra_args`` and through the text that HTTP carries; what is not said is the configuration's."""
-    args = shipping_args(capture=capture, sample_id=sample_id, attempt=attempt, weights_version=version)
-    expected = Shipping(capture=capture, sample_id=sample_id, attempt=attempt, weights_version=version)
+    args = request_args(capture=capture, sample_id=sample_id, attempt=attempt, weights_version=version)
+    expected = RequestOptions(capture=capture, sample_id=sample_id, attempt=attempt, weights_version=version)
 
-    assert expected == Shipping.from_extra_args(args, config=CONFIG)
-    assert expected == Shipping.from_extra_args({KEY: json.dumps(args[KEY])}, config=CONFIG)
+    assert expected == RequestOptions.from_extra_args(args, config=CONFIG)
+    assert expected == RequestOptions.from_extra_args({KEY: json.dumps(args[KEY])}, config=CONFIG)
 
 
 def test_who_says_nothing_gets_the_configuration() -> None:
     """``default`` and ``weights_version`` are for requests without extra arguments."""
     skipping = WriterConfig(sink="a.b", target="x", default="skip", weights_version=3)
 
-    assert Shipping(capture=False, weights_version=3) == Shipping.from_extra_args(None, config=skipping)
-    assert Shipping(sample_id="s", weights_version=3) == Shipping.from_extra_args(
-        shipping_args(sample_id="s"), config=skipping
+    assert RequestOptions(capture=False, weights_version=3) == RequestOptions.from_extra_args(None, config=skipping)
+    assert RequestOptions(sample_id="s", weights_version=3) == RequestOptions.from_extra_args(
+        request_args(sample_id="s"), config=skipping
     )
 
 
 @pytest.mark.parametrize(
-    ("shipping", "request_id", "name"),
+    ("options", "request_id", "name"),
     [
-        (Shipping(), "7-0123abcd", ("7-0123abcd", None)),
-        (Shipping(sample_id="s", group="g"), "1_7-0123abcd", ("s", "g")),
-        (Shipping(sample_id="s", choices=3), "1_7-0123abcd", ("s/1", "s")),
-        (Shipping(choices=3), "12_7-0123abcd", ("7-0123abcd/12", "7-0123abcd")),
-        (Shipping(sample_id="s", group="g", choices=3), "0_x", ("s/0", "g")),
+        (RequestOptions(), "7-0123abcd", ("7-0123abcd", None)),
+        (RequestOptions(sample_id="s", group="g"), "1_7-0123abcd", ("s", "g")),
+        (RequestOptions(sample_id="s", choices=3), "1_7-0123abcd", ("s/1", "s")),
+        (RequestOptions(choices=3), "12_7-0123abcd", ("7-0123abcd/12", "7-0123abcd")),
+        (RequestOptions(sample_id="s", group="g", choices=3), "0_x", ("s/0", "g")),
     ],
     ids=["nothing", "named", "a choice", "a choice without a name", "a choice in a group"],
 )
-def test_sequences_are_named(shipping: Shipping, request_id: str, name: tuple[str, str | None]) -> None:
+def test_sequences_are_named(options: RequestOptions, request_id: str, name: tuple[str, str | None]) -> None:
     """A single sequence has the sample's name, one of several its index besides."""
-    assert name == shipping.name_of(request_id)
+    assert name == options.name_of(request_id)
 
 
 BAD_CONFIG: dict[str, Any] = {
@@ -119,13 +125,13 @@ def test_a_sink_that_cannot_be_called_is_refused(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def ledger(folder: Path, **changes: Any) -> RouteLedger:
+def ledger(folder: Path, **changes: Any) -> EngineWriter:
     """A ledger of rank 3 that writes into a folder."""
     settings = {"sink": "routeplane.stream.new_stream", "target": str(folder / "r{rank}-{index}.arrows"), **changes}
-    return RouteLedger(SPEC, WriterConfig(**settings), rank=3, logprobs_mode="raw_logprobs")
+    return EngineWriter(SPEC, WriterConfig(**settings), rank=3, logprobs_mode="raw_logprobs")
 
 
-def fly(books: RouteLedger, name: str, *, generated: int, extra: Mapping[str, Any] | None = None) -> dict[str, str]:
+def fly(books: EngineWriter, name: str, *, generated: int, extra: Mapping[str, Any] | None = None) -> dict[str, str]:
     """A sequence of 4 prompt tokens and so many generated ones; returns what its answer says."""
     books.open(name, [1, 2, 3, 4], extra_args=extra)
     flight = books.flights[name]
@@ -171,7 +177,7 @@ def test_the_configured_version_ends_with_a_pause(tmp_path: Path) -> None:
     fly(books, "silent", generated=2)
     books.weights_may_have_changed()
     books.flights["a"].add([13], layers_of(6, 7))
-    fly(books, "saying", generated=2, extra=shipping_args(sample_id="saying", weights_version=6))
+    fly(books, "saying", generated=2, extra=request_args(sample_id="saying", weights_version=6))
     books.finish("a", "length")
     books.close()
     records = {record.sample_id: record for record in open_stream(tmp_path / "one.arrows")}
@@ -218,7 +224,7 @@ def test_a_sink_may_be_anything(tmp_path: Path) -> None:
     """The factory gets the target as it is configured, and tickets the name that goes with it."""
     stream = MemoryStream()
     books = ledger(tmp_path, target=stream, stream="memory")
-    said = fly(books, "s", generated=2, extra=shipping_args(sample_id="a", weights_version=5))
+    said = fly(books, "s", generated=2, extra=request_args(sample_id="a", weights_version=5))
     books.close()
     [record] = open_stream(stream)
 
@@ -228,10 +234,9 @@ def test_a_sink_may_be_anything(tmp_path: Path) -> None:
 
 def test_reports_merge() -> None:
     """Counts add up over engines and ranks."""
-    left = LedgerReport(records=1, skipped=2, refusals={"a": 1})
-    right = LedgerReport(records=3, refusals={"a": 1, "b": 4})
+    left = EngineReport(records=1, skipped=2, refusals={"a": 1})
+    right = EngineReport(records=3, refusals={"a": 1, "b": 4})
     both = left.merge(right)
 
     assert (4, 2, {"a": 2, "b": 4}) == (both.records, both.skipped, dict(both.refusals))
     assert 6.0 == both.scalars()["routeplane/engine_refused"]
-    assert 5 == WritingReport(calls=2, waits=1).merge(WritingReport(calls=3)).calls

@@ -1,4 +1,4 @@
-"""The geometry of an engine's model, from the configuration that the engine itself runs with.
+"""The geometry of an engine's model, read from the configuration that the engine itself runs with.
 
 Reads attributes only, so it needs no vLLM; ``routeplane.record.geometry`` reads the Hugging Face configuration inside,
 and what vLLM itself believes of the same model must agree with it.
@@ -15,13 +15,34 @@ __all__ = ["captures_routes", "model_config_of", "require_moe", "spec_from_vllm"
 
 
 def spec_from_vllm(engine: object) -> RouteSpec:
-    """The geometry of an engine's model, from the configuration that the engine itself runs with.
+    """Read the geometry of an engine's model from the configuration that the engine itself runs with.
 
-    ``engine``: an ``LLM``, ``AsyncLLM``, ``VllmConfig`` or ``ModelConfig``. What ``RouteSpec.from_hf_config`` reads is
-    compared with what vLLM sizes its capture by: decoder layers, experts, experts per token.
+    Compares what ``RouteSpec.from_hf_config`` reads with what vLLM sizes its capture by: decoder layers, experts,
+    experts per token.
 
-    Raises SpecError for a dense model (DENSE_MODEL), a geometry that ``from_hf_config`` refuses, or one in which vLLM
-    and it disagree (SPEC_MISMATCH); UsageError for anything else that was passed.
+    Args:
+        engine: An ``LLM``, ``AsyncLLM``, ``VllmConfig`` or ``ModelConfig``.
+
+    Returns:
+        The spec of the engine's routes.
+
+    Raises:
+        SpecError: A dense model (DENSE_MODEL), a geometry that ``from_hf_config`` refuses, or one in which vLLM and it
+            disagree (SPEC_MISMATCH).
+        UsageError: Anything else than an engine or its configuration.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(
+    ...     hf_config={
+    ...         "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2
+    ...     },
+    ...     is_moe=True,
+    ...     get_total_num_hidden_layers=lambda: 2,
+    ...     get_num_experts=lambda: 8,
+    ...     get_num_experts_per_tok=lambda: 2,
+    ... )
+    >>> spec_from_vllm(config).layer_ids
+    (0, 1)
     """
     config = model_config_of(engine)
     require_moe(config)
