@@ -64,10 +64,9 @@ def read_and_decompress(archive: Archive) -> int:
     """Every shard of the archive's routes, as the bytes they decompress to; how many."""
     size = 0
     for run in archive.catalog.runs:
-        entry = run.manifest.arrays["routes"]
-        for start in range(0, entry.rows, entry.shard_rows):
-            stop = min(start + entry.shard_rows, entry.rows)
-            size += run.chunks.read([Range(array="routes", start=start, stop=stop)])[0].nbytes
+        rows, step = run.manifest.arrays["routes"].rows, run.chunks.layout("routes").shard_rows
+        for start in range(0, rows, step):
+            size += run.chunks.read(Range(array="routes", start=start, stop=min(start + step, rows))).nbytes
     return size
 
 

@@ -52,7 +52,7 @@ def running_store() -> Iterator[int]:
 
 def main() -> None:
     """Serve until killed."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=False)

@@ -325,12 +325,13 @@ def test_the_record_table_opens_in_polars_and_duckdb(tmp_path: Path) -> None:
     where = saved(tmp_path / "a", records)
     save_archive(sized([5, 6], first=8), where, spec=SPEC, run="second")
     delete(where, keys=[("sample-8", 0, 0)])
-    records_of_all = open_archive(where).table()
+    table = open_archive(where).table()
     files = polars.read_parquet(run_folder(where) / "records" / "00000.parquet")
-    (counts,) = duckdb.sql("select count(*), sum(num_tokens), max(run) from records_of_all").fetchall()
+    database = duckdb.connect().register("all_records", table)
+    counts = database.execute("select count(*), sum(num_tokens), max(run) from all_records").fetchone()
 
     assert (4, 27, "second") == counts
-    assert [item.checksum for item in records] == polars.from_arrow(records_of_all)["checksum"].to_list()[:3]
+    assert [item.checksum for item in records] == polars.DataFrame(table)["checksum"].to_list()[:3]
     assert [item.sample_id for item in records] == files["sample_id"].to_list()
     assert [[span.call for span in item.spans] for item in records] == [
         [span["call"] for span in spans] for spans in files["spans"].to_list()

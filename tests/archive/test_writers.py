@@ -24,6 +24,7 @@ from tests.archive.archives import SPEC, files, saved, sized
 from tests.archive.writers import start
 from tests.stream.streams import contents, record
 
+
 @contextmanager
 def writer(where: Path, *, first: int, count: int = 0, tokens: int = 300, run: str = "killed") -> Iterator[IO[str]]:
     """A process that writes; gives what it prints. Killed at the end, wherever it is then."""
