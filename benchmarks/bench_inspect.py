@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.bench_archive import EXPERTS, SAMPLE, SPEC, draw, record
 from benchmarks.measure import Result, relative_rates
 from routeplane.archive import Archive, open_archive, save_archive
-from routeplane.archive.chunks import Range
+from routeplane.archive.shards import Range
 from routeplane.inspect.report import render_report
 from routeplane.inspect.statistics import collect
 from routeplane.record.record import RouteRecord

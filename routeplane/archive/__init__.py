@@ -80,8 +80,9 @@ def save_archive(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> records = [watermarked_record(index, num_tokens=20) for index in range(3)]
-    >>> commit = save_archive(records, tempfile.mkdtemp(), spec=watermarked_spec(), run="step-1")
+    >>> spec = watermarked_spec()
+    >>> records = [watermarked_record(index, num_tokens=20, spec=spec) for index in range(3)]
+    >>> commit = save_archive(records, tempfile.mkdtemp(), spec=spec, run="step-1")
     >>> commit.number, [(run.name, run.records, run.tokens) for run in commit.runs]
     (1, [('step-1', 3, 60)])
     """
@@ -126,8 +127,9 @@ def new_run(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> with new_run(tempfile.mkdtemp(), watermarked_spec(), run="step-1") as sink:
-    ...     sink.write(watermarked_record(0, num_tokens=20))
+    >>> spec = watermarked_spec()
+    >>> with new_run(tempfile.mkdtemp(), spec, run="step-1") as sink:
+    ...     sink.write(watermarked_record(0, num_tokens=20, spec=spec))
     >>> sink.commit.number
     1
     """
@@ -165,11 +167,12 @@ def open_archive(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> place, record = tempfile.mkdtemp(), watermarked_record(0, num_tokens=20)
-    >>> commit = save_archive([record], place, spec=watermarked_spec())
+    >>> place, spec = tempfile.mkdtemp(), watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=20, spec=spec)
+    >>> commit = save_archive([record], place, spec=spec)
     >>> archive = open_archive(place, expected_snapshot=commit.snapshot)
     >>> archive.read(record.key, tokens=(4, 9)).routes.shape
-    (5, 2, 2)
+    (5, 3, 4)
     """
     policy = ReadPolicy(on_corrupt=on_corrupt, on_alarm=on_alarm, max_missing=max_missing, verify=verify)
     place = _place(store, options)
@@ -198,8 +201,8 @@ def verify(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> place = tempfile.mkdtemp()
-    >>> commit = save_archive([watermarked_record(0, num_tokens=20)], place, spec=watermarked_spec())
+    >>> place, spec = tempfile.mkdtemp(), watermarked_spec()
+    >>> commit = save_archive([watermarked_record(0, num_tokens=20, spec=spec)], place, spec=spec)
     >>> verify(place).intact, verify(place, expected_snapshot="7-0123456789abcdef").intact
     (True, False)
     """
@@ -236,8 +239,8 @@ def recover(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> place = tempfile.mkdtemp()
-    >>> commit = save_archive([watermarked_record(0, num_tokens=20)], place, spec=watermarked_spec())
+    >>> place, spec = tempfile.mkdtemp(), watermarked_spec()
+    >>> commit = save_archive([watermarked_record(0, num_tokens=20, spec=spec)], place, spec=spec)
     >>> found = recover(place, tempfile.mkdtemp())
     >>> found.intact, found.partial, found.lost
     (1, 0, 0)
@@ -268,8 +271,9 @@ def delete(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> place, records = tempfile.mkdtemp(), [watermarked_record(index, num_tokens=20) for index in range(3)]
-    >>> commit = save_archive(records, place, spec=watermarked_spec(), run="step-1")
+    >>> place, spec = tempfile.mkdtemp(), watermarked_spec()
+    >>> records = [watermarked_record(index, num_tokens=20, spec=spec) for index in range(3)]
+    >>> commit = save_archive(records, place, spec=spec, run="step-1")
     >>> delete(place, keys=[records[1].key]).runs[0].records
     2
     """
@@ -299,8 +303,9 @@ def compact(
 
     >>> import tempfile
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> place, records = tempfile.mkdtemp(), [watermarked_record(index, num_tokens=20) for index in range(3)]
-    >>> commit = save_archive(records, place, spec=watermarked_spec(), run="step-1")
+    >>> place, spec = tempfile.mkdtemp(), watermarked_spec()
+    >>> records = [watermarked_record(index, num_tokens=20, spec=spec) for index in range(3)]
+    >>> commit = save_archive(records, place, spec=spec, run="step-1")
     >>> commit = delete(place, keys=[records[1].key])
     >>> compact(place).records, len(open_archive(place))
     (1, 2)
@@ -311,7 +316,7 @@ def compact(
 def _place(store: str | os.PathLike[str], options: Mapping[str, Any] | None) -> ArchiveStore:
     text = os.fspath(store)
     if "://" in text and not text.startswith("file://"):
-        from routeplane.archive.objects import ObjectFolder
+        from routeplane.archive.objectstore import ObjectFolder
 
         return ObjectFolder(text, options=options or {})
     if options:

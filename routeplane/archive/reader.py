@@ -24,7 +24,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from routeplane.archive.chunks import ChunkReader, Range
 from routeplane.archive.layout import (
     COMMITS,
     NEWEST,
@@ -43,6 +42,7 @@ from routeplane.archive.layout import (
     root_document,
     unseal,
 )
+from routeplane.archive.shards import ChunkReader, Range
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
 from routeplane.record.codec import widen
 from routeplane.record.coverage import Coverage, lose_rows, settle_partial

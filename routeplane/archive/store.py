@@ -1,7 +1,7 @@
 """The files of an archive: whole ones read and written, ranges of them, created once, listed, deleted.
 
-A local folder here; what a URL names is ``objects``. Keys are relative paths with ``/``. A local file is written under
-a temporary name, synced and renamed, so that it is there whole or not at all. Decides nothing about content.
+A local folder here; what a URL names is ``objectstore``. Keys are relative paths with ``/``. A local file is written
+under a temporary name, synced and renamed, so that it is there whole or not at all. Decides nothing about content.
 """
 
 from __future__ import annotations

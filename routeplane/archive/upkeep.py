@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import xxhash
 
-from routeplane.archive.chunks import Range
 from routeplane.archive.layout import (
     ROOT,
     RUNS,
@@ -45,6 +44,7 @@ from routeplane.archive.reader import (
     route_ranges,
     token_ranges,
 )
+from routeplane.archive.shards import Range
 from routeplane.archive.writer import ArchiveWriter, RunFiles, drop_commits, publish
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, Problem, UsageError
 from routeplane.record.coverage import Coverage, partial_states

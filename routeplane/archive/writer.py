@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from routeplane.archive.chunks import ShardWriter
 from routeplane.archive.layout import (
     COMMITS,
     DEFAULT_SHARD_BYTES,
@@ -49,6 +48,7 @@ from routeplane.archive.layout import (
     token_layout,
 )
 from routeplane.archive.reader import Catalog, check_root, commit_numbers, newest
+from routeplane.archive.shards import ShardWriter
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, StoreError, TruncatedError
 from routeplane.record.parse import check_text
 from routeplane.record.transfer import RecordWriter
