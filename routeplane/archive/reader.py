@@ -111,23 +111,28 @@ def newest(store: ArchiveStore, *, expected_snapshot: str | None = None) -> Comm
     """
     check_root(store)
     published = _published(store)  # read first: commits that come later only add to it
-    while True:
-        numbers = commit_numbers(store)
-        if not numbers and published is None:
-            raise TruncatedError(
-                "expected a commit, got none: the first writer died, is still writing, or its commits were deleted "
-                f"@ {store.where}",
-                kind=ErrorKind.TRUNCATED,
-            )
-        commit = read_commit(store, numbers[-1]) if numbers else None
-        if commit is None and numbers:
-            continue  # a writer went on meanwhile, and dropped this one
-        for what, snapshot in (("published", published), ("expected", expected_snapshot)):
-            if snapshot is not None:
-                _check_follows(commit, snapshot, what=what, where=store.where)
-        assert commit is not None
-        _check_agrees(store, commit)
-        return commit
+    commit = _last(store)
+    for what, snapshot in (("published", published), ("expected", expected_snapshot)):
+        if snapshot is not None:
+            _check_follows(commit, snapshot, what=what, where=store.where)
+    if commit is None:
+        raise TruncatedError(
+            "expected a commit, got none: the first writer died, is still writing, or its commits were deleted "
+            f"@ {store.where}",
+            kind=ErrorKind.TRUNCATED,
+        )
+    _check_agrees(store, commit)
+    return commit
+
+
+def _last(store: ArchiveStore) -> Commit | None:
+    """The commit of the highest number."""
+    while numbers := commit_numbers(store):
+        commit = read_commit(store, numbers[-1])
+        if commit is not None:
+            return commit
+        # a writer went on meanwhile, and dropped this one
+    return None
 
 
 def _published(store: ArchiveStore) -> str | None:
