@@ -25,7 +25,7 @@ from routeplane.capture.http import MiddlewareReport, TicketReport
 from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
-from routeplane.fleet.timeline import Timeline
+from routeplane.fleet.startup import Timeline
 from routeplane.inspect.compare import RouteDiff
 from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
