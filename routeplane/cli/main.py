@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.inspect import add_commands, require_report, write_comparison
-from routeplane.errors import FormatError, Problem, RouteplaneError, refused
+from routeplane.errors import FormatError, Problem, RouteplaneError
 from routeplane.inspect.look import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
 
 __all__ = ["main"]
@@ -94,58 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--engine", choices=("transformers", "vllm", "vllm-scheduler"), default="transformers")
     demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
     demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
-    demo.add_argument("--transport", choices=("file", "flight", "ray"), default="file")
+    demo.add_argument("--transport", choices=("file", "folder"), default="file")
     demo.add_argument("--fleet", action="store_true", help="all parts as actors of a Ray cluster, rollouts over HTTP")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the streams in this folder")
     demo.add_argument("--report", type=Path, metavar="FILE", help="write what the run's routes look like, as HTML")
     demo.set_defaults(run=_demo)
-    serve = _serve_parser(commands)
-    for command in (info, validate, convert, demo, serve, *add_commands(commands)):
+    for command in (info, validate, convert, demo, *add_commands(commands)):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
-
-
-def _serve_parser(commands: Any) -> Any:
-    serve = commands.add_parser("serve", help="carry one stream between processes over Arrow Flight")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=0)
-    serve.add_argument("--groups", nargs="+", default=["default"], help="consumer groups, each given every record")
-    serve.add_argument("--producers", type=int, help="how many end the stream; without it, an action ends it")
-    serve.add_argument("--max-bytes", type=int, default=2 * 2**30, help="payload held before producers wait")
-    serve.add_argument("--max-message-bytes", type=int, default=256 * 2**20, help="largest block")
-    serve.add_argument("--keep", action="store_true", help="acknowledged records stay until room is needed")
-    serve.add_argument("--spool", type=Path, help="folder that keeps what was accepted until it was acknowledged")
-    serve.add_argument("--token-file", type=Path, help="what clients must present")
-    serve.add_argument("--certificate", type=Path, help="PEM file, for TLS")
-    serve.add_argument("--private-key", type=Path, help="PEM file, for TLS")
-    serve.set_defaults(run=_serve)
-    return serve
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from routeplane.stream.flight_service import FlightService, ServiceOptions
-
-    if not 0 <= options.port < 2**16:
-        raise refused("a port of 0 to 65535", f"{options.port}")
-    service = ServiceOptions(
-        max_bytes=options.max_bytes,
-        max_message_bytes=options.max_message_bytes,
-        groups=tuple(options.groups),
-        producers=options.producers,
-        keep=options.keep,
-        spool=None if options.spool is None else str(options.spool),
-        token=None if options.token_file is None else options.token_file.read_text().strip(),
-        certificate=None if options.certificate is None else options.certificate.read_bytes(),
-        private_key=None if options.private_key is None else options.private_key.read_bytes(),
-    )
-    # blocked before any thread starts, so that all of them leave the two to this one
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    with FlightService(service, host=options.host, port=options.port) as running:
-        _print(options, {"location": running.location}, f"serving {running.location}")
-        sys.stdout.flush()
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from routeplane.inspect.inputs import is_archive
 from routeplane.record.alarms import find_alarms
 from routeplane.record.codec import stored_rows
 from routeplane.record.coverage import Coverage
-from routeplane.record.policy import Quarantined
+from routeplane.record.policy import Quarantine, QuarantineEntry
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, StreamHeader
 from routeplane.record.spec import RouteSpec
@@ -57,7 +57,7 @@ class StreamSummary:
             "records": self.report.records,
             "tokens": self.report.tokens,
             **_shares(self.report.coverage),
-            "quarantined": len(self.report.quarantined),
+            "quarantined": self.report.quarantined_count,
             "complete": self.complete,
         }
 
@@ -211,7 +211,12 @@ def check_stream(path: str | os.PathLike[str]) -> StreamCheck:
     with reader:
         found = _read_through(reader)
         report = reader.report()
-        bad_rows = [problem for item in report.quarantined for problem in _problems_of(item, reader.header)]
+        bad_rows = [
+            problem for item in report.quarantined for problem in _problems_of(item, reader.quarantine, reader.header)
+        ]
+    if report.skipped_batches:
+        message = f"expected whole batches, got {report.skipped_batches} damaged, of {report.skipped_records} records"
+        found.append(Problem(kind=ErrorKind.CORRUPT_BATCH, message=message))
     if report.truncated:
         found.append(Problem(kind=ErrorKind.TRUNCATED, message="expected a trailer, got the end of the stream"))
     return StreamCheck(
@@ -243,11 +248,12 @@ def _alarms(record: RouteRecord) -> list[Problem]:
     )
 
 
-def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:
+def _problems_of(item: QuarantineEntry, quarantine: Quarantine, header: StreamHeader) -> list[Problem]:
     """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
     sample = item.key.sample_id
-    if item.error.kind in _ROW_KINDS:
-        first_token, rows_SLK = stored_rows(item.raw, header=header)
+    raw = quarantine.raw(item)
+    if raw is not None and item.error.kind in _ROW_KINDS:
+        first_token, rows_SLK = stored_rows(raw, header=header)
         return find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, first_token=first_token, sample=sample)
     if item.error.problems:
         return [

@@ -18,7 +18,7 @@ from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
+from routeplane.stream.batches import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.files import Target
 
 if TYPE_CHECKING:

@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
+from routeplane.archive import AddReport
 from routeplane.batch.loader import PrefetchReport
+from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
 from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
-from routeplane.fleet.timeline import Timeline
+from routeplane.fleet.startup import Timeline
 from routeplane.inspect.compare import RouteDiff
 from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
@@ -33,7 +35,6 @@ from routeplane.record.prefixes import PromptReport
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.handle import ReplayReport
 from routeplane.stream import StreamReport, new_stream
-from routeplane.stream.delivery import DeliveryReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 ROOT = Path(__file__).parents[2]
@@ -134,8 +135,9 @@ REPORTS: dict[str, Report] = {
     "WritingReport": WritingReport(),
     "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
-    "DeliveryReport": DeliveryReport(),
+    "AddReport": AddReport(),
     "PromptReport": PromptReport(),
+    "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
     "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),

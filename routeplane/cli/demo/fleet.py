@@ -1,4 +1,4 @@
-"""The demo as a fleet on Ray: engine, plane, environment and trainer come up together; rollouts go over HTTP.
+"""The demo as a fleet on Ray: engine, environment and trainer come up together; rollouts go over HTTP.
 
 Run as ``python -m routeplane.cli.demo.fleet OPTIONS_JSON``; figures go to stdout as one line of JSON, the timeline to
 stderr. Everything real is elsewhere: this file only says who needs whom.
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,26 +23,32 @@ from transformers import PreTrainedTokenizerFast
 from routeplane.capture import CaptureOptions
 from routeplane.capture.http import openai
 from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo.carrier import carried_bytes, open_sink
 from routeplane.cli.demo.engine import build_model, demo_prompts
 from routeplane.cli.demo.environment import TURNS
 from routeplane.cli.demo.scoring import LoadedTrainer, score_stream
 from routeplane.cli.demo.transformers import load
-from routeplane.fleet.actors import ActorHandle, build_environment_actor, start_actor, start_engine
+from routeplane.fleet.actors import (
+    ActorHandle,
+    ActorOptions,
+    EngineHandle,
+    EnvironmentHandle,
+    build_environment_actor,
+    start_actor,
+    start_engine,
+)
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start_async
 from routeplane.inspect.plots import draw_timeline, encode
 from routeplane.record.assembly import assemble
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import new_stream
-from routeplane.stream.ray import PlaneOptions, RayPlane, connect
 
 if TYPE_CHECKING:
-    from routeplane.fleet.timeline import Timeline
+    from routeplane.fleet.startup import Timeline
 
 __all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
 
-_NAMESPACE, _PLANE = "routeplane", "demo"
 #: What vLLM reads at start-up, in the engine's process alone.
 _ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -69,13 +76,13 @@ class TrainerWorker:
         """Load the weights."""
         self._trainer = load(self._options)
 
-    def score(self, address: str) -> dict[str, Any]:
-        """Figures of the stream at ``address``: live, replayed, and replayed wrongly on purpose."""
+    def score(self) -> dict[str, Any]:
+        """Figures of the stream: live, replayed, and replayed wrongly on purpose."""
         trainer = self._trainer or load(self._options)
-        return score_stream(replace(self._options, address=address), lambda _: trainer)
+        return score_stream(self._options, lambda _: trainer)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._trainer = None
 
 
@@ -92,16 +99,9 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
         options={"dtype": "bfloat16", "max_model_len": 512, "seed": options.seed, "enable_prefix_caching": False},
     )
 
-    async def plane(context: TaskContext) -> RayPlane:
-        options = PlaneOptions(max_bytes=100 * 2**20)
-        found = await asyncio.to_thread(RayPlane.create, options, name=_PLANE, namespace=_NAMESPACE)
-        context.defer(found.stop)
-        await asyncio.to_thread(found.stats)
-        return found
-
     async def reserved(context: TaskContext) -> Any:
-        engine = await asyncio.to_thread(start_engine, config, 0, options={"runtime_env": {"env_vars": _ENGINE_ENV}})
-        context.defer(engine.close)
+        options = ActorOptions(ray={"runtime_env": {"env_vars": _ENGINE_ENV}})
+        engine = await context.acquire(partial(start_engine, config, 0, options=options), EngineHandle.close)
         return engine, Endpoints(states=(await engine.reserve(),))
 
     async def engine(context: TaskContext) -> Any:
@@ -111,21 +111,18 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
     async def environment(context: TaskContext) -> Any:
         _, endpoints = context.results["reserved"]
-        handle = await build_environment_actor(
-            {}, endpoints, factory="routeplane.cli.demo.environment:make_environment", captured=spec
-        )
-        context.defer(handle.close)
-        return handle
+        factory = "routeplane.cli.demo.environment:make_environment"
+        build = partial(build_environment_actor, {}, endpoints, factory=factory, captured=spec)
+        return await context.acquire(build, EnvironmentHandle.close)
 
     async def trainer(context: TaskContext) -> ActorHandle:
-        handle = await asyncio.to_thread(ActorHandle, start_actor(TrainerWorker, [options]), "trainer")
-        context.defer(handle.close)
+        make = partial(start_actor, TrainerWorker, [options], name="trainer")
+        handle: ActorHandle = await context.acquire(make, ActorHandle.close)
         await handle.call("load")
         return handle
 
     return Plan(
         tasks=(
-            Task(name="plane", run=plane),
             Task(name="reserved", run=reserved),
             Task(name="engine", run=engine, needs=("reserved",), timeout=600),
             Task(name="environment", run=environment, needs=("reserved",), timeout=120),
@@ -135,14 +132,14 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
 
 async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
-    """Run them all at once, assemble each into a record, and write the records to the plane; how many."""
+    """Run them all at once, assemble each into a record, and write the records; how many."""
     environment = fleet["environment"]
     prompts = demo_prompts(options.sequences, options.prompt_tokens)
     examples = [
         {"index": index, "seed": options.seed + index * TURNS, "prompt": prompt} for index, prompt in enumerate(prompts)
     ]
     answers = await asyncio.gather(*(environment.rollout(example) for example in examples))
-    with new_stream(_address(linger=False), spec, encoding="auto", producer="rollouts") as sink:
+    with open_sink(options.stream, spec, transport=options.transport) as sink:
         for index, responses in enumerate(answers):
             calls = [
                 call
@@ -155,10 +152,6 @@ async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
     return len(answers)
 
 
-def _address(*, linger: bool) -> str:
-    return f"ray://{_PLANE}?namespace={_NAMESPACE}" + ("" if linger else "&linger=false")
-
-
 async def _run(options: DemoOptions) -> dict[str, Any]:
     spec = await asyncio.to_thread(prepare, options)
     seconds: dict[str, float] = {}
@@ -168,8 +161,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
         started = time.perf_counter()
         records = await _rollouts(fleet, options, spec)
         seconds["rollouts"] = time.perf_counter() - started
-        figures = await fleet["trainer"].call("score", arguments=[_address(linger=True)])
-        size = (await asyncio.to_thread(fleet["plane"].stats)).peak_bytes
+        figures = await fleet["trainer"].call("score")
         timeline = fleet.timeline
     finally:
         await asyncio.to_thread(fleet.close)
@@ -178,7 +170,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
     return {
         **figures,
         "records": records,
-        "stream_bytes": size,
+        "stream_bytes": carried_bytes(options.stream),
         "seconds": {**seconds, **figures["seconds"]},
         "timeline": timeline.to_dict(),
         "picture": str(picture),
@@ -204,8 +196,14 @@ def _say(timeline: Timeline) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run with the options given as JSON."""
-    options = DemoOptions(**json.loads(arguments[0]))
-    connect("local", object_store_bytes=200 * 2**20)
+    options = replace(DemoOptions(**json.loads(arguments[0])), transport="folder")
+    ray.init(
+        address="local",
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
     try:
         figures = asyncio.run(_run(options))
     finally:
