@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from routeplane.capture.vllm.model_config import model_config_of
 from routeplane.capture.vllm.outputs import calls
-from routeplane.capture.vllm.self_check import GENERATED, agreement, check_prompts, require_capture
+from routeplane.capture.vllm.self_check import GENERATED, CheckRows, agreement, check_prompts, require_capture
 from routeplane.capture.vllm.writer_options import request_args
 from routeplane.errors import refused
 
@@ -142,10 +142,10 @@ def _judge(
     for output in outputs:
         [call] = calls(output, spec, weights_version=None, call_id="probe")
         rows.append(call.routes if call.routes is not None else spec.missing_rows(0))
-    generated_RLK, read_RLK, other_RLK = rows
-    require_capture(generated_RLK, read_RLK, other_RLK, spec, min_agreement=min_agreement)
+    found = CheckRows(*rows)
+    require_capture(found, spec, min_agreement=min_agreement)
     return ProbeReport(
         rows=sum(map(len, rows)),
-        agreement=float(agreement(generated_RLK, read_RLK).mean()),
+        agreement=float(agreement(found.generated, found.read).mean()),
         deltas_keep_rows=deltas_keep_rows,
     )

@@ -11,7 +11,7 @@ Axes: R rows, L captured layers, K slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from vllm import SamplingParams
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["GENERATED", "PROMPT", "SelfCheck", "agreement", "check_prompts", "require_capture"]
+__all__ = ["GENERATED", "PROMPT", "CheckRows", "SelfCheck", "agreement", "check_prompts", "require_capture"]
 
 #: Fewer tokens than the smallest block of a KV cache, so that none of them can come from a prefix cache.
 PROMPT, GENERATED = 10, 5
@@ -55,20 +55,20 @@ def agreement(generated_RLK: NDArray[np.int16], read_RLK: NDArray[np.int16]) -> 
     return share_L
 
 
-def require_capture(
-    generated_RLK: NDArray[np.int16],
-    read_RLK: NDArray[np.int16],
-    other_RLK: NDArray[np.int16],
-    spec: RouteSpec,
-    *,
-    min_agreement: float,
-) -> None:
+class CheckRows(NamedTuple):
+    """Rows ``[R, L, K]`` of the three passes: ``generated`` of the prompt and of the tokens generated from it, ``read`` of
+    the same tokens as a prompt, ``other`` of the prompt that differs from a token on."""
+
+    generated: NDArray[np.int16]
+    read: NDArray[np.int16]
+    other: NDArray[np.int16]
+
+
+def require_capture(rows: CheckRows, spec: RouteSpec, *, min_agreement: float) -> None:
     """Judge the rows of the three passes.
 
     Args:
-        generated_RLK: Rows of the prompt and of the tokens generated from it.
-        read_RLK: Rows of the same tokens as a prompt.
-        other_RLK: Rows of the prompt that differs from a token on.
+        rows: What came.
         spec: What the rows must be.
         min_agreement: Smallest share of equal rows in each layer. Chance gives about 0; float32 gives 1.0.
 
@@ -76,6 +76,7 @@ def require_capture(
         CaptureError: With all findings: DENSE_SLOT and UNCAPTURED_SLOT (the engine's layers are not the spec's, or
             kernels wrote nothing), ID_OUT_OF_RANGE (physical ids), CONSTANT_LAYER, ROW_CONFLICT.
     """
+    generated_RLK, read_RLK, other_RLK = rows
     problems = [*find_problems(read_RLK, spec), *find_problems(generated_RLK, spec), *_constant(read_RLK, spec)]
     problems += [
         Problem(
@@ -184,7 +185,7 @@ class SelfCheck:
             if isinstance(error, CaptureError):
                 raise
             raise CaptureError(f"the engine's capture does not work: {error}", kind=error.kind) from error
-        require_capture(generated, read, other, self._spec, min_agreement=self._min_agreement)
+        require_capture(CheckRows(generated, read, other), self._spec, min_agreement=self._min_agreement)
 
     def _narrow(self, parts: Sequence[NDArray[Any]], name: str) -> NDArray[np.int16]:
         expected = PROMPT if name == "other" else PROMPT + GENERATED - (name == "generated")
