@@ -133,6 +133,8 @@ class Answers:
         said = choice.get("routed_experts")
         if isinstance(said, str):
             self.tickets.append(RouteTicket.from_json(said))
+        elif choice["finish_reason"] in ("abort", "error"):
+            self.broken += 1  # the server ended it
         else:
             self.missing.append(context)
 
@@ -172,8 +174,9 @@ async def ask(client: httpx.AsyncClient, url: str, form: str, name: str, answers
                         _take_chunk(json.loads(line[6:]), (form, name), answers)
         else:
             answer = await client.post(url + path, json=content, headers=headers)
-            if answer.status_code != 200:
+            if answer.status_code == 502:  # the middleware's own refusal: a finished choice without its ticket
                 answers.missing.append((form, name, answer.text[:300]))
+            answers.broken += answer.status_code in (500, 503)  # the engine is gone
             for choice in answer.json().get("choices", ()):
                 answers.take(choice, (form, name, answer.json()))
     except (httpx.TransportError, json.JSONDecodeError):

@@ -56,8 +56,11 @@ def agreement(generated_RLK: NDArray[np.int16], read_RLK: NDArray[np.int16]) -> 
 
 
 class CheckRows(NamedTuple):
-    """Rows ``[R, L, K]`` of the three passes: ``generated`` of the prompt and of the tokens generated from it, ``read`` of
-    the same tokens as a prompt, ``other`` of the prompt that differs from a token on."""
+    """Rows ``[R, L, K]`` of the three passes.
+
+    ``generated``: of the prompt and of the tokens generated from it. ``read``: of the same tokens as a prompt.
+    ``other``: of the prompt that differs from a token on.
+    """
 
     generated: NDArray[np.int16]
     read: NDArray[np.int16]
