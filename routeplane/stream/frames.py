@@ -138,7 +138,7 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
 
 def _next_batch(view: memoryview, at: int) -> int:
     """Where the next whole record batch begins at or behind ``at``; the end of the view where there is none."""
-    data = np.frombuffer(view, dtype="<u4")[: len(view) // 8 * 2].reshape(-1, 2)
+    data = np.frombuffer(view, dtype="<u4", count=len(view) // 8 * 2).reshape(-1, 2)
     first = -(-at // 8)
     marks = first + np.flatnonzero((data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES))
     for mark in marks.tolist():
