@@ -131,9 +131,10 @@ DEFAULTS = CaptureOptions()
 class Choice:
     """What a server said of one choice.
 
-    ``routes``: a value in a wire form, or None. ``rows``: the rows and the token of the first one, where they were read
-    already. ``cached``: prompt tokens that the server says came from its prefix cache. ``short_prefill``: whether the
-    server drops the row of the last token where nothing was sampled.
+    ``routes``: a value in a wire form, or None. ``prompt_routes``: the prompt's rows, where a server sends them apart.
+    ``form``: the form of both, where the place alone tells it. ``rows``: the rows and the token of the first one, where
+    they were read already. ``cached``: prompt tokens that the server says came from its prefix cache.
+    ``short_prefill``: whether the server drops the row of the last token where nothing was sampled.
     """
 
     call_id: str
@@ -141,6 +142,8 @@ class Choice:
     generation_ids: Sequence[int]
     finish_reason: str | None
     routes: Any = None
+    prompt_routes: Any = None
+    form: WireForm | None = None
     rows: tuple[NDArray[np.int16], int] | None = None
     logprobs: Any = None
     cached: int | None = None
@@ -340,18 +343,48 @@ def _rows(
     tokens = len(choice.prompt_ids) + len(choice.generation_ids)
     if choice.rows is not None:
         rows_RLK, begin = choice.rows
-    elif choice.routes is None:
+    elif choice.routes is None and choice.prompt_routes is None:
         return None, 0
     else:
+        how = options if options.form is not None else replace(options, form=choice.form)
         filler = tokens - 1 if last == "filler" else None
-        rows_RLK, begin = read_rows(
-            choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id
-        )
+        rows_RLK, begin = _read(choice, spec, options=how, first_row=first_row, filler=filler)
     if last == "absent" and len(choice.generation_ids) and begin + len(rows_RLK) == tokens:
         # a row that no engine captured says nothing; any other means that rows are not where they are thought to be
         if len(rows_RLK) and bool((rows_RLK[-1] == MISSING).all()):
             rows_RLK = rows_RLK[:-1]
+    elif last == "absent" and begin and len(rows_RLK) > 1 and _ends_in_padding(rows_RLK):
+        raise DataError(
+            f"expected the row of the last token that was fed, got -1 behind {len(rows_RLK) - 1} rows from row {begin} "
+            f"on: a row was added, so all of them are of other tokens @ call {choice.call_id}",
+            kind=ErrorKind.ROW_COUNT,
+        )
     return rows_RLK, begin
+
+
+def _ends_in_padding(rows_RLK: NDArray[np.int16]) -> bool:
+    """Whether the last row alone is MISSING: an engine that captures has the row of the last token that it fed."""
+    return bool((rows_RLK[-1] == MISSING).all()) and not (rows_RLK[-2] == MISSING).all()
+
+
+def _read(
+    choice: Choice, spec: RouteSpec, *, options: CaptureOptions, first_row: int | None, filler: int | None
+) -> tuple[NDArray[np.int16], int]:
+    """The rows of a choice; of the prompt and of what was generated where a server sends them apart (vLLM 0.21)."""
+    if choice.prompt_routes is None:
+        return read_rows(choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id)
+    prompt = len(choice.prompt_ids)
+    prompt_RLK, begin = read_rows(choice.prompt_routes, spec, options=options, first_row=first_row, call=choice.call_id)
+    if begin + len(prompt_RLK) != prompt:
+        raise DataError(
+            f"expected prompt_routed_experts up to token {prompt}, got {len(prompt_RLK)} rows from {begin} "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.ROW_COUNT,
+        )
+    if choice.routes is None:
+        return prompt_RLK, begin
+    more_RLK, _ = read_rows(choice.routes, spec, options=options, first_row=prompt, filler=filler, call=choice.call_id)
+    return np.concatenate([prompt_RLK, more_RLK]), begin
 
 
 def _loss(
@@ -366,8 +399,14 @@ def _loss(
             return declared
         if absent is not None or (generated == 0 and prompt == 0):
             return absent or "not_captured"
+        why = choice.why_absent
+        if declared is not None:
+            why = (
+                f"the answer ended as {choice.finish_reason!r} after {generated} tokens, and servers may drop the rows "
+                f"of such an answer (absent={declared!r} declares them)"
+            )
         raise CaptureError(
-            f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {choice.why_absent} "
+            f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {why} "
             f"@ call {choice.call_id}",
             kind=ErrorKind.CAPTURE_OFF,
         )

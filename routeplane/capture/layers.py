@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,9 +30,12 @@ __all__ = ["LayerAxis", "rows_from_axis", "rows_from_layers", "rows_from_slots",
 #: What axis 1 of an engine's array counts: every decoder layer, or the spec's layers alone.
 LayerAxis = Literal["decoder", "captured"]
 
-# With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``alarms.find_alarms`` asks for
-# before it judges a layer.
+# With K = 1 a row of zeros is expert 0. What shows that it was never written: so many different rows in the other
+# layers while this layer has expert 0 throughout, so many rows with expert 0 in every layer, or so many layers with
+# expert 0 in one row that no router would do it (the chance of that, if experts were equally likely).
+_VARIED_ROWS = 8
 _MANY_ROWS = 64
+_CHANCE = 1e-6
 
 
 def rows_from_layers(
@@ -233,9 +237,7 @@ def _first_filled(ids_RK: NDArray[Any], missing_R: NDArray[np.bool_] | None) -> 
 
 
 def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:
-    if spec.top_k == 1 and (len(narrow_RLK) < _MANY_ROWS or bool(narrow_RLK.any())):
-        return
-    empty_RL = np.asarray(~narrow_RLK.any(axis=2))
+    empty_RL = _unwritten_top_1(narrow_RLK, spec) if spec.top_k == 1 else np.asarray(~narrow_RLK.any(axis=2))
     problems = [
         Problem(
             kind=ErrorKind.UNCAPTURED_SLOT,
@@ -250,6 +252,20 @@ def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, ca
     ]
     if problems:
         raise CaptureError.from_problems(problems, what="capture not bound to these layers, or not for every row")
+
+
+def _unwritten_top_1(narrow_RLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
+    """Which rows and layers were never written, for K = 1: whole layers, judged by what the other layers show."""
+    zero_L = np.asarray(~narrow_RLK.any(axis=(0, 2)))
+    none_RL = np.zeros(narrow_RLK.shape[:2], dtype=np.bool_)
+    if not zero_L.any() or len(narrow_RLK) == 0:
+        return none_RL
+    if zero_L.all():
+        chance = prod(1.0 / width for width in spec.experts_per_layer)
+        judged = len(narrow_RLK) >= _MANY_ROWS or chance < _CHANCE
+    else:
+        judged = len(np.unique(narrow_RLK[:, ~zero_L, 0], axis=0)) >= _VARIED_ROWS
+    return none_RL | (zero_L & judged)
 
 
 def _first(flags_R: NDArray[np.bool_]) -> int | None:

@@ -10,7 +10,7 @@ Axes: R rows, L captured layers, K top-k slots.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -18,11 +18,13 @@ import numpy as np
 from routeplane.capture import choices
 from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
 from routeplane.capture.http.openai import (
+    Places,
     as_document,
     as_list,
     as_mapping,
     choice_logprobs,
     finish_reason,
+    ids_of_logprobs,
     refuse_server_error,
 )
 from routeplane.errors import CaptureError, DataError, ErrorKind, refused
@@ -111,7 +113,13 @@ def calls(
         document = as_document(chunk)
         refuse_server_error(document)
         name = name or str(document.get("id") or document.get("request_id") or "call")
-        for choice in as_list(document.get("choices", []), "choices"):
+        pieces = as_list(document.get("choices", []), "choices")
+        if not pieces and len(streams) == 1:
+            # SGLang sends routes in a chunk of their own, which may have no choice
+            [(index, stream)] = streams.items()
+            places = Places.of(document, {}, alone=True)
+            _add_rows(stream, places, spec, spans=spans, first_row=first_row, options=options, where=f"{name}/{index}")
+        for choice in pieces:
             piece = as_mapping(choice, "a choice")
             index = piece.get("index", 0)
             if type(index) is not int:
@@ -121,7 +129,8 @@ def calls(
             )
             where = f"{name}/{index}"
             _add_tokens(stream, document, piece, where=where)
-            _add_rows(stream, piece, spec, spans=spans, first_row=first_row, options=options, where=where)
+            places = Places.of(document, piece, alone=len(pieces) == 1)
+            _add_rows(stream, places, spec, spans=spans, first_row=first_row, options=options, where=where)
     if sorted(streams) != list(range(len(streams))) or not streams:
         raise DataError(f"expected chunks of choices 0, 1, ..., got {sorted(streams)}", kind=ErrorKind.SHAPE)
     return tuple(
@@ -185,6 +194,7 @@ def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mappi
     if stream.finish_reason is not None and piece.get("token_ids"):
         raise DataError(f"expected no tokens behind the last chunk @ call {where}", kind=ErrorKind.TOKEN_MISMATCH)
     new = piece.get("token_ids")
+    new = ids_of_logprobs(piece.get("logprobs")) if new is None else new
     if new is not None:
         stream.has_ids = True
         stream.generation_ids += as_list(new, "token_ids")
@@ -194,7 +204,7 @@ def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mappi
 
 def _add_rows(
     stream: _ChoiceStream,
-    piece: Mapping[str, Any],
+    places: Places,
     spec: RouteSpec,
     *,
     spans: ChunkSpans,
@@ -202,9 +212,11 @@ def _add_rows(
     options: CaptureOptions,
     where: str,
 ) -> None:
-    value = piece.get("routed_experts")
+    value, form = places.routes()
     if value is None:
         return
+    if options.form is None:
+        options = replace(options, form=form)
     begins = stream.first_row if stream.parts else first_row
     # rows that a delta brings begin where those before it end, unless the form itself says where
     expected = begins if spans == "cumulative" or not stream.parts else stream.first_row + stream.rows
