@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from routeplane import assemble
+from routeplane.capture.layers import rows_from_slots
 from routeplane.capture.wire import decode, encode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError
 from routeplane.record.calls import ModelCall
@@ -434,3 +435,14 @@ def test_zeros_in_every_layer_are_no_choice_of_many_routers(rows: int) -> None:
     }
     with pytest.raises(CaptureError):
         response_calls(answer, TOP_1, weights_version=1, prompt_ids=list(range(rows)))
+
+
+@pytest.mark.parametrize("experts", [4, 16])
+def test_honest_top_1_layers_pass(experts: int) -> None:
+    """Choices that lean on few experts, also on expert 0, are no alarm: a layer of zeros among layers as lopsided."""
+    rng = np.random.default_rng(experts)
+    spec = RouteSpec(num_experts=experts, top_k=1, layer_ids=(0, 1, 2, 3))
+    for length in (1, 5, 8, 12):
+        routes_RLK = np.where(rng.random((length, 4, 1)) < 0.8, 0, rng.integers(0, experts, (length, 4, 1)))
+        routes_RLK[:, 2] = 0
+        assert length == len(rows_from_slots(routes_RLK.astype(np.uint8), spec))
