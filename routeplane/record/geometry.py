@@ -74,7 +74,12 @@ def _counted(config: object) -> Geometry | None:
             raise
         return None
     model = build_without_weights(config)
-    return None if model is None else geometry_from_model(model)
+    try:
+        return None if model is None else geometry_from_model(model)
+    except SpecError as error:
+        if error.kind != ErrorKind.DENSE_MODEL:
+            raise
+        return None  # a file that borrows the model_type of a dense model is not dense for that
 
 
 def _from_table(document: Config) -> Geometry:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from routeplane.errors import ErrorKind, SpecError
@@ -55,14 +56,33 @@ def build_without_weights(config: object) -> torch.nn.Module | None:
 
 
 def _known(config: object) -> PretrainedConfig | None:
+    written = config.to_dict() if isinstance(config, PretrainedConfig) else config
+    if not isinstance(written, Mapping) or not _has(written):
+        return None
+    text = written.get("text_config")
+    if isinstance(text, Mapping) and text.get("model_type") is not None and not _has(text):
+        return None
     if isinstance(config, PretrainedConfig):
         return config
-    if not isinstance(config, Mapping) or config.get("model_type") not in CONFIG_MAPPING:
-        return None
-    made: PretrainedConfig = CONFIG_MAPPING[config["model_type"]](
-        **{key: value for key, value in config.items() if key != "model_type"}
+    made: PretrainedConfig = CONFIG_MAPPING[written["model_type"]](
+        **{key: value for key, value in written.items() if key != "model_type"}
     )
     return made
+
+
+def _has(level: Mapping[Any, Any]) -> bool:
+    """Whether Transformers has what one level of a configuration names.
+
+    An architecture that it does not have is not looked up by its ``model_type``: what derives from a known model (a
+    draft head, a pruned variant) keeps that and not the geometry.
+    """
+    model_type, architectures = level.get("model_type"), level.get("architectures")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return False
+    if not architectures:
+        return True
+    model = getattr(transformers, str(architectures[0]), None) if isinstance(architectures, list | tuple) else None
+    return getattr(getattr(model, "config_class", None), "model_type", None) == model_type
 
 
 def _build(config: PretrainedConfig) -> torch.nn.Module:

@@ -28,11 +28,11 @@ MODELS = Path(transformers.__file__).parent / "models"
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k", "top_k")
 #: why a default configuration has no geometry, where that is not a model without experts
 REFUSED = {
-    "dbrx": "its default configuration cannot be built",
     "deepseek_v2": "its default configuration names no top-k",
     "diffusion_gemma": "its default configuration cannot be built",
     "deepseek_ocr2": "its default configuration cannot be built",
     "dots1": "its default configuration has no expert count",
+    "ernie4_5_vl_moe": "it has a router for text and one for images in a layer",
     "hunyuan_v1_moe": "its default configuration has one expert",
     "inkling2_loop": "it runs layers several times in one forward",
     "jetmoe": "it has two routers in a layer",

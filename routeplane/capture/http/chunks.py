@@ -9,7 +9,7 @@ Axes: R rows, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -113,23 +113,8 @@ def calls(
         document = as_document(chunk)
         refuse_server_error(document)
         name = name or str(document.get("id") or document.get("request_id") or "call")
-        pieces = as_list(document.get("choices", []), "choices")
-        if not pieces and len(streams) == 1:
-            # SGLang sends routes in a chunk of their own, which may have no choice
-            [(index, stream)] = streams.items()
-            places = Places.of(document, {}, alone=True)
-            _add_rows(stream, places, spec, spans=spans, first_row=first_row, options=options, where=f"{name}/{index}")
-        for choice in pieces:
-            piece = as_mapping(choice, "a choice")
-            index = piece.get("index", 0)
-            if type(index) is not int:
-                raise DataError(f"expected a choice's index as an int, got {index!r}", kind=ErrorKind.DTYPE)
-            stream = streams.setdefault(
-                index, _ChoiceStream(prompt_ids=None if prompt_ids is None else list(prompt_ids))
-            )
-            where = f"{name}/{index}"
+        for stream, piece, places, where in _pieces(document, streams, prompt_ids, name=name):
             _add_tokens(stream, document, piece, where=where)
-            places = Places.of(document, piece, alone=len(pieces) == 1)
             _add_rows(stream, places, spec, spans=spans, first_row=first_row, options=options, where=where)
     if sorted(streams) != list(range(len(streams))) or not streams:
         raise DataError(f"expected chunks of choices 0, 1, ..., got {sorted(streams)}", kind=ErrorKind.SHAPE)
@@ -178,6 +163,24 @@ def records(
     """
     found = calls(chunks, spec, weights_version=weights_version, spans=spans, prompt_ids=prompt_ids, options=options)
     return choices.records_of_calls(found, spec, sample_id=sample_id, attempt=0, group=group, options=options)
+
+
+def _pieces(
+    document: Mapping[str, Any], streams: dict[int, _ChoiceStream], prompt_ids: Sequence[int] | None, *, name: str
+) -> Iterator[tuple[_ChoiceStream, Mapping[str, Any], Places, str]]:
+    """What a chunk holds for each choice, with the stream that it belongs to."""
+    found = as_list(document.get("choices", []), "choices")
+    if not found and len(streams) == 1:
+        # SGLang sends routes in a chunk of their own, which may have no choice
+        [(index, stream)] = streams.items()
+        yield stream, {}, Places.of(document, {}, alone=True), f"{name}/{index}"
+    for choice in found:
+        piece = as_mapping(choice, "a choice")
+        index = piece.get("index", 0)
+        if type(index) is not int:
+            raise DataError(f"expected a choice's index as an int, got {index!r}", kind=ErrorKind.DTYPE)
+        stream = streams.setdefault(index, _ChoiceStream(prompt_ids=None if prompt_ids is None else list(prompt_ids)))
+        yield stream, piece, Places.of(document, piece, alone=len(found) == 1), f"{name}/{index}"
 
 
 def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mapping[str, Any], *, where: str) -> None:

@@ -182,6 +182,7 @@ def _by_index(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # message. SGLang's OpenAI endpoints: in ``sgl_ext`` or ``sglext``, of the choice or of the response. NVIDIA Dynamo: in
 # ``nvext`` and ``nvext.engine_data``. LMDeploy: ``gen_tokens``.
 _EXTENSIONS = ("sgl_ext", "sglext", "nvext")
+_ROUTE_KEYS = ("routed_experts",)
 _PROMPT_KEYS = ("prompt_token_ids", "input_ids")
 _GENERATION_KEYS = ("token_ids", "generation_token_ids", "completion_token_ids", "output_ids", "gen_tokens")
 _LOGPROB_KEYS = ("generation_log_probs", "completion_logprobs")
@@ -206,7 +207,7 @@ class Places:
         message = as_mapping(choice.get("message"), "a message")
         return cls(choice=choice, message=message, extensions=tuple(extensions), response=document)
 
-    def first(self, *keys: str, response: bool = False) -> Any:
+    def first(self, keys: Sequence[str], *, response: bool = False) -> Any:
         """The first value under one of the keys; of the response itself only where that is asked for."""
         for place in (self.choice, self.message, *self.extensions, *((self.response,) if response else ())):
             for key in keys:
@@ -214,14 +215,14 @@ class Places:
                     return place[key]
         return None
 
-    def ids(self, *keys: str, response: bool = False) -> list[Any] | None:
+    def ids(self, keys: Sequence[str], *, response: bool = False) -> list[Any] | None:
         """Token ids under one of the keys."""
-        found = self.first(*keys, response=response)
+        found = self.first(keys, response=response)
         return None if found is None else as_list(found, " or ".join(keys))
 
     def routes(self) -> tuple[Any, WireForm | None]:
         """The routes, and their form where the place alone tells it."""
-        found = self.first("routed_experts")
+        found = self.first(_ROUTE_KEYS)
         bare = isinstance(found, str) and any(found is place.get("routed_experts") for place in self.extensions)
         return found, "sglang" if bare and wire.has_no_mark(found) else None
 
@@ -243,10 +244,10 @@ def _choice(
     places = Places.of(document, choice, alone=alone)
     routes, form = places.routes()
     routes = _engine_ticket(document, name) if routes is None and alone else routes
-    prompt = places.ids(*_PROMPT_KEYS, response=True)
-    logprobs = places.first(*_LOGPROB_KEYS)
+    prompt = places.ids(_PROMPT_KEYS, response=True)
+    logprobs = places.first(_LOGPROB_KEYS)
     said = choice.get("logprobs")
-    generation = places.ids(*_GENERATION_KEYS)
+    generation = places.ids(_GENERATION_KEYS)
     if prompt is not None and prompt_ids is not None and list(prompt_ids) != prompt:
         raise _another_prompt(prompt_ids, prompt, name)
     if isinstance(routes, str) and routes.startswith("{") and prompt is None and generation is None:
@@ -265,7 +266,7 @@ def _choice(
         generation_ids=generation or [],
         finish_reason=finish_reason(choice),
         routes=routes,
-        prompt_routes=places.first("prompt_routed_experts", response=True),
+        prompt_routes=places.first(["prompt_routed_experts"], response=True),
         form=form,
         logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
         why_absent=why_absent(document),
