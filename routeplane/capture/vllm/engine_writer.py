@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from routeplane.capture.choices import cached_rows
 from routeplane.capture.http.tickets import ticket_of_record
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
-from routeplane.capture.requests import cached_rows
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, choice_of
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.calls import ModelCall, RowLoss
