@@ -1,47 +1,45 @@
-"""What a stream or an archive holds and what is wrong with it, as values that the command line prints.
+"""What a place holds and what is wrong with it, as values that the command line prints.
 
 ``summarise`` counts, and compares no checksum; ``check`` verifies every record, goes on after a bad one, and lists all
-problems with sample, token and layer. Each has its form for streams; those of archives are ``archive``'s.
+problems with sample, token and layer.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
-from routeplane.inspect.inputs import is_archive
+from routeplane.errors import FormatError, Problem
+from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
-from routeplane.record.codec import stored_rows
 from routeplane.record.coverage import Coverage
-from routeplane.record.policy import Quarantined
+from routeplane.record.policy import StreamReport
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, StreamHeader
 from routeplane.record.spec import RouteSpec
-from routeplane.record.validate import find_problems
-from routeplane.stream import IpcReader, StreamReport, open_stream
 
-__all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "check_stream", "summarise", "summarise_stream"]
+if TYPE_CHECKING:
+    from routeplane.record.transfer import RecordReader
 
-_ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
-_NO_LIMIT = 2**62
+__all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "summarise"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSummary:
-    """A stream's header and counts."""
+    """The header and counts of a stream or Parquet file. ``damage``: what ended the reading; empty for nothing."""
 
     path: str
     bytes: int
     header: StreamHeader
     report: StreamReport
+    damage: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether the trailer was reached and agrees."""
-        return self.report.complete
+        return self.report.complete and not self.damage
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, keys in reading order."""
@@ -58,6 +56,7 @@ class StreamSummary:
             "tokens": self.report.tokens,
             **_shares(self.report.coverage),
             "quarantined": len(self.report.quarantined),
+            "damage": self.damage,
             "complete": self.complete,
         }
 
@@ -156,18 +155,32 @@ class StreamCheck:
         }
 
 
-def summarise(path: str | os.PathLike[str]) -> StreamSummary | ArchiveSummary:
-    """What stands at a path: ``summarise_stream``, or of an archive what its commit and its record tables say.
+def summarise(place: str | os.PathLike[str]) -> list[StreamSummary | ArchiveSummary]:
+    """Say what each source at a place holds, as far as it can be read.
 
-    Of an archive no array is read. Raises FormatError for what is neither, or damaged there; OSError.
+    Reads all records of a stream or Parquet file and compares no checksum; of an archive no array is read.
+
+    Args:
+        place: As in ``find_sources``: a path, a pattern, a folder of blocks, an archive, a URL, or ``-``.
+
+    Returns:
+        One summary a source.
+
+    Raises:
+        FormatError: What stands there is none of these, or its header is damaged.
+        OSError: It cannot be read.
     """
-    if not is_archive(os.fspath(path)):
-        return summarise_stream(path)
-    from routeplane.archive import ARCHIVE_VERSION, open_archive
+    return [_summary(source) for source in resolve([place])]
 
-    archive = open_archive(path)
+
+def _summary(source: Source) -> StreamSummary | ArchiveSummary:
+    if source.kind != "archive":
+        return _summarise_file(source)
+    from routeplane.archive import ARCHIVE_VERSION
+
+    archive = source.archive()
     return ArchiveSummary(
-        path=str(path),
+        path=source.name,
         bytes=archive.nbytes,
         version=ARCHIVE_VERSION,
         spec=archive.spec,
@@ -179,50 +192,83 @@ def summarise(path: str | os.PathLike[str]) -> StreamSummary | ArchiveSummary:
     )
 
 
-def check(path: str | os.PathLike[str]) -> StreamCheck:
-    """Read and verify a stream or an archive, and go on after damage. Raises OSError where nothing can be read."""
-    if not is_archive(os.fspath(path)):
-        return check_stream(path)
+def _summarise_file(source: Source) -> StreamSummary:
+    with source.open(replace(SALVAGE, verify=False)) as reader:
+        damage = ""
+        try:
+            for _ in reader:
+                pass
+        except FormatError as error:
+            damage = error.message
+        report = reader.report()
+        return StreamSummary(
+            path=source.name,
+            bytes=os.stat(source.path).st_size,
+            header=_header(reader),
+            report=report,
+            damage=damage,
+        )
+
+
+def _header(reader: Any) -> StreamHeader:
+    header: StreamHeader = reader.header
+    return header
+
+
+def check(place: str | os.PathLike[str]) -> StreamCheck:
+    """Read and verify everything at a place, go on after damage, and list every problem.
+
+    Args:
+        place: As in ``summarise``.
+
+    Returns:
+        The problems of all sources there, and what was counted. A place that holds none of the known formats is a
+        problem too.
+
+    Raises:
+        OSError: Nothing can be read.
+    """
+    found = [_check(source) for source in resolve([place])]
+    if len(found) == 1:
+        return found[0]
+    return StreamCheck(
+        problems=tuple(problem for part in found for problem in part.problems),
+        records=sum(part.records for part in found),
+        tokens=sum(part.tokens for part in found),
+        coverage=reduce(Coverage.merge, (part.coverage for part in found)),
+    )
+
+
+def _check(source: Source) -> StreamCheck:
+    if source.kind != "archive":
+        return _check_file(source)
     from routeplane.archive import verify
 
-    found = verify(path, look=_alarms)
+    found = verify(source.path, look=_alarms)
     return StreamCheck(
         problems=found.problems, records=found.records + found.damaged, tokens=found.tokens, coverage=found.coverage
     )
 
 
-def summarise_stream(path: str | os.PathLike[str]) -> StreamSummary:
-    """Header, counts and coverage of a stream file. Raises FormatError for what is no stream, OSError."""
-    with _open(path, verify=False) as reader:
-        for _ in reader:
-            pass
-        return StreamSummary(
-            path=str(path), bytes=Path(path).stat().st_size, header=reader.header, report=reader.report()
-        )
-
-
-def check_stream(path: str | os.PathLike[str]) -> StreamCheck:
-    """Read and verify every record, and go on after a bad one. Raises OSError where the file cannot be read."""
+def _check_file(source: Source) -> StreamCheck:
     try:
-        reader = _open(path, verify=True)
+        reader = source.open(SALVAGE)
     except FormatError as error:
         problem = Problem(kind=error.kind, message=error.message)
         return StreamCheck(problems=(problem,), records=0, tokens=0, coverage=Coverage())
     with reader:
         found = _read_through(reader)
         report = reader.report()
-        bad_rows = [problem for item in report.quarantined for problem in _problems_of(item, reader.header)]
-    if report.truncated:
-        found.append(Problem(kind=ErrorKind.TRUNCATED, message="expected a trailer, got the end of the stream"))
+        bad = damage_of(report, _header(reader))
     return StreamCheck(
-        problems=(*bad_rows, *found),
+        problems=(*bad, *found),
         records=report.records,
         tokens=report.tokens,
         coverage=report.coverage,
     )
 
 
-def _read_through(reader: IpcReader) -> list[Problem]:
+def _read_through(reader: RecordReader) -> list[Problem]:
     """Alarms of every record, and what ended the reading before the trailer."""
     found: list[Problem] = []
     try:
@@ -241,24 +287,3 @@ def _alarms(record: RouteRecord) -> list[Problem]:
         first_token=record.routes_start,
         sample=record.sample_id,
     )
-
-
-def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:
-    """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
-    sample = item.key.sample_id
-    if item.error.kind in _ROW_KINDS:
-        first_token, rows_SLK = stored_rows(item.raw, header=header)
-        return find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, first_token=first_token, sample=sample)
-    if item.error.problems:
-        return [
-            problem if problem.sample is not None else replace(problem, sample=sample)
-            for problem in item.error.problems
-        ]
-    return [Problem(kind=item.error.kind, message=f"record {item.index}: {item.error.message}", sample=sample)]
-
-
-def _open(path: str | os.PathLike[str], *, verify: bool) -> IpcReader:
-    reader = open_stream(path, on_truncated="keep", on_corrupt="quarantine", on_alarm="ignore", verify=verify)
-    if not isinstance(reader, IpcReader):
-        raise UsageError(f"expected the path of a stream, got {path!r}", kind=ErrorKind.ARGUMENT)
-    return reader

@@ -7,17 +7,18 @@ and whether it is legal, is ``columns`` and ``record``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record.codec import read_records
+from routeplane.errors import ErrorKind, FormatError
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
+from routeplane.stream.batches import BatchRecords
 from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.files import Target
 
@@ -108,17 +109,24 @@ class ParquetReader(RecordReader):
             )
         return Trailer.from_json(found[key].decode("utf-8", "replace"))
 
+    @property
+    def header(self) -> StreamHeader:
+        """The schema's metadata."""
+        return self._header
+
     def _arrive(self) -> Iterator[RouteRecord]:
         counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
+        checked = BatchRecords(self._header, self._policy)
         for index in range(self._file.num_row_groups):
             counter.add_batch()
+            self._report = replace(self._report, batches=self._report.batches + 1)
             for batch in self._decode(lambda index=index: self._batches(index)):  # type: ignore[misc]
-                for read in read_records(batch, self._header):
-                    if isinstance(read, DataError):
-                        raise read
-                    counter.add_record(read.checksum, read.num_tokens)
-                    yield read.verify() if self._policy.verify else read
+                for record in checked.records(batch, seen=counter.add_record):
+                    self._report = replace(self._report, quarantined=checked.quarantined)
+                    yield record
+                self._report = replace(self._report, quarantined=checked.quarantined)
         counter.check(self._declared)
+        self._report = replace(self._report, complete=True)
 
     def _batches(self, index: int) -> list[pa.RecordBatch]:
         batches: list[pa.RecordBatch] = self._file.read_row_group(index).combine_chunks().to_batches()

@@ -1,31 +1,92 @@
-"""Numbers as text for people: tables on a terminal, plain aligned text in a pipe.
+"""Numbers as text for people: aligned tables of at most 60 columns, rounded numbers, names without control characters.
 
-The one importer of rich here; decides how values look, never what they are.
+Every function returns lines. Names of samples, models and calls come from outside, so ``printable`` escapes each line
+before it is printed: an identifier with an escape sequence or a line break in it cannot forge output. Decides how
+values look, never what they are. Needs the standard library only.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from routeplane.inspect.diagnose import Finding
 
-from routeplane.inspect.explain import Explanation
+__all__ = [
+    "format_diff",
+    "format_explanation",
+    "format_findings",
+    "format_statistics",
+    "format_table",
+    "printable",
+    "rounded",
+]
 
-__all__ = ["format_diff", "format_explanation", "format_statistics"]
 
-#: Width of what goes into a pipe: tables are never wrapped there.
-_PIPE_WIDTH = 200
+def printable(text: str) -> str:
+    r"""Escape what a terminal would act on: control characters, line breaks, changes of direction.
+
+    Args:
+        text: One line.
+
+    Returns:
+        The line; each such character as ``\xNN``, ``\uNNNN`` or ``\n``.
+
+    >>> printable("sample\x1b[2J\nok")
+    'sample\\x1b[2J\\nok'
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def format_statistics(document: Mapping[str, Any], *, terminal_width: int | None = None) -> str:
-    """``RouteStatistics.to_dict()`` as text; styled where ``terminal_width`` is given."""
+def rounded(value: object) -> str:
+    """Write a value for people: three significant digits, thousands apart.
+
+    >>> rounded(0.123456), rounded(1234567), rounded(None)
+    ('0.123', '1,234,567', '')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def format_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Lay out rows of the same keys as right-aligned columns under a head.
+
+    >>> format_table([{"layer": 1, "peak": 2.0}, {"layer": 12, "peak": 1.5}])
+    ['layer  peak', '    1     2', '   12   1.5']
+    """
+    if not rows:
+        return []
+    cells = [
+        [name.replace("_", " ") for name in rows[0]],
+        *([rounded(value) for value in row.values()] for row in rows),
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """What stands out, one paragraph each: severity and title, the place, the detail and how sure it is."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.severity}: {finding.title}")
+        lines += [f"  {text}" for text in (finding.where, finding.detail, finding.confidence) if text]
+    return lines
+
+
+def format_statistics(document: Mapping[str, Any]) -> list[str]:
+    """``RouteStatistics.to_dict()`` as text."""
     coverage = ", ".join(f"{state} {count:,}" for state, count in document["coverage"].items())
     lines = [
         f"{document['records']:,} records, {document['tokens']:,} tokens ({coverage or 'no rows'})",
-        f"missing {document['missing_share']:.3%} of fed rows; weights versions {_versions(document)}",
+        f"missing {document['missing_share']:.2%} of fed rows; weights versions {_versions(document)}",
         *(f"{kind}: {_counts(states)}" for kind, states in document["by_kind"].items()),
     ]
     longest = document["equal_rows"]["longest"]
@@ -33,23 +94,36 @@ def format_statistics(document: Mapping[str, Any], *, terminal_width: int | None
         place = f"sample {longest['sample']}, token {longest['token']}"
         lines.append(f"longest run of equal rows: {longest['length']} tokens, {place}")
     lines += [
-        f"drift {step['before']} -> {step['after']}: mean {step['mean']:.4f}, "
-        f"max {step['max']:.4f} (layer {step['layer']})"
+        f"drift {step['before']} -> {step['after']}: mean {step['mean']:.3f}, "
+        f"max {step['max']:.3f} (layer {step['layer']})"
         for step in document["drift"]
     ]
     lines += [
-        f"missing rows: sample {'/'.join(map(str, worst['key']))}: {worst['missing']} of {worst['tokens']} tokens"
+        f"missing rows: sample {_name(worst['key'])}: {worst['missing']} of {worst['tokens']} tokens, "
+        f"the first at {worst['token']}"
         for worst in document["worst"]
     ]
-    return _render([*lines, _table(document["layers"])], terminal_width)
+    return [*lines, *format_table([_layer(row) for row in document["layers"]])]
 
 
-def format_diff(document: Mapping[str, Any], *, terminal_width: int | None = None) -> str:
+def _layer(row: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        "layer": row["layer"],
+        "rows": row["rows"],
+        "used": f"{row['experts'] - row['dead']}/{row['experts']}",
+        "effective": row["effective"],
+        "peak": row["imbalance"],
+        "gini": row["gini"],
+        "overlap": row["overlap"],
+    }
+
+
+def format_diff(document: Mapping[str, Any]) -> list[str]:
     """``RouteDiff.to_dict()`` as text."""
     lines = [
         f"{document['samples']:,} samples on both sides, {document['equal_samples']:,} equal; "
         f"{document['left_only']:,} here only, {document['right_only']:,} there only",
-        f"{document['compared_rows']:,} rows compared: {document['flipped_share']:.4%} flipped; "
+        f"{document['compared_rows']:,} rows compared: {document['flipped_share']:.2%} flipped; "
         f"{document['one_sided_rows']:,} rows on one side only; "
         f"{document['token_mismatches']:,} samples of other tokens",
     ]
@@ -57,16 +131,24 @@ def format_diff(document: Mapping[str, Any], *, terminal_width: int | None = Non
         if document[f"layers_{side}_only"]:
             lines.append(f"layers on the {side} only: {', '.join(map(str, document[f'layers_{side}_only']))}")
     lines += [_divergence(worst) for worst in document["worst"]]
-    return _render([*lines, _table(document["layers"])], terminal_width)
+    return [*lines, *format_table(document["layers"])]
 
 
-def format_explanation(found: Explanation, *, terminal_width: int | None = None) -> str:
-    """An Explanation as text: the hops of one token, then its rows with their neighbours."""
-    document = found.to_dict()
+def format_explanation(document: Mapping[str, Any]) -> list[str]:
+    """``Explanation.to_dict()`` as text: the hops of one token, then its rows with their neighbours."""
     sampled, captured = document["sampled"], document["captured"]
-    lines = [
-        f"sample {'/'.join(map(str, document['key']))}, group {document['group']}",
-        f"token {document['token']} of {document['tokens']}, id {document['token_id']}, logprob {document['logprob']}",
+    rows = [
+        {
+            "layer": row["layer"],
+            **{name: _ids(row[name]) for name in ("before", "row", "after")},
+            "kept": row["kept_from_before"],
+        }
+        for row in document["layers"]
+    ]
+    return [
+        f"sample {_name(document['key'])}, group {document['group']}",
+        f"token {document['token']} of {document['tokens']}, id {document['token_id']}, "
+        f"logprob {rounded(document['logprob']) or 'none'}",
         f"sampled:  {sampled['kind']}, role {sampled['role']}, call {sampled['call']}, "
         f"weights version {sampled['weights_version']}, span {sampled['span']}",
         f"captured: {captured['state']}, call {captured['call']}, weights version {captured['weights_version']}, "
@@ -75,19 +157,23 @@ def format_explanation(found: Explanation, *, terminal_width: int | None = None)
         f"{'agrees' if document['intact'] else 'DOES NOT AGREE'}",
         *(f"column {name}: {value}" for name, value in document["columns"].items()),
         *(f"attribute {name}: {value}" for name, value in document["attributes"].items()),
+        *format_table(
+            [{name.replace("kept_from_before", "kept"): value for name, value in row.items()} for row in rows]
+        ),
     ]
-    rows = [{**row, **{name: _ids(row[name]) for name in ("before", "row", "after")}} for row in document["layers"]]
-    return _render([*lines, _table(rows)], terminal_width)
 
 
 def _divergence(worst: Mapping[str, Any]) -> str:
-    name = "/".join(map(str, worst["key"]))
     said = [f"{worst['flipped']} of {worst['compared']} rows flipped"]
     if worst["token"] is not None:
         said.append(f"the first at token {worst['token']}, layer {worst['layer']}")
     if worst["token_mismatch"] is not None:
         said.append(f"other tokens from {worst['token_mismatch']} on")
-    return f"sample {name}: {', '.join(said)}"
+    return f"sample {_name(worst['key'])}: {', '.join(said)}"
+
+
+def _name(key: Sequence[object]) -> str:
+    return "/".join(map(str, key))
 
 
 def _counts(states: Mapping[str, int]) -> str:
@@ -101,27 +187,3 @@ def _versions(document: Mapping[str, Any]) -> str:
 
 def _ids(row: Sequence[int] | None) -> str:
     return "MISSING" if row is None else " ".join(map(str, row))
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in rows[0] if rows else ():
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
-
-
-def _render(parts: Sequence[str | Table], terminal_width: int | None) -> str:
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=terminal_width or _PIPE_WIDTH,
-        force_terminal=terminal_width is not None,
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    for part in parts:
-        console.print(part)
-    return out.getvalue().rstrip("\n")

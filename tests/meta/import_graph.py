@@ -81,11 +81,13 @@ THIRD_PARTY = {
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
-    "fsspec": ("archive",),
+    "fsspec": ("archive", "inspect.inputs"),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
-    "rich": ("cli.main", "cli.inspect", "inspect.tables"),
+    "vl_convert": ("inspect.charts",),
+    "polars": ("inspect.export",),
+    "pandas": ("inspect.export",),
+    "shtab": ("cli.main",),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("cli.demo.automodel",),
     "megatron": ("cli.demo.megatron",),
