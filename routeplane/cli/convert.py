@@ -17,9 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from routeplane.errors import ErrorKind, FormatError, Problem, refused
-from routeplane.inspect.export import Form, write_tables
+from routeplane.inspect.export import Form, ParquetWriter, write_tables
 from routeplane.inspect.inputs import LOOK, Kind, Source, find_sources
-from routeplane.inspect.parquet import ParquetWriter
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.schema import choose_encoding
 from routeplane.stream import new_stream

@@ -106,8 +106,8 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from routeplane.inspect.explain import explain
-    from routeplane.inspect.tables import format_explanation
+    from routeplane.cli.output import format_explanation
+    from routeplane.inspect.look import explain
 
     record = _sources([options.source], options).find(options.sample)
     found = explain(record, options.token, layer_ids=tuple(options.layer) if options.layer else None)
@@ -121,9 +121,9 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _stats(options: argparse.Namespace) -> int:
+    from routeplane.cli.output import format_findings, format_statistics
     from routeplane.inspect.diagnose import find_findings
     from routeplane.inspect.statistics import collect
-    from routeplane.inspect.tables import format_findings, format_statistics
 
     count_on_ray = _ray() if options.ray else None
     sources = _sources(options.sources, options)
@@ -148,9 +148,9 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    from routeplane.cli.output import format_diff, format_findings
     from routeplane.inspect.compare import RouteDiff, compare
     from routeplane.inspect.diagnose import Examiner, differences, order_findings
-    from routeplane.inspect.tables import format_diff, format_findings
 
     left, right = _sources([options.left], options), _sources([options.right], options)
     specs = _spec(left, options), _spec(right, options)
@@ -182,7 +182,7 @@ def _report(options: argparse.Namespace) -> int:
         "findings": [finding.to_dict() for finding in findings],
         "damage": _damage_documents(damage),
     }
-    from routeplane.inspect.tables import format_findings
+    from routeplane.cli.output import format_findings
 
     show(options, document, [*_damage_lines(damage), *format_findings(findings), f"wrote {options.out}"])
     return 1 if damage else 0

@@ -9,16 +9,32 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from routeplane.errors import Problem, RouteplaneError
-from routeplane.inspect.tables import printable
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["Progress", "complain", "flush", "problem_document", "problem_line", "show", "show_error"]
+    from routeplane.inspect.diagnose import Finding
+
+__all__ = [
+    "Progress",
+    "complain",
+    "flush",
+    "format_diff",
+    "format_explanation",
+    "format_findings",
+    "format_statistics",
+    "format_table",
+    "printable",
+    "problem_document",
+    "problem_line",
+    "rounded",
+    "show",
+    "show_error",
+]
 
 T = TypeVar("T")
 
@@ -113,3 +129,173 @@ class Progress:
         for count, item in enumerate(items, start=1):
             yield item
             self.tell(count, None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables of at most 60 columns
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    r"""Escape what a terminal would act on: control characters, line breaks, changes of direction.
+
+    Args:
+        text: One line.
+
+    Returns:
+        The line; each such character as ``\xNN``, ``\uNNNN`` or ``\n``.
+
+    >>> printable("sample\x1b[2J\nok")
+    'sample\\x1b[2J\\nok'
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def rounded(value: object) -> str:
+    """Write a value for people: three significant digits, thousands apart.
+
+    >>> rounded(0.123456), rounded(1234567), rounded(None)
+    ('0.123', '1,234,567', '')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def format_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Lay out rows of the same keys as right-aligned columns under a head.
+
+    >>> format_table([{"layer": 1, "peak": 2.0}, {"layer": 12, "peak": 1.5}])
+    ['layer  peak', '    1     2', '   12   1.5']
+    """
+    if not rows:
+        return []
+    cells = [
+        [name.replace("_", " ") for name in rows[0]],
+        *([rounded(value) for value in row.values()] for row in rows),
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """What stands out, one paragraph each: severity and title, the place, the detail and how sure it is."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.severity}: {finding.title}")
+        lines += [f"  {text}" for text in (finding.where, finding.detail, finding.confidence) if text]
+    return lines
+
+
+def format_statistics(document: Mapping[str, Any]) -> list[str]:
+    """``RouteStatistics.to_dict()`` as text."""
+    coverage = ", ".join(f"{state} {count:,}" for state, count in document["coverage"].items())
+    lines = [
+        f"{document['records']:,} records, {document['tokens']:,} tokens ({coverage or 'no rows'})",
+        f"missing {document['missing_share']:.2%} of fed rows; weights versions {_versions(document)}",
+        *(f"{kind}: {_counts(states)}" for kind, states in document["by_kind"].items()),
+    ]
+    longest = document["equal_rows"]["longest"]
+    if longest:
+        place = f"sample {longest['sample']}, token {longest['token']}"
+        lines.append(f"longest run of equal rows: {longest['length']} tokens, {place}")
+    lines += [
+        f"drift {step['before']} -> {step['after']}: mean {step['mean']:.3f}, "
+        f"max {step['max']:.3f} (layer {step['layer']})"
+        for step in document["drift"]
+    ]
+    lines += [
+        f"missing rows: sample {_name(worst['key'])}: {worst['missing']} of {worst['tokens']} tokens, "
+        f"the first at {worst['token']}"
+        for worst in document["worst"]
+    ]
+    return [*lines, *format_table([_layer(row) for row in document["layers"]])]
+
+
+def _layer(row: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        "layer": row["layer"],
+        "rows": row["rows"],
+        "used": f"{row['experts'] - row['dead']}/{row['experts']}",
+        "effective": row["effective"],
+        "peak": row["imbalance"],
+        "gini": row["gini"],
+        "overlap": row["overlap"],
+    }
+
+
+def format_diff(document: Mapping[str, Any]) -> list[str]:
+    """``RouteDiff.to_dict()`` as text."""
+    lines = [
+        f"{document['samples']:,} samples on both sides, {document['equal_samples']:,} equal; "
+        f"{document['left_only']:,} here only, {document['right_only']:,} there only",
+        f"{document['compared_rows']:,} rows compared: {document['flipped_share']:.2%} flipped; "
+        f"{document['one_sided_rows']:,} rows on one side only; "
+        f"{document['token_mismatches']:,} samples of other tokens",
+    ]
+    for side in ("left", "right"):
+        if document[f"layers_{side}_only"]:
+            lines.append(f"layers on the {side} only: {', '.join(map(str, document[f'layers_{side}_only']))}")
+    lines += [_divergence(worst) for worst in document["worst"]]
+    return [*lines, *format_table(document["layers"])]
+
+
+def format_explanation(document: Mapping[str, Any]) -> list[str]:
+    """``Explanation.to_dict()`` as text: the hops of one token, then its rows with their neighbours."""
+    sampled, captured = document["sampled"], document["captured"]
+    rows = [
+        {
+            "layer": row["layer"],
+            **{name: _ids(row[name]) for name in ("before", "row", "after")},
+            "kept": row["kept_from_before"],
+        }
+        for row in document["layers"]
+    ]
+    return [
+        f"sample {_name(document['key'])}, group {document['group']}",
+        f"token {document['token']} of {document['tokens']}, id {document['token_id']}, "
+        f"logprob {rounded(document['logprob']) or 'none'}",
+        f"sampled:  {sampled['kind']}, role {sampled['role']}, call {sampled['call']}, "
+        f"weights version {sampled['weights_version']}, span {sampled['span']}",
+        f"captured: {captured['state']}, call {captured['call']}, weights version {captured['weights_version']}, "
+        f"capture {captured['capture']}",
+        f"stored:   {document['where']}; checksum {document['checksum']} "
+        f"{'agrees' if document['intact'] else 'DOES NOT AGREE'}",
+        *(f"column {name}: {value}" for name, value in document["columns"].items()),
+        *(f"attribute {name}: {value}" for name, value in document["attributes"].items()),
+        *format_table(
+            [{name.replace("kept_from_before", "kept"): value for name, value in row.items()} for row in rows]
+        ),
+    ]
+
+
+def _divergence(worst: Mapping[str, Any]) -> str:
+    said = [f"{worst['flipped']} of {worst['compared']} rows flipped"]
+    if worst["token"] is not None:
+        said.append(f"the first at token {worst['token']}, layer {worst['layer']}")
+    if worst["token_mismatch"] is not None:
+        said.append(f"other tokens from {worst['token_mismatch']} on")
+    return f"sample {_name(worst['key'])}: {', '.join(said)}"
+
+
+def _name(key: Sequence[object]) -> str:
+    return "/".join(map(str, key))
+
+
+def _counts(states: Mapping[str, int]) -> str:
+    return ", ".join(f"{state} {count:,}" for state, count in states.items())
+
+
+def _versions(document: Mapping[str, Any]) -> str:
+    versions = document["weights_versions"]
+    return f"{versions[0]} to {versions[-1]} ({len(versions)})" if versions else "unknown"
+
+
+def _ids(row: Sequence[int] | None) -> str:
+    return "MISSING" if row is None else " ".join(map(str, row))

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from routeplane.inspect.compare import Divergence, RouteDiff, compare, compare_records
 from routeplane.inspect.diagnose import Examiner, Finding, find_findings
-from routeplane.inspect.explain import Explanation, explain
 from routeplane.inspect.export import to_arrow, to_pandas, to_polars
 from routeplane.inspect.inputs import SALVAGE, SourceSet, find_sources
-from routeplane.inspect.look import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
+from routeplane.inspect.look import ArchiveSummary, Explanation, StreamCheck, StreamSummary, check, explain, summarise
 from routeplane.inspect.overview import Overview, survey
 from routeplane.inspect.statistics import Collector, RouteStatistics, collect
 

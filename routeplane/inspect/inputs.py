@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from routeplane.errors import ErrorKind, FormatError, MissingExtraError, Problem, SpecError, UsageError
-from routeplane.inspect.parquet import ParquetReader
+from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
 from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord

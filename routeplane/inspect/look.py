@@ -1,7 +1,7 @@
 """What a place holds and what is wrong with it, as values that the command line prints.
 
 ``summarise`` counts, and compares no checksum; ``check`` verifies every record, goes on after a bad one, and lists all
-problems with sample, token and layer.
+problems with sample, token and layer. ``explain`` follows one token of one record.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import FormatError, Problem
+from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
 from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
 from routeplane.record.coverage import Coverage
 from routeplane.record.policy import StreamReport
-from routeplane.record.record import RouteRecord
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, StreamHeader
-from routeplane.record.spec import RouteSpec
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:
     from routeplane.record.transfer import RecordReader
 
-__all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "summarise"]
+__all__ = [
+    "ArchiveSummary",
+    "Explanation",
+    "LayerRows",
+    "StreamCheck",
+    "StreamSummary",
+    "check",
+    "explain",
+    "summarise",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,3 +297,136 @@ def _alarms(record: RouteRecord) -> list[Problem]:
         first_token=record.routes_start,
         sample=record.sample_id,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One token
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRows:
+    """One layer's rows around a token; ids as stored, None for a row that is MISSING or stands in another record.
+
+    ``kept_from_before``: ids that the row before holds too; None where either is None.
+    """
+
+    layer: int
+    before: tuple[int, ...] | None
+    row: tuple[int, ...] | None
+    after: tuple[int, ...] | None
+    kept_from_before: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What is known about one token of a record.
+
+    ``checksum``: the record's, and whether its content agrees (``intact``). ``logprob``: of this token, governed by the
+    rows of the token before. ``columns``: this token's values of further token columns.
+    """
+
+    key: RecordKey
+    group: str | None
+    token: int
+    tokens: int
+    token_id: int
+    span: Span
+    capture: Capture
+    where: str
+    checksum: int
+    intact: bool
+    logprob: float | None
+    columns: dict[str, Any]
+    attributes: dict[str, str]
+    layers: tuple[LayerRows, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "key": list(self.key),
+            "group": self.group,
+            "token": self.token,
+            "tokens": self.tokens,
+            "token_id": self.token_id,
+            "sampled": {
+                "kind": self.span.kind,
+                "role": self.span.role,
+                "call": self.span.call,
+                "weights_version": self.span.weights_version,
+                "span": [self.span.start, self.span.stop],
+            },
+            "captured": {
+                "state": self.capture.state,
+                "call": self.capture.call,
+                "weights_version": self.capture.weights_version,
+                "capture": [self.capture.start, self.capture.stop],
+            },
+            "where": self.where,
+            "checksum": f"{self.checksum:016x}",
+            "intact": self.intact,
+            "logprob": self.logprob,
+            "columns": self.columns,
+            "attributes": self.attributes,
+            "layers": [
+                {
+                    "layer": rows.layer,
+                    "before": rows.before,
+                    "row": rows.row,
+                    "after": rows.after,
+                    "kept_from_before": rows.kept_from_before,
+                }
+                for rows in self.layers
+            ],
+        }
+
+
+def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | None = None) -> Explanation:
+    """Explain ``token``, an absolute position of ``record``, in all layers or those of ``layer_ids``.
+
+    Raises UsageError (ARGUMENT) for a position outside the record, SpecError for a layer that it does not have.
+    """
+    if not 0 <= token < record.num_tokens:
+        raise UsageError(
+            f"expected a token in [0, {record.num_tokens}), got {token} @ sample {record.sample_id}",
+            kind=ErrorKind.ARGUMENT,
+        )
+    chosen = record.spec.layer_ids if layer_ids is None else layer_ids
+    logprob = None if record.logprobs is None else float(record.logprobs[token])
+    return Explanation(
+        key=record.key,
+        group=record.group,
+        token=token,
+        tokens=record.num_tokens,
+        token_id=int(record.token_ids[token]),
+        span=next(span for span in record.spans if span.start <= token < span.stop),
+        capture=next(capture for capture in record.captures if capture.start <= token < capture.stop),
+        where=_where(record, token),
+        checksum=int(record.checksum),
+        intact=record.compute_checksum() == record.checksum,
+        logprob=None if logprob is None or logprob != logprob else logprob,
+        columns={name: values[token].item() for name, values in record.columns.items()},
+        attributes=dict(record.attributes),
+        layers=tuple(_layer_rows(record, token, layer_id) for layer_id in chosen),
+    )
+
+
+def _where(record: RouteRecord, token: int) -> str:
+    if token >= record.routes_start:
+        return f"row {token - record.routes_start} of this record"
+    prefix = record.prefix
+    return "no record" if prefix is None else f"record {tuple(prefix.key)}, which holds the rows before {prefix.stop}"
+
+
+def _layer_rows(record: RouteRecord, token: int, layer_id: int) -> LayerRows:
+    slot = record.spec.slot(layer_id)
+    before, row, after = (_row(record, position, slot) for position in (token - 1, token, token + 1))
+    kept = None if before is None or row is None else len(set(before) & set(row))
+    return LayerRows(layer=layer_id, before=before, row=row, after=after, kept_from_before=kept)
+
+
+def _row(record: RouteRecord, token: int, slot: int) -> tuple[int, ...] | None:
+    if not record.routes_start <= token < record.num_tokens:
+        return None
+    ids = record.routes[token - record.routes_start, slot].tolist()
+    return None if ids[0] == MISSING else tuple(ids)

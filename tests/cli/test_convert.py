@@ -23,8 +23,8 @@ from routeplane.archive import open_archive, save_archive
 from routeplane.cli.convert import convert, make_file, open_any
 from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
+from routeplane.inspect.export import ParquetReader
 from routeplane.inspect.look import summarise
-from routeplane.inspect.parquet import ParquetReader
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec

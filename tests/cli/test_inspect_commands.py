@@ -12,7 +12,7 @@ import ray
 from ray._private import services
 
 from routeplane.inspect.compare import compare
-from routeplane.inspect.explain import explain
+from routeplane.inspect.look import explain
 from routeplane.inspect.statistics import collect
 from tests.cli.test_main import Program
 from tests.inspect.containers import PLACINGS, archived, streamed

@@ -33,7 +33,8 @@ def _polars(path: Path) -> Counter[tuple[int, int]]:
 
 
 def _duckdb(path: Path) -> Counter[tuple[int, int]]:
-    return Counter(duckdb.sql(f"select layer, unnest(experts) from '{path}'").fetchall())
+    with duckdb.connect() as database:
+        return Counter(database.execute(f"select layer, unnest(experts) from '{path}'").fetchall())
 
 
 def _pandas(path: Path) -> Counter[tuple[int, int]]:

@@ -30,7 +30,8 @@ BARS: dict[str, float] = {
     # the design's 13 and `__main__.py`, which is where `python -m routeplane` looks
     "root entries": 14,
     "root python files": 3,
-    "modules": 173,
+    # one of them is `__main__.py`, two lines that `python -m routeplane` needs
+    "modules": 174,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
     "duplicate basenames": 16,
