@@ -20,7 +20,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from routeplane.errors import ErrorKind, FormatError, MissingExtraError, Problem, SpecError, UsageError
+import pyarrow as pa
+from pyarrow.fs import FileSystem
+
+from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, UsageError, refused
 from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
 from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
@@ -116,7 +119,7 @@ def resolve(patterns: Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
 
     Args:
         patterns: Paths of streams or Parquet files, of folders of blocks (each ``.arrows`` file below is a source) or
-            of archives; ``file://`` and fsspec URLs; ``-`` for the standard input; glob patterns. What exists under
+            of archives; ``file://`` and other URLs; ``-`` for the standard input; glob patterns. What exists under
             the very name is not a pattern. A place that several name is read once.
 
     Returns:
@@ -173,12 +176,10 @@ def _remote(url: str) -> Source:
     if PurePosixPath(urlsplit(url).path).suffix not in (".arrows", ".parquet"):
         return Source(name=url, path=url, kind="archive")
     try:
-        import fsspec
-    except ImportError as error:
-        raise MissingExtraError(
-            f"expected the extra routeplane[zarr] for {url}, got: {error}", kind=ErrorKind.MISSING_EXTRA
-        ) from error
-    return _copied(url, lambda: fsspec.open(url, "rb").open())
+        system, path = FileSystem.from_uri(url)
+    except (pa.ArrowException, ValueError) as error:
+        raise refused("a URL that pyarrow opens (s3, gs, abfs, hdfs)", f"{url}: {error}") from error
+    return _copied(url, lambda: system.open_input_stream(path))
 
 
 def _copied(name: str, opening: Callable[[], Any]) -> Source:
