@@ -323,10 +323,10 @@ class SourceContent:
 
     def _look(self, source: Source) -> None:
         if source.kind == "archive":
-            archive = source.archive(self._policy)
+            archive = source.archive(policy=self._policy)
             self.digest, self.total = archive.digest, len(archive)
             return
-        with source.open(self._policy) as reader:
+        with source.open(policy=self._policy) as reader:
             self.digest = reader.digest
             self.total = getattr(reader, "total_records", None)
 
@@ -334,7 +334,7 @@ class SourceContent:
         """All records but the first ``skip``; an archive does not read these."""
         [first, *rest] = self._set.sources
         if first.kind == "archive" and not rest:
-            archive = first.archive(self._policy)
+            archive = first.archive(policy=self._policy)
             yield from archive.select(records=(min(skip, len(archive)), len(archive)))
             return
         read = self._set.records()

@@ -88,7 +88,7 @@ def _info(options: argparse.Namespace) -> int:
     lines: list[str] = []
     for document in documents:
         lines += [*([""] if lines else []), *(f"{name:<14} {value}" for name, value in document.items())]
-    show(options, documents[0] if len(documents) == 1 else {"sources": documents}, lines)
+    show(options, documents[0] if len(documents) == 1 else {"sources": documents}, lines=lines)
     return 0 if all(summary.complete for summary in found) else 1
 
 
@@ -100,7 +100,7 @@ def _validate(options: argparse.Namespace) -> int:
     coverage = ", ".join(f"{state} {count:,}" for state, count in found.coverage.rows.items() if count)
     lines = [problem_line(problem) for problem in found.problems]
     counts = f"{found.records:,} records, {found.tokens:,} tokens ({coverage or 'no rows'})"
-    show(options, document, [*lines, f"{counts}: {found.verdict}"])
+    show(options, document, lines=[*lines, f"{counts}: {found.verdict}"])
     failing = [problem for problem in found.problems if problem.severity == "error" or options.alarms == "fail"]
     return 1 if failing else 0
 
@@ -111,7 +111,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     record = _sources([options.source], options).find(options.sample)
     found = explain(record, options.token, layer_ids=tuple(options.layer) if options.layer else None)
-    show(options, found.to_dict(), format_explanation(found.to_dict()))
+    show(options, found.to_dict(), lines=format_explanation(found.to_dict()))
     return 0 if found.intact else 1
 
 
@@ -143,7 +143,7 @@ def _stats(options: argparse.Namespace) -> int:
         "damage": _damage_documents(damage),
     }
     lines = [*_damage_lines(damage), *format_findings(findings), *format_statistics(found.to_dict())]
-    show(options, document, lines)
+    show(options, document, lines=lines)
     return 1 if damage else 0
 
 
@@ -169,7 +169,7 @@ def _diff(options: argparse.Namespace) -> int:
         "damage": _damage_documents(damage),
     }
     lines = [*_damage_lines(damage), *format_findings(findings), *format_diff(found.to_dict())]
-    show(options, document, lines)
+    show(options, document, lines=lines)
     return 0 if found.same and not damage else 1
 
 
@@ -184,7 +184,7 @@ def _report(options: argparse.Namespace) -> int:
     }
     from routeplane.cli.output import format_findings
 
-    show(options, document, [*_damage_lines(damage), *format_findings(findings), f"wrote {options.out}"])
+    show(options, document, lines=[*_damage_lines(damage), *format_findings(findings), f"wrote {options.out}"])
     return 1 if damage else 0
 
 

@@ -147,7 +147,7 @@ def _convert(options: argparse.Namespace) -> int:
     show(
         options,
         figures,
-        [f"{done.records:,} records ({done.resumed:,} of an earlier call{damage}), {done.bytes:,} bytes"],
+        lines=[f"{done.records:,} records ({done.resumed:,} of an earlier call{damage}), {done.bytes:,} bytes"],
     )
     return 1 if done.damaged else 0
 
@@ -188,7 +188,7 @@ def _serve(options: argparse.Namespace) -> int:
     # blocked before any thread starts, so that all of them leave the two to this one
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     with FlightService(service, host=options.host, port=options.port) as running:
-        show(options, {"location": running.location}, [f"serving {running.location}"])
+        show(options, {"location": running.location}, lines=[f"serving {running.location}"])
         sys.stdout.flush()
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 0
@@ -240,7 +240,7 @@ def _demo(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="routeplane-demo-") as folder:
             figures = run(folder)
     shown = [f"  report {figures['report']}"] if options.report is not None else []
-    show(options, figures, [*format_table(figures).splitlines(), *shown])
+    show(options, figures, lines=[*format_table(figures).splitlines(), *shown])
     return 0
 
 

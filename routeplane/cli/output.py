@@ -42,7 +42,7 @@ T = TypeVar("T")
 _PATIENCE, _EVERY = 1.0, 0.2
 
 
-def show(options: argparse.Namespace, document: Any, lines: Sequence[str]) -> None:
+def show(options: argparse.Namespace, document: Any, *, lines: Sequence[str]) -> None:
     """Print the document under ``--json``, else the lines."""
     text = json.dumps(document, sort_keys=True) if options.json else "\n".join(map(printable, lines))
     print(text)

@@ -13,7 +13,7 @@ Axes: L captured layers, E experts, X bins of position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def chart_script() -> str:
     return str(bundle(vl_version=_VERSION))
 
 
-def encode(spec: Spec, form: str = "png") -> bytes:
+def encode(spec: Spec, form: Literal["png", "svg"]) -> bytes:
     """Draw a specification as a PNG or SVG file; the same specification gives the same bytes.
 
     Args:
@@ -652,6 +652,7 @@ def draw_timeline(tasks: Sequence[Mapping[str, Any]]) -> Spec:
         {
             "task": task["name"],
             "place": place,
+            "origin": 0.0,
             "started": task["started"] or 0.0,
             "ended": task["ended"] or task["started"] or 0.0,
             "outcome": task["outcome"],
@@ -661,7 +662,13 @@ def draw_timeline(tasks: Sequence[Mapping[str, Any]]) -> Spec:
     ]
     for row in rows:
         row["said"] = f"{row['ended'] - row['started']:.1f} s {row['after']}".strip()
-    y = {"field": "task", "type": "nominal", "sort": {"field": "place"}, "title": None, "axis": {"labelLimit": 200}}
+    y = {
+        "field": "task",
+        "type": "nominal",
+        "sort": [row["task"] for row in rows],
+        "title": None,
+        "axis": {"labelLimit": 200},
+    }
     return {
         "$schema": _SCHEMA,
         "title": {"text": "Start-up: what ran when, and what it waited for", "anchor": "start", "fontSize": 13},
@@ -671,7 +678,7 @@ def draw_timeline(tasks: Sequence[Mapping[str, Any]]) -> Spec:
         "layer": [
             {
                 "mark": {"type": "bar", "color": "#d8dee4", "height": 5},
-                "encoding": {"y": y, "x": {"datum": 0, "type": "quantitative"}, "x2": {"field": "started"}},
+                "encoding": {"y": y, "x": _axis("origin", "seconds"), "x2": {"field": "started"}},
             },
             {
                 "mark": {"type": "bar", "height": 18},

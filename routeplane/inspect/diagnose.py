@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.inspect.compare import AlignedRows, RouteDiff
+from routeplane.inspect.compare import AlignedRows, RouteDiff, Segment, best_segment, longest_run, windows
 from routeplane.inspect.statistics import RouteStatistics, dead_experts
 from routeplane.inspect.tally import shared_ids
 from routeplane.record.spec import MISSING
@@ -63,7 +63,6 @@ _HELD_BYTES = 64 << 20
 #: Samples without an explanation that are held to be compared with one another.
 _HELD_SAMPLES = 64
 
-Severity = Literal["error", "warning", "note"]
 Kind = Literal[
     "nothing_recorded",
     "missing_rows",
@@ -98,7 +97,7 @@ class Finding:
     are explained better so, and worse.
     """
 
-    severity: Severity
+    severity: Literal["error", "warning", "note"]
     kind: Kind
     title: str
     detail: str
@@ -181,15 +180,6 @@ def order_findings(findings: Sequence[Finding]) -> list[Finding]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Segment:
-    """Tokens ``[start, stop)`` of aligned rows in which an alternative reading is better."""
-
-    start: int
-    stop: int
-    gain: float
-
-
 @dataclass(kw_only=True)
 class _Suspect:
     """A pair whose disagreement nothing explains so far; ``low``: where, in tokens of its aligned rows."""
@@ -226,10 +216,10 @@ class Examiner:
     _agreements: list[tuple[float, float, int]] = field(default_factory=list)
     _orders: list[_SlotOrder] = field(default_factory=list)
 
-    def add(self, left: RouteRecord, right: RouteRecord, rows: AlignedRows) -> None:
+    def add(self, left: RouteRecord, right: RouteRecord, *, rows: AlignedRows) -> None:
         """Look at one pair. ``rows``: theirs, of ``layer_ids``."""
         if rows.both_SL.any():
-            agreement_S = _token_agreement(rows)
+            agreement_S = rows.agreement_S
             explained_S = np.zeros(len(agreement_S), dtype=np.bool_)
             if self._is_suspicious(rows):
                 self._explain(left, rows, explained_S)
@@ -254,7 +244,7 @@ class Examiner:
         if rows.shared_SL.sum() < 0.5 * slots * rows.both_SL.sum():
             return True
         width = min(_WINDOW, len(rows.shared_SL))
-        shared_NL, both_NL = _windows(rows.shared_SL, width), _windows(rows.both_SL, width)
+        shared_NL, both_NL = windows(rows.shared_SL, width), windows(rows.both_SL, width)
         enough_NL = both_NL >= width / 2
         share_NL = np.where(enough_NL, shared_NL / np.maximum(both_NL * slots, 1), 1.0)
         return bool((share_NL < _SCREEN * np.median(share_NL, axis=0)).any())
@@ -275,7 +265,7 @@ class Examiner:
 
     def _shifts(
         self, left: RouteRecord, rows: AlignedRows, explained_S: NDArray[np.bool_]
-    ) -> Iterator[tuple[Finding, _Segment]]:
+    ) -> Iterator[tuple[Finding, Segment]]:
         """Every shift by tokens or layers that is better than the rows as they are."""
         mine, theirs = rows.left_SLK, rows.right_SLK
         for distance in (sign * step for step in _SHIFTS for sign in (1, -1)):
@@ -305,13 +295,13 @@ class Examiner:
         *,
         kind: Kind,
         title: str,
-    ) -> Iterator[tuple[Finding, _Segment]]:
+    ) -> Iterator[tuple[Finding, Segment]]:
         """``moved_SLK``: the right side's rows, where this alternative says that they belong."""
         slots = rows.left_SLK.shape[2]
         comparable_SL = rows.both_SL & (moved_SLK[:, :, 0] != MISSING) & ~explained_S[:, None]
         so_S = np.where(comparable_SL, shared_ids(rows.left_SLK, moved_SLK), 0).sum(axis=1)
         as_is_S = np.where(comparable_SL, rows.shared_SL, 0).sum(axis=1)
-        segment = _best_segment((so_S - as_is_S).astype(np.float64))
+        segment = best_segment((so_S - as_is_S).astype(np.float64))
         if segment is None or segment.stop - segment.start < LEAST_TOKENS:
             return
         here = slice(segment.start, segment.stop)
@@ -342,7 +332,7 @@ class Examiner:
             segment,
         )
 
-    def _stuck(self, left: RouteRecord, rows: AlignedRows) -> Iterator[tuple[Finding, _Segment]]:
+    def _stuck(self, left: RouteRecord, rows: AlignedRows) -> Iterator[tuple[Finding, Segment]]:
         """Rows that repeat the row before on the left, where the right side moves on: in all layers, or in some."""
         slots = rows.left_SLK.shape[2]
         repeats_SL: NDArray[np.bool_] = np.zeros((len(rows.both_SL), len(self.layer_ids)), dtype=np.bool_)
@@ -352,7 +342,7 @@ class Examiner:
         repeats_SL[1:] = mine_SL
         moves_SL = np.zeros_like(repeats_SL)
         moves_SL[1:] = both_SL & ~theirs_SL
-        everywhere = _longest_run(np.asarray(repeats_SL.all(axis=1)))
+        everywhere = longest_run(np.asarray(repeats_SL.all(axis=1)))
         if _is_run(everywhere, np.asarray(moves_SL.any(axis=1))):
             yield self._repeated(left, rows, everywhere), everywhere
             return
@@ -360,7 +350,7 @@ class Examiner:
             {
                 self.layer_ids[slot]: run
                 for slot in range(repeats_SL.shape[1])
-                if _is_run(run := _longest_run(repeats_SL[:, slot]), moves_SL[:, slot])
+                if _is_run(run := longest_run(repeats_SL[:, slot]), moves_SL[:, slot])
             }
         ):
             yield (
@@ -377,14 +367,14 @@ class Examiner:
                     tokens=segment.stop - segment.start,
                 ),
                 # the other layers are not explained by it
-                _Segment(
+                Segment(
                     start=segment.start,
                     stop=segment.start if len(layers) < len(self.layer_ids) else segment.stop,
                     gain=0.0,
                 ),
             )
 
-    def _repeated(self, left: RouteRecord, rows: AlignedRows, run: _Segment) -> Finding:
+    def _repeated(self, left: RouteRecord, rows: AlignedRows, run: Segment) -> Finding:
         return Finding(
             severity="error",
             kind="repeated_rows",
@@ -396,7 +386,7 @@ class Examiner:
             tokens=run.stop - run.start,
         )
 
-    def _stale(self, left: RouteRecord, rows: AlignedRows) -> Iterator[tuple[Finding, _Segment]]:
+    def _stale(self, left: RouteRecord, rows: AlignedRows) -> Iterator[tuple[Finding, Segment]]:
         """Rows that an earlier sample had at the same positions, under other tokens."""
         for earlier, theirs in reversed(self._earlier):
             first = max(rows.start, theirs.start)
@@ -410,10 +400,10 @@ class Examiner:
             common = np.flatnonzero(left.token_ids[:stop] != earlier.token_ids[:stop])
             prefix = int(common[0]) if len(common) else stop
             same_S[: max(0, prefix - first)] = False
-            run = _longest_run(same_S)
+            run = longest_run(same_S)
             if run.stop - run.start >= LEAST_TOKENS:
                 offset = first - rows.start
-                found = _Segment(start=run.start + offset, stop=run.stop + offset, gain=run.gain)
+                found = Segment(start=run.start + offset, stop=run.stop + offset, gain=run.gain)
                 token = rows.start + found.start
                 yield (
                     Finding(
@@ -500,12 +490,12 @@ class Examiner:
         agreement_S = np.where(suspect.explained_S, np.nan, suspect.agreement_S)
         known = np.flatnonzero(~np.isnan(agreement_S))
         values_N = agreement_S[known]
-        low = float(_windows(values_N[:, None], min(_WINDOW, len(values_N)))[:, 0].min()) / min(_WINDOW, len(values_N))
+        low = float(windows(values_N[:, None], min(_WINDOW, len(values_N)))[:, 0].min()) / min(_WINDOW, len(values_N))
         if usual - low < _DROP:
             return
-        segment = _Segment(start=0, stop=0, gain=0.0)
+        segment = Segment(start=0, stop=0, gain=0.0)
         for _ in range(2):
-            found = _best_segment((usual + low) / 2 - values_N)
+            found = best_segment((usual + low) / 2 - values_N)
             if found is None or found.stop - found.start < LEAST_TOKENS:
                 return
             segment, low = found, float(values_N[found.start : found.stop].mean())
@@ -513,7 +503,7 @@ class Examiner:
         spread = max(float(rest_N.std()) if len(rest_N) else 0.0, 0.02)
         if usual - low < max(_DROP, 4 * spread) or not _is_sharp(values_N, segment, usual - low):
             return
-        chance = _chance_agreement(suspect.rows)
+        chance = suspect.rows.chance_agreement()
         partly = low > chance + _PARTLY * (usual - chance)
         start, stop = int(known[segment.start]), int(known[segment.stop - 1]) + 1
         yield Finding(
@@ -559,7 +549,7 @@ class Examiner:
         for order in self._orders:
             known_S = ~np.isnan(order.share_S)
             lowest = float(np.nanquantile(order.share_S, 0.02))
-            segment = _best_segment(np.where(known_S, (usual + lowest) / 2 - order.share_S, 0.0))
+            segment = best_segment(np.where(known_S, (usual + lowest) / 2 - order.share_S, 0.0))
             if segment is None or segment.stop - segment.start < LEAST_TOKENS:
                 continue
             share = float(np.nanmean(order.share_S[segment.start : segment.stop]))
@@ -579,61 +569,27 @@ class Examiner:
             )
 
 
-def _token_agreement(rows: AlignedRows) -> NDArray[np.float64]:
-    """Share of ids in common over the layers of each token; NaN where neither layer has both rows."""
-    ids_S = rows.both_SL.sum(axis=1) * rows.left_SLK.shape[2]
-    return np.where(ids_S > 0, rows.shared_SL.sum(axis=1) / np.maximum(ids_S, 1), np.nan)
-
-
 def _lowest(suspect: _Suspect) -> float:
     values_S = np.where(suspect.explained_S, 1.0, np.nan_to_num(suspect.agreement_S, nan=1.0))
     return float(values_S.mean())
 
 
-def _windows(values_SL: NDArray[Any], width: int) -> NDArray[Any]:
-    """Sums over ``width`` consecutive tokens, ``[S - width + 1, L]``."""
-    total = np.concatenate([np.zeros((1, values_SL.shape[1])), np.cumsum(values_SL, axis=0)])
-    return np.asarray(total[width:] - total[:-width])
-
-
-def _best_segment(gain_S: NDArray[np.float64]) -> _Segment | None:
-    """The consecutive tokens with the largest sum of gains, without ends that gain nothing; None where none gains."""
-    total_S = np.concatenate([[0.0], np.cumsum(gain_S)])
-    lowest_S = np.minimum.accumulate(total_S)
-    stop = int((total_S - lowest_S).argmax())
-    if total_S[stop] <= lowest_S[stop]:
-        return None
-    # the last place of the minimum: tokens that gain nothing are not part of it
-    start = stop - 1 - int((total_S[:stop][::-1]).argmin())
-    return _Segment(start=start, stop=stop, gain=float(total_S[stop] - total_S[start]))
-
-
-def _longest_run(flags_S: NDArray[np.bool_]) -> _Segment:
-    """The longest run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags_S, [False]]).astype(np.int8)))
-    if not len(edges):
-        return _Segment(start=0, stop=0, gain=0.0)
-    starts, stops = edges[::2], edges[1::2]
-    best = int((stops - starts).argmax())
-    return _Segment(start=int(starts[best]), stop=int(stops[best]), gain=float(stops[best] - starts[best]))
-
-
-def _is_run(run: _Segment, moves_S: NDArray[np.bool_]) -> bool:
+def _is_run(run: Segment, moves_S: NDArray[np.bool_]) -> bool:
     """Whether a run of repeated rows is long, and the other side moves on in most of it."""
     length = run.stop - run.start
     return length >= LEAST_TOKENS and int(moves_S[run.start : run.stop].sum()) >= length / 2
 
 
-def _by_segment(runs: dict[int, _Segment]) -> Iterator[tuple[_Segment, tuple[int, ...]]]:
+def _by_segment(runs: dict[int, Segment]) -> Iterator[tuple[Segment, tuple[int, ...]]]:
     """Layers with the same run together."""
     layers: dict[tuple[int, int], list[int]] = {}
     for layer, run in runs.items():
         layers.setdefault((run.start, run.stop), []).append(layer)
     for (start, stop), group in layers.items():
-        yield _Segment(start=start, stop=stop, gain=float(stop - start)), tuple(group)
+        yield Segment(start=start, stop=stop, gain=float(stop - start)), tuple(group)
 
 
-def _is_sharp(values_N: NDArray[np.float64], segment: _Segment, drop: float) -> bool:
+def _is_sharp(values_N: NDArray[np.float64], segment: Segment, drop: float) -> bool:
     """Whether the agreement falls within a few tokens: compounding flips make it fall gradually."""
     for edge, outside, inside in (
         (segment.start, slice(max(0, segment.start - 8), segment.start), slice(segment.start, segment.start + 8)),
@@ -642,15 +598,6 @@ def _is_sharp(values_N: NDArray[np.float64], segment: _Segment, drop: float) -> 
         if edge >= 4 and values_N[outside].mean() - values_N[inside].mean() < 0.6 * drop:
             return False
     return True
-
-
-def _chance_agreement(rows: AlignedRows) -> float:
-    """Share of ids that rows of tokens far apart have in common."""
-    distance = max(1, len(rows.left_SLK) // 2)
-    left, right = rows.left_SLK[distance:], rows.right_SLK[:-distance]
-    both_SL = (left[:, :, 0] != MISSING) & (right[:, :, 0] != MISSING)
-    total = int(both_SL.sum()) * left.shape[2]
-    return int(np.where(both_SL, shared_ids(left, right), 0).sum()) / total if total else 0.0
 
 
 def _overlap(distance: int, length: int) -> tuple[slice, slice]:
@@ -723,8 +670,6 @@ def _expert_count(statistics: RouteStatistics) -> list[Finding]:
     width = int(statistics.experts_L.min())
     if not len(used) or load_LE.sum() < ROWS_PER_EXPERT * width or int(used[-1]) >= width // 2:
         return []
-    if len(load_LE) < 2 and len(used) <= statistics.spec.top_k:
-        return []  # a constant layer, which is told as one
     return [
         Finding(
             severity="error",

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 from pyarrow.fs import FileSystem
 
-from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, UsageError, refused
+from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, TruncatedError, UsageError, refused
 from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
 from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
@@ -77,18 +77,18 @@ class Source:
     kind: Kind
     copy: Any = field(default=None, compare=False, repr=False)
 
-    def open(self, policy: ReadPolicy = LOOK, *, layer_ids: Sequence[int] | None = None) -> RecordReader:
+    def open(self, *, policy: ReadPolicy = LOOK, layer_ids: Sequence[int] | None = None) -> RecordReader:
         """Open a reader of all records; close it. Raises FormatError, OSError, SpecError for an unknown layer."""
         reader: RecordReader
         if self.kind == "archive":
-            reader = self.archive(policy).select(layer_ids=layer_ids)
+            reader = self.archive(policy=policy).select(layer_ids=layer_ids)
         else:
             reader = self._file_reader(policy)
             if layer_ids is not None:
                 reader.select(layer_ids=layer_ids)
         return reader
 
-    def archive(self, policy: ReadPolicy = LOOK) -> Archive:
+    def archive(self, *, policy: ReadPolicy = LOOK) -> Archive:
         """The archive, where it is one. Raises MissingExtraError without the extra ``zarr``."""
         from routeplane.archive import open_archive
 
@@ -267,7 +267,7 @@ class SourceSet:
     def lookup(self) -> Archive | None:
         """The mapping from keys to records, where all is one archive whose records are read without exception."""
         if len(self.sources) == 1 and self.sources[0].kind == "archive" and self.policy.on_corrupt == "raise":
-            return self.sources[0].archive(self.policy)
+            return self.sources[0].archive(policy=self.policy)
         return None
 
 
@@ -299,9 +299,9 @@ class SourceRecords:
     def _read_through(self, source: Source) -> Iterator[RouteRecord]:
         salvages = self._policy.on_corrupt == "quarantine"
         try:
-            reader = source.open(self._policy, layer_ids=self._layer_ids)
+            reader = source.open(policy=self._policy, layer_ids=self._layer_ids)
         except FormatError as error:
-            if not salvages:
+            if not salvages or (isinstance(error, TruncatedError) and self._policy.on_truncated == "raise"):
                 raise
             self._note(source, error)
             return
@@ -311,25 +311,25 @@ class SourceRecords:
                     if self._wanted is None or is_wanted(record.key, self._wanted):
                         yield record
             except FormatError as error:
-                if not salvages:
+                if not salvages or (isinstance(error, TruncatedError) and self._policy.on_truncated == "raise"):
                     raise
                 self._note(source, error)
             report = reader.report()
             self.report = self.report.merge(report)
             header = getattr(reader, "header", None)
-            self.damage += [(source.name, problem) for problem in damage_of(report, header)]
+            self.damage += [(source.name, problem) for problem in damage_of(report, header=header)]
 
     def _note(self, source: Source, error: FormatError) -> None:
         self.damage.append((source.name, Problem(kind=error.kind, message=error.message)))
 
     def _looked_up(self, source: Source) -> Iterator[RouteRecord]:
-        archive = source.archive(self._policy)
+        archive = source.archive(policy=self._policy)
         for key in archive:
             if is_wanted(key, self._wanted or ()):
                 yield archive.read(key, layer_ids=self._layer_ids)
 
 
-def damage_of(report: StreamReport, header: StreamHeader | None = None) -> list[Problem]:
+def damage_of(report: StreamReport, *, header: StreamHeader | None = None) -> list[Problem]:
     """List what a reader passed over under ``SALVAGE``: damaged records, damaged batches, a missing trailer.
 
     ``header``: the stream's, to name every bad row of a record rather than the first few.

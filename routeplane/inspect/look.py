@@ -203,7 +203,7 @@ def _summary(source: Source) -> StreamSummary | ArchiveSummary:
 
 
 def _summarise_file(source: Source) -> StreamSummary:
-    with source.open(replace(SALVAGE, verify=False)) as reader:
+    with source.open(policy=replace(SALVAGE, verify=False)) as reader:
         damage = ""
         try:
             for _ in reader:
@@ -262,14 +262,14 @@ def _check(source: Source) -> StreamCheck:
 
 def _check_file(source: Source) -> StreamCheck:
     try:
-        reader = source.open(SALVAGE)
+        reader = source.open(policy=SALVAGE)
     except FormatError as error:
         problem = Problem(kind=error.kind, message=error.message)
         return StreamCheck(problems=(problem,), records=0, tokens=0, coverage=Coverage())
     with reader:
         found = _read_through(reader)
         report = reader.report()
-        bad = damage_of(report, _header(reader))
+        bad = damage_of(report, header=_header(reader))
     return StreamCheck(
         problems=(*bad, *found),
         records=report.records,

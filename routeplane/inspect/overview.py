@@ -180,9 +180,9 @@ class _Survey:
             )
         self._show(coverage.missing * record.spec.num_layers, record, None)
 
-    def pair(self, left: RouteRecord, right: RouteRecord, rows: AlignedRows) -> None:
+    def pair(self, left: RouteRecord, right: RouteRecord, *, rows: AlignedRows) -> None:
         """Count one pair; the ``watch`` of ``compare``."""
-        self._examiner.add(left, right, rows)
+        self._examiner.add(left, right, rows=rows)
         part = self._parts[self._part_of[left.key]]
         _add_flips(part, rows)
         gaps = tuple(_add_gap(part, which, gap_S) for which, gap_S in enumerate(_gaps(left, right)))

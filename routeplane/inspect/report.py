@@ -219,7 +219,7 @@ def write_charts(folder: Path, overview: Overview | RouteStatistics) -> list[Pat
     written = []
     for name, spec in draw_charts(shown).items():
         path = folder / f"{name}.png"
-        path.write_bytes(encode(spec))
+        path.write_bytes(encode(spec, "png"))
         written.append(path)
     return written
 

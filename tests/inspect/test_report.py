@@ -110,7 +110,7 @@ def test_every_chart_is_a_valid_specification(parts: int) -> None:
     assert ("trends" in charts) == (parts > 1)
     for spec in charts.values():
         assert vl_convert.vegalite_to_vega(spec)["marks"]
-        assert PNG == encode(spec)[:8]
+        assert PNG == encode(spec, "png")[:8]
 
 
 def test_names_from_the_data_are_text_and_never_markup() -> None:
@@ -230,7 +230,7 @@ def test_a_start_up_is_drawn() -> None:
         {"name": "plane", "started": 0.0, "ended": 1.5, "outcome": "done", "waited_for": None},
         {"name": "engine", "started": 1.5, "ended": None, "outcome": "failed", "waited_for": "plane"},
     ]
-    assert PNG == encode(draw_timeline(tasks))[:8]
+    assert PNG == encode(draw_timeline(tasks), "png")[:8]
     assert b"<svg" == encode(draw_timeline(tasks), "svg")[:4]
 
 
