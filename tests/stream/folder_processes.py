@@ -39,7 +39,11 @@ class Actor:
 
     def _run(self, before: list[str]) -> None:
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._work(lambda line: os.write(descriptor, f"{line}\n".encode()) and None, before)
+
+        def say(line: str) -> None:
+            os.write(descriptor, f"{line}\n".encode())
+
+        self._work(say, before)
 
     @property
     def is_done(self) -> bool:

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, UsageError
-from routeplane.stream import MemoryStream, listen, new_stream, open_stream
+from routeplane.stream import MemoryStream, QuarantineOptions, listen, new_stream, open_stream
+from routeplane.stream.files import frames_of
 from routeplane.stream.sockets import GREETING, Listener, parse_address
 from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 
@@ -130,11 +131,9 @@ def test_a_claimed_body_takes_no_memory(listener: Listener) -> None:
 
 
 def _body_length(data: bytes) -> bytes:
-    from routeplane.stream.files import frames_of
-
-    frames = list(frames_of(data)[0])
-    body = frames[1].data.size - 8 - int.from_bytes(memoryview(frames[1].data)[4:8], "little")
-    return body.to_bytes(8, "little")
+    frame = list(frames_of(data)[0])[1]
+    header = int.from_bytes(memoryview(frame.data)[4:8], "little")
+    return int(frame.data.size - 8 - header).to_bytes(8, "little")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ def test_options_without_a_meaning_are_refused(place: Any, tmp_path: Any) -> Non
         lambda: new_stream(target, SPEC, timeout_s=1.0),
         lambda: open_stream(place, timeout_s=1.0),
         lambda: new_stream(MemoryStream(), SPEC, encoding="plain"),
-        lambda: open_stream(place, quarantine=__import__("routeplane.stream").stream.QuarantineOptions()),
+        lambda: open_stream(place, quarantine=QuarantineOptions()),
     ):
         with pytest.raises(UsageError):
             call()

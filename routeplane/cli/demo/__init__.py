@@ -122,7 +122,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "seed": options.seed,
         **engine,
         **trainer,
-        "stream_bytes": carried_bytes(options),
+        "stream_bytes": carried_bytes(options.stream),
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
     }
 

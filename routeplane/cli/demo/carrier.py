@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from routeplane.stream import folder, new_stream, open_stream
 
 if TYPE_CHECKING:
-    from routeplane.cli.demo import DemoOptions
     from routeplane.record.interfaces import RouteSink
     from routeplane.record.spec import RouteSpec
     from routeplane.record.transfer import RecordReader
@@ -18,28 +17,28 @@ __all__ = ["carried_bytes", "engine_sink", "open_sink", "open_source"]
 _RUN, _PRODUCER = "demo", "engine"
 
 
-def open_sink(options: DemoOptions, spec: RouteSpec) -> RouteSink:
+def open_sink(path: str, spec: RouteSpec, *, transport: str) -> RouteSink:
     """Open the sink that the engine's stage writes to."""
-    if options.transport == "folder":
-        return folder.open_writer(options.stream, spec, run=_RUN, producer=_PRODUCER)
-    return new_stream(options.stream, spec, encoding="auto")
+    if transport == "folder":
+        return folder.open_writer(path, spec, run=_RUN, producer=_PRODUCER)
+    return new_stream(path, spec, encoding="auto")
 
 
-def open_source(options: DemoOptions) -> RecordReader:
+def open_source(path: str, *, transport: str) -> RecordReader:
     """Open the source that the trainer's stage reads."""
-    if options.transport == "folder":
-        return folder.open_reader(options.stream, producers=1)
-    return open_stream(options.stream)
+    if transport == "folder":
+        return folder.open_reader(path, producers=1)
+    return open_stream(path)
 
 
-def engine_sink(options: DemoOptions) -> dict[str, Any]:
+def engine_sink(transport: str) -> dict[str, Any]:
     """Return the sink's factory and options, as an engine's writer is told them."""
-    if options.transport == "folder":
+    if transport == "folder":
         return {"sink": "routeplane.stream.folder.open_writer", "options": {"run": _RUN, "producer": _PRODUCER}}
     return {"sink": "routeplane.stream.new_stream", "options": {"encoding": "auto"}}
 
 
-def carried_bytes(options: DemoOptions) -> int:
+def carried_bytes(stream: str) -> int:
     """Return the bytes of the stream's files."""
-    path = Path(options.stream)
+    path = Path(stream)
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*.arrows")))

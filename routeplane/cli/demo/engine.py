@@ -101,7 +101,7 @@ def _write(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: dict
     """Generate, and write what came; the number of records."""
     records = _generate(options, prompts, seconds)
     started = time.perf_counter()
-    with open_sink(options, records[0].spec) as sink:
+    with open_sink(options.stream, records[0].spec, transport=options.transport) as sink:
         for record in records:
             sink.write(record)
     seconds["write"] = time.perf_counter() - started
@@ -113,7 +113,7 @@ def _write_inside(options: DemoOptions, prompts: Sequence[Sequence[int]], second
     from routeplane.capture import vllm as engine
 
     started = time.perf_counter()
-    writer = {**engine_sink(options), "target": options.stream, "stream": "demo"}
+    writer = {**engine_sink(options.transport), "target": options.stream, "stream": "demo"}
     llm = engine.start_engine(
         options.model_dir,
         dtype="bfloat16",

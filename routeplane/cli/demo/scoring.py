@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from routeplane.batch.collation import RouteBatch, microbatches, token_logprobs
+from routeplane.batch.batch import RouteBatch, token_logprobs
+from routeplane.batch.collation import microbatches
 from routeplane.cli.demo import DemoOptions
 from routeplane.cli.demo.carrier import open_source
 from routeplane.record.coverage import Coverage
@@ -108,7 +109,7 @@ def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrain
     torch.set_num_threads(1)  # matrices this small lose by threads, and one order of sums gives one table per seed
     seconds: dict[str, float] = {}
     started = time.perf_counter()
-    with open_source(options) as reader:
+    with open_source(options.stream, transport=options.transport) as reader:
         records = list(reader)
         reader.admit(records).require()
         spec, coverage = reader.spec, reader.report().coverage
