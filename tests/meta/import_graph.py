@@ -79,9 +79,7 @@ THIRD_PARTY = {
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
-    "zarr": ("archive",),
-    "zarrs": ("archive",),
-    "fsspec": ("archive",),
+    "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),

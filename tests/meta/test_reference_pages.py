@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
+from routeplane.archive import AddReport
 from routeplane.batch.loader import PrefetchReport
 from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
@@ -134,6 +135,7 @@ REPORTS: dict[str, Report] = {
     "WritingReport": WritingReport(),
     "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
+    "AddReport": AddReport(),
     "PromptReport": PromptReport(),
     "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
