@@ -174,7 +174,7 @@ class BlockObjects(BlockFiles):
         """Encode a block, and note that its object may come."""
         self._prepared[number] = data = block.to_buffer()
         self._marker(number).touch()
-        return data.size
+        return int(data.size)
 
     def commit(self, number: int) -> None:
         """Put the object. Raises StoreError (NO_SPACE), TransportError; a key that exists already is an error."""

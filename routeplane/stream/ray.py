@@ -155,7 +155,7 @@ class RayReader(BlockReader):
         wanted = None if keys is None else [tuple(key) for key in keys]
         layers = None if layer_ids is None else list(layer_ids)
         encoding = self._store.manifest.encoding
-        cut = _cut_block.remote(self._store.reference(name), wanted, layers, tokens, encoding)
+        cut = _cut_task.remote(self._store.reference(name), wanted, layers, tokens, encoding)
         return fetch_records(pa.py_buffer(_got(cut, f"the cut of block {name}")))
 
 
@@ -181,7 +181,7 @@ class Owner(NamedTuple):
             return _started(self.pid) == self.started
         place = NodeAffinitySchedulingStrategy(self.node, soft=False)
         try:
-            started = ray.get(_started_there.options(scheduling_strategy=place).remote(self.pid), timeout=_CALL_SECONDS)
+            started = ray.get(_started_task.options(scheduling_strategy=place).remote(self.pid), timeout=_CALL_SECONDS)
         except RayError:  # the node is gone
             return False
         return bool(started == self.started)
@@ -201,18 +201,11 @@ def _started(pid: int) -> int:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-@ray.remote(num_cpus=0)
-def _started_there(pid: int) -> int:
-    return _started(pid)
-
-
-@ray.remote(num_cpus=0, num_returns=2, max_retries=0)
 def _own(block: Any) -> tuple[Any, int]:
     """A block, returned to the caller of this task, who owns it then; and its size, which says that it came."""
     return block, len(block)
 
 
-@ray.remote(num_cpus=0, max_retries=1)
 def _cut_block(
     block: Any,
     keys: list[tuple[str, int, int]] | None,
@@ -239,6 +232,11 @@ def _got(reference: Any, what: str) -> Any:
             f"expected {what}, got {type(error).__name__}: its holder or its node is gone ({error})",
             kind=ErrorKind.CONNECTION,
         ) from error
+
+
+_started_task: Any = ray.remote(num_cpus=0)(_started)
+_own_task: Any = ray.remote(num_cpus=0, num_returns=2, max_retries=0)(_own)
+_cut_task: Any = ray.remote(num_cpus=0, max_retries=1)(_cut_block)
 
 
 # -- the place ---------------------------------------------------------------------------------------------------------
@@ -299,7 +297,7 @@ class PlaceActor:
         producer = self._producers[name]
         if producer.token != token:
             return -1
-        owned, came = _own.remote(holder[0])
+        owned, came = _own_task.remote(holder[0])
         size = int(ray.get(came))
         if not self._has_space(name, size, limit):
             return None
@@ -497,7 +495,8 @@ class RayStore(BlockStore):
     """The blocks of a place, for one group. A pickled copy does not hold the group."""
 
     def __init__(self, place: _Place, *, group: str) -> None:
-        self._place, self._group, self._token = place, group, secrets.token_hex(8)
+        self._place, self._group = place, group
+        self._token: str | None = secrets.token_hex(8)
         self._manifest = Manifest.from_document(place.call("manifest"), spec_type=RouteSpec)
         self._manifest.require_group(group)
         if not place.call("open_group", group, Owner.here(), self._token):

@@ -123,7 +123,8 @@ def test_a_key_that_exists_is_not_taken_for_a_block_of_ours(tmp_path: Path, port
     """The store answers success to a second put and keeps the first object: the writer looks before."""
     settings = settings_of(port, segment=0)
     writer = carrier.open_writer(tmp_path / "place", SPEC, store=settings, run="run", producer="p")
-    blocks = writer._slot._blocks
+    slot: Any = writer._slot
+    blocks = slot._blocks
     writer.write(sample(0))
     client = carrier.Client(settings)
     assert 0 == client.store.put(blocks._key(0), b"another's")
@@ -157,8 +158,9 @@ def test_blocks_are_pinned_and_a_full_store_is_an_error(tmp_path: Path, port: in
         assert [sample(index, tokens=200_000).key for index in range(sent)] == [
             record.key for name in names for record in reader.fetch(name)
         ]
+        store: Any = reader._store
         for name in names:
-            reader._store._blocks_of("p").delete(name.number)
+            store._blocks_of("p").delete(name.number)
 
 
 def test_settings_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -73,7 +73,6 @@ def _damaged(actor: Any, producer: str, number: int) -> None:
     actor._producers[producer].blocks[number] = (ray.put(data), size)
 
 
-@ray.remote(num_cpus=0, max_retries=0)
 def write_and_die(place: str, count: int) -> None:
     """A producer that is killed after its last block is sealed."""
     writer = carrier.open_writer(place, SPEC, run="run", producer="p")
@@ -87,7 +86,7 @@ def test_blocks_outlive_the_process_that_made_them() -> None:
     """The producer's process is killed: all sealed blocks are read, the producer counts as vanished, and may return."""
     place = next(_NAMES)
     with pytest.raises(ray.exceptions.RayError):
-        ray.get(write_and_die.remote(place, 5))
+        ray.get(ray.remote(num_cpus=0, max_retries=0)(write_and_die).remote(place, 5))
     with carrier.open_reader(place, producers=1, follow=False) as reader:
         assert facts([sample(index) for index in range(5)]) == facts(list(reader))
         assert not reader.report().complete
