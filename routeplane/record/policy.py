@@ -129,7 +129,7 @@ class Quarantine:
     (2, 1, b'abc')
     """
 
-    def __init__(self, options: QuarantineOptions | None = None) -> None:
+    def __init__(self, options: QuarantineOptions | None) -> None:
         self._options = options or QuarantineOptions()
         self._file: IO[bytes] | None = None
         self._size = 0

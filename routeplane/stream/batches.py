@@ -183,7 +183,7 @@ def trailer_batch(schema: pa.Schema) -> pa.RecordBatch:
 class BatchRecords:
     """Checks the records of one stream's batches; bad ones are raised, or go to the quarantine."""
 
-    def __init__(self, header: StreamHeader, policy: ReadPolicy, quarantine: Quarantine) -> None:
+    def __init__(self, header: StreamHeader, *, policy: ReadPolicy, quarantine: Quarantine) -> None:
         self._header, self._policy, self._quarantine = header, policy, quarantine
         self._keys: set[RecordKey] = set()
         self._position = 0

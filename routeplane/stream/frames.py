@@ -118,11 +118,11 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
     """
     view = memoryview(buffer)
     at = 0
-    while at < len(view):
+    while True:
         try:
             length, start = _prefix_of(bytes(view[at : at + 8]), at)
             if length == 0:
-                return
+                break
             header = parse_metadata(bytes(view[start : start + length]))
             stop = start + length + header.body_length
             if stop > len(view):
@@ -134,11 +134,12 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
                 raise  # without a schema nothing can be read, and a cut is not a damaged batch
             yield Frame(kind="damaged", compressed=False, rows=0, metadata={}, data=buffer.slice(at, stop - at))
         at = stop
+    _refuse_rest(len(view) - start)
 
 
 def _next_batch(view: memoryview, at: int) -> int:
     """Where the next whole record batch begins at or behind ``at``; the end of the view where there is none."""
-    data = np.frombuffer(view, dtype="<u4")[: len(view) // 8 * 2].reshape(-1, 2)
+    data = np.frombuffer(view, dtype="<u4", count=len(view) // 8 * 2).reshape(-1, 2)
     first = -(-at // 8)
     marks = first + np.flatnonzero((data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES))
     for mark in marks.tolist():

@@ -90,7 +90,7 @@ class IpcReader(RecordReader):
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
         self._frames, self._declared = _known_whole(frames, policy) if walkable else (frames, None)
         self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
-        self._checked = BatchRecords(self._header, policy, self.quarantine)
+        self._checked = BatchRecords(self._header, policy=policy, quarantine=self.quarantine)
 
     @property
     def header(self) -> StreamHeader:

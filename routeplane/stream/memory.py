@@ -63,7 +63,7 @@ class MemoryStream:
             self._wait(lambda: self._spec is not None, timeout_s, what="a writer")
             if self._spec is None:
                 raise RuntimeError("the wait ends with a writer")
-            return MemoryReader(self, self._spec, policy, timeout_s=timeout_s)
+            return MemoryReader(self, self._spec, policy=policy, timeout_s=timeout_s)
 
     def put(self, record: RouteRecord, *, max_bytes: int, timeout_s: float | None) -> None:
         """Hand over one record; waits at the bound. Raises TransportError where the reader left."""
@@ -138,7 +138,7 @@ class MemoryWriter(RecordWriter):
 class MemoryReader(RecordReader):
     """The RouteSource of a MemoryStream: yields the writer's own (immutable) records, verified again."""
 
-    def __init__(self, stream: MemoryStream, spec: RouteSpec, policy: ReadPolicy, *, timeout_s: float | None) -> None:
+    def __init__(self, stream: MemoryStream, spec: RouteSpec, *, policy: ReadPolicy, timeout_s: float | None) -> None:
         super().__init__(spec, policy)
         self._stream, self._timeout_s = stream, timeout_s
 

@@ -260,7 +260,7 @@ def _filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[
 class SocketReader(IpcReader):
     """The RouteSource of one connection; answers with the trailer's digest when everything was verified."""
 
-    def __init__(self, connection: socket.socket, frames: Iterator[Frame], policy: ReadPolicy) -> None:
+    def __init__(self, connection: socket.socket, frames: Iterator[Frame], *, policy: ReadPolicy) -> None:
         self._socket = connection
         super().__init__(frames, policy, walkable=False)
 
@@ -367,7 +367,7 @@ class Listener:
         fill = _filler(connection, timeout_s=timeout_s)
         frames = chain([schema], frames_received(fill, self._pool.take, at=schema.data.size))
         try:
-            return SocketReader(connection, frames, policy)
+            return SocketReader(connection, frames, policy=policy)
         except BaseException:
             connection.close()
             raise

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,6 +111,8 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         seconds = {**found.pop("seconds"), "total": time.perf_counter() - started}
         chosen = {"engine": "vllm", "trainer": "transformers", "transport": "folder", "seed": options.seed}
         return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
+    if options.engine == "vllm-scheduler":
+        options = replace(options, transport="folder")  # the writer inside an engine seals blocks
     own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
     engine = _stage("routeplane.cli.demo.engine", options, settings=own)
     trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)

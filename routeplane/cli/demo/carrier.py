@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
     from routeplane.record.transfer import RecordReader
 
-__all__ = ["carried_bytes", "engine_sink", "open_sink", "open_source"]
+__all__ = ["carried_bytes", "engine_writer", "open_sink", "open_source"]
 
 _RUN, _PRODUCER = "demo", "engine"
 
@@ -31,11 +31,9 @@ def open_source(path: str, *, transport: str) -> RecordReader:
     return open_stream(path)
 
 
-def engine_sink(transport: str) -> dict[str, Any]:
-    """Return the sink's factory and options, as an engine's writer is told them."""
-    if transport == "folder":
-        return {"sink": "routeplane.stream.folder.open_writer", "options": {"run": _RUN, "producer": _PRODUCER}}
-    return {"sink": "routeplane.stream.new_stream", "options": {"encoding": "auto"}}
+def engine_writer(path: str) -> dict[str, Any]:
+    """Return what the writer inside an engine is told."""
+    return {"place": path, "run": _RUN, "producer": _PRODUCER}
 
 
 def carried_bytes(stream: str) -> int:

@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from routeplane.capture import transformers as in_process
 from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo.carrier import engine_sink, open_sink
+from routeplane.cli.demo.carrier import engine_writer, open_sink
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -113,14 +113,13 @@ def _write_inside(options: DemoOptions, prompts: Sequence[Sequence[int]], second
     from routeplane.capture import vllm as engine
 
     started = time.perf_counter()
-    writer = {**engine_sink(options.transport), "target": options.stream, "stream": "demo"}
     llm = engine.start_engine(
         options.model_dir,
         dtype="bfloat16",
         seed=options.seed,
         max_model_len=512,
         scheduler_cls="routeplane.capture.vllm.RouteScheduler",
-        additional_config={"routeplane": writer},
+        additional_config={"routeplane": engine_writer(options.stream)},
     )
     seconds["load"] = time.perf_counter() - started
     started = time.perf_counter()
