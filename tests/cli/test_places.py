@@ -187,7 +187,7 @@ def test_the_base_install_runs_all_commands_but_the_report(tmp_path: Path) -> No
     place = _stream(tmp_path)
     program = (
         "import sys\n"
-        "for name in ('rich', 'jinja2', 'vl_convert', 'numba', 'ray', 'torch', 'polars', 'pandas', 'zarr'):\n"
+        "for name in ('rich', 'jinja2', 'vl_convert', 'numba', 'ray', 'torch', 'polars', 'zarr'):\n"
         "    sys.modules[name] = None\n"
         "from routeplane.cli.main import main\n"
         f"place = {place!r}\n"
