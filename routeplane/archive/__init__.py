@@ -22,14 +22,16 @@ from routeplane.archive.upkeep import (
     delete_records,
     recover_records,
 )
-from routeplane.archive.writer import ArchiveWriter
+from routeplane.archive.writer import AddReport, ArchiveWriter, add_from
 from routeplane.errors import Problem, refused
+from routeplane.record.interfaces import BlockSource
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "ARCHIVE_VERSION",
+    "AddReport",
     "Archive",
     "ArchiveCheck",
     "ArchiveReader",
@@ -38,6 +40,7 @@ __all__ = [
     "Compaction",
     "Recovery",
     "RunEntry",
+    "add_blocks",
     "compact",
     "delete",
     "new_run",
@@ -134,6 +137,38 @@ def new_run(
     1
     """
     return ArchiveWriter(_place(store, options), spec, run=run, attributes=attributes or {}, shard_bytes=shard_bytes)
+
+
+def add_blocks(
+    source: BlockSource,
+    store: str | os.PathLike[str],
+    *,
+    blocks_per_run: int = 16,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    options: Mapping[str, Any] | None = None,
+) -> AddReport:
+    """Add the blocks of a carrier to an archive, whole, and acknowledge them once they are committed.
+
+    Each record is added once: a run says which position it reaches, so a process that died between a commit and its
+    acknowledgement acknowledges when it is started again, and a record that comes again with the same checksum is
+    counted and left out.
+
+    Args:
+        source: A carrier's reader, under a group of its own; it decides whether to wait for blocks that are still to
+            come.
+        store: As in ``new_run``, and so ``shard_bytes`` and ``options``.
+        blocks_per_run: Blocks of one run, and so of one acknowledgement. The last run may have fewer.
+
+    Returns:
+        What was added.
+
+    Raises:
+        Exception: As ``new_run`` and the source; DataError (DUPLICATE_KEY) for a key that the archive has with another
+            checksum. Runs that were committed stay.
+    """
+    if blocks_per_run < 1:
+        raise refused("blocks_per_run of at least 1", str(blocks_per_run))
+    return add_from(_place(store, options), source, blocks_per_run=blocks_per_run, shard_bytes=shard_bytes)
 
 
 def open_archive(

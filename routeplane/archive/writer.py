@@ -15,8 +15,8 @@ import json
 import uuid
 from array import array
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -50,20 +50,23 @@ from routeplane.archive.layout import (
 from routeplane.archive.reader import Catalog, check_root, commit_numbers, newest
 from routeplane.archive.shards import ShardWriter
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, StoreError, TruncatedError
+from routeplane.record.counts import Counts
+from routeplane.record.interfaces import Position
 from routeplane.record.parse import check_text
 from routeplane.record.transfer import RecordWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
     from routeplane.archive.layout import ArrayLayout, Row
     from routeplane.archive.store import ArchiveStore
+    from routeplane.record.interfaces import BlockName, BlockSource
     from routeplane.record.record import RecordKey, RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["ArchiveWriter", "RunFiles", "begin", "publish"]
+__all__ = ["AddReport", "ArchiveWriter", "RunFiles", "add_from", "begin", "drop_commits", "publish"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Commits
@@ -343,6 +346,11 @@ class ArchiveWriter(RecordWriter):
                 f"expected each record once, got {record.key}, which the archive has", kind=ErrorKind.DUPLICATE_KEY
             )
 
+    def checksum_of(self, key: RecordKey) -> int | None:
+        """Return the checksum of a record that the archive had when this run began, None where it has none."""
+        number = self._known.find(key)
+        return None if number is None else self._known.row(number)[1].checksum
+
     def _put(self, record: RouteRecord) -> None:
         self._files.write(record)
 
@@ -391,3 +399,81 @@ class ArchiveWriter(RecordWriter):
             return False  # there is no commit at all
         except (FormatError, OSError):
             return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Blocks of a carrier
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: Attributes of a run that was made of blocks: the place they came from, and the position behind the last of them.
+_PLACE, _POSITION = "blocks.place", "blocks.position"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddReport(Counts):
+    """What was added. ``repeats``: records that the archive had with the same checksum, and kept once."""
+
+    SCOPE: ClassVar[str] = "archive_added_"
+
+    runs: int = 0
+    blocks: int = 0
+    records: int = 0
+    repeats: int = 0
+
+
+def add_from(
+    store: ArchiveStore, source: BlockSource, *, blocks_per_run: int, shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> AddReport:
+    """Add blocks as runs, and acknowledge each run's once it is committed; see ``routeplane.archive.add_blocks``."""
+    position = _committed(store, source)
+    if position is not None:
+        source.acknowledge(position)  # committed by a process that died before it said so
+    position = source.position()
+    total = AddReport()
+    for names in _groups(source.names(position=position), blocks_per_run):
+        for name in names:
+            position = position.after(name)
+        total = total.merge(_add_run(store, source, names, position, shard_bytes=shard_bytes))
+        source.acknowledge(position)
+    return total
+
+
+def _groups(names: Iterator[BlockName], size: int) -> Iterator[list[BlockName]]:
+    held: list[BlockName] = []
+    for name in names:
+        held.append(name)
+        if len(held) == size:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def _committed(store: ArchiveStore, source: BlockSource) -> Position | None:
+    """The position behind the last block of this place that the archive holds."""
+    place = source.position().place
+    if store.read(ROOT) is None or not commit_numbers(store):
+        return None
+    for run in reversed(Catalog(store, newest(store)).runs):
+        attributes = run.manifest.attributes
+        if attributes.get(_PLACE) == place:
+            return Position.from_json(attributes[_POSITION])
+    return None
+
+
+def _add_run(
+    store: ArchiveStore, source: BlockSource, names: list[BlockName], position: Position, *, shard_bytes: int
+) -> AddReport:
+    attributes = {_PLACE: position.place, _POSITION: position.to_json()}
+    checksums: dict[RecordKey, int] = {}
+    repeats = 0
+    with ArchiveWriter(store, source.spec, run=None, attributes=attributes, shard_bytes=shard_bytes) as sink:
+        for name in names:
+            for record in source.open(name):
+                known = checksums.get(record.key, sink.checksum_of(record.key))
+                if known == record.checksum:
+                    repeats += 1
+                    continue
+                sink.write(record)  # refuses a known key with another checksum
+                checksums[record.key] = record.checksum
+    return AddReport(runs=1, blocks=len(names), records=len(checksums), repeats=repeats)
