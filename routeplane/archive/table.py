@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
-from routeplane.record.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPE
+from routeplane.record.schema import CAPTURE_TYPE, PREFIX_TYPE, SPAN_TYPES
 from routeplane.record.spans import Capture, Span
 
 __all__ = ["PART_RECORDS", "Row", "TablePartReader", "encode_rows", "key_hash", "read_keys", "row_of"]
@@ -39,7 +39,7 @@ _SCHEMA = pa.schema(
         pa.field("row_start", pa.int64(), nullable=False),
         pa.field("routes_start", pa.int64(), nullable=False),
         pa.field("prefix", PREFIX_TYPE),
-        pa.field("spans", pa.list_(SPAN_TYPE), nullable=False),
+        pa.field("spans", pa.list_(SPAN_TYPES["1.0"]), nullable=False),
         pa.field("captures", pa.list_(CAPTURE_TYPE), nullable=False),
         pa.field("has_logprobs", pa.bool_(), nullable=False),
         pa.field("attributes", pa.map_(pa.utf8(), pa.utf8()), nullable=False),
@@ -122,7 +122,7 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     """One Parquet file of the rows, zstd inside, with page checksums for other readers."""
     columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
     columns["prefix"] = [None if row.prefix is None else _members(row.prefix, PREFIX_TYPE) for row in rows]
-    columns["spans"] = [[_members(item, SPAN_TYPE) for item in row.spans] for row in rows]
+    columns["spans"] = [[_members(item, SPAN_TYPES["1.0"]) for item in row.spans] for row in rows]
     columns["captures"] = [[_members(item, CAPTURE_TYPE) for item in row.captures] for row in rows]
     columns["attributes"] = [sorted(row.attributes.items()) for row in rows]
     sink = pa.BufferOutputStream()

@@ -360,7 +360,7 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
         cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
         cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
         columns=MappingProxyType(
-            {name: lay_out([record.columns[name] for record in records], fill) for name, fill in fills.items()}
+            {name: lay_out(collation.column_arrays(records, name), fill) for name, fill in fills.items()}
         ),
         states=owned_tensor(settled_N.reshape(plan.shape)),
         keys=tuple(record.key for record in records),

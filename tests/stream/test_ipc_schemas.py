@@ -12,7 +12,7 @@ import pytest
 
 from routeplane.errors import ErrorKind, FormatError
 from routeplane.record.codec import write_batch
-from routeplane.record.schema import SPAN_TYPE, arrow_schema, row_type
+from routeplane.record.schema import SPAN_TYPES, arrow_schema, row_type
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from tests.stream.streams import SPEC, contents, forge, record, refusal, trailer_of
@@ -69,8 +69,8 @@ FORGED_SCHEMAS: dict[str, tuple[Callable[[list[pa.Field]], list[pa.Field]], str]
     "keys as large text": (put("sample_id", pa.large_utf8()), "schema"),
     "checksum as int64": (put("checksum", pa.int64()), "schema"),
     "log-probabilities as float64": (put("logprobs", pa.large_list(pa.float64())), "schema"),
-    "a span member less": (put("spans", pa.list_(pa.struct(list(SPAN_TYPE)[:-1]))), "schema"),
-    "captures as spans": (put("captures", pa.list_(SPAN_TYPE)), "schema"),
+    "a span member less": (put("spans", pa.list_(pa.struct(list(SPAN_TYPES["1.1"])[:-1]))), "schema"),
+    "captures as spans": (put("captures", pa.list_(SPAN_TYPES["1.1"])), "schema"),
     "dictionary-encoded keys": (put("sample_id", pa.dictionary(pa.int32(), pa.utf8())), "schema"),
     "a scalar column more": (lambda fields: [*fields, pa.field("reward", pa.float32())], "token_column"),
     "a text token column": (lambda fields: [*fields, pa.field("w", pa.large_list(pa.utf8()))], "token_column"),
@@ -177,7 +177,7 @@ def test_nullable_flags_mean_nothing() -> None:
     """Writers mark columns, list children and members nullable or not as their types do; nulls are what is refused."""
     children = {
         "token_ids": pa.large_list(pa.field("item", pa.int32(), nullable=False)),
-        "spans": pa.list_(pa.struct([field.with_nullable(True) for field in SPAN_TYPE])),
+        "spans": pa.list_(pa.struct([field.with_nullable(True) for field in SPAN_TYPES["1.1"]])),
     }
     data = relabelled(lambda field: pa.field(field.name, children.get(field.name, field.type), nullable=True))
 
