@@ -84,7 +84,7 @@ All of it ran on a CPU with tiny seeded models, rows compared with a Transformer
 
 _TAIL = """
 Recorded HTTP exchanges of 0.30 and 0.32 are decoded to their reference rows besides, without an engine
-(`tests/capture/test_wire.py`, `tests/capture/test_openai.py`).
+(`tests/capture/test_layers.py`, `tests/capture/test_openai.py`).
 SGLang's answers are built from its source's format; no SGLang server ran (`tests/capture/test_sglang.py`).
 """
 

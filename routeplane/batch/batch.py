@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingExtraError(
-        "routeplane.batch.collation needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.batch needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 if TYPE_CHECKING:

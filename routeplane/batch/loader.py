@@ -17,7 +17,7 @@ from routeplane.errors import ErrorKind, UsageError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from routeplane.batch.collation import RouteBatch
+    from routeplane.batch.batch import RouteBatch
 
 __all__ = ["PrefetchReport", "Prefetcher", "prefetch"]
 

@@ -42,7 +42,7 @@ AuxChoice = Literal["forced", "live"]
 
 
 class ReplayBatch(Protocol):
-    """What replay asks of a batch; ``routeplane.batch.collation.RouteBatch`` answers."""
+    """What replay asks of a batch; ``routeplane.batch.RouteBatch`` answers."""
 
     @property
     def spec(self) -> RouteSpec:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import collate
+from routeplane.batch import BatchOptions, collate
 from routeplane.batch.matching import join
 from routeplane.batch.shard import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
@@ -68,7 +68,7 @@ def test_routes_go_where_the_trainer_has_the_tokens(shapes: list[tuple[int, int]
     batch = place(chosen, [shapes[index][1] for index in order], 10)
 
     joined = join(batch.ids, records, sample_ids=[record.sample_id for record in chosen], pad_mask=batch.pads)
-    found = collate(joined.records, SPEC, plan=joined.plan, pad_token_id=PAD)
+    found = collate(joined.records, SPEC, plan=joined.plan, options=BatchOptions(pad_token_id=PAD))
 
     assert batch.ids.tolist() == found.token_ids.tolist()
     assert batch.pads.tolist() == found.pad_mask.tolist()
@@ -124,7 +124,13 @@ def test_a_packed_batch_is_cut_as_the_trainer_cuts_it(rank: int) -> None:
         own += [*parts[rank], *parts[3 - rank]]
 
     found = join(ids, records, sample_ids=["sample-0", "sample-1", "sample-2"], cu_seqlens=edges, lengths=[5, 7, 12])
-    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD, shard=Shard(context_parallel=(rank, 2)))
+    batch = collate(
+        found.records,
+        SPEC,
+        plan=found.plan,
+        shard=Shard(context_parallel=(rank, 2)),
+        options=BatchOptions(pad_token_id=PAD),
+    )
 
     assert own == batch.token_ids.tolist()
     assert edges == batch.cu_seqlens_padded.tolist()
@@ -151,7 +157,7 @@ def test_padding_may_stand_between_tokens() -> None:
     records = [make(0, 3)]
 
     found = join([[1, 2, PAD, PAD, 3, PAD]], records, sample_ids=["sample-0"], pad_mask=pads)
-    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD)
+    batch = collate(found.records, SPEC, plan=found.plan, options=BatchOptions(pad_token_id=PAD))
 
     assert [0, 1, -1, -1, 2, -1] == found.plan.token_N.tolist()
     assert [0, 1, 2] == batch.position_ids[~batch.pad_mask].tolist()

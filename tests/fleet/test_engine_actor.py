@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routeplane.capture.openai import calls_from_response
 from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
 from routeplane.fleet.actors import EngineHandle, start_engine
 from routeplane.fleet.endpoints import ServerState
@@ -24,6 +23,7 @@ from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.processes import children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.record.spec import RouteSpec
+from tests.capture.reading import response_calls
 from tests.capture.vllm_engine import QWEN3_MOE
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
@@ -87,7 +87,7 @@ def completion(url: str) -> dict[str, Any]:
 
 def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
     """The shape of the rows of a response's one call."""
-    [call] = calls_from_response(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
+    [call] = response_calls(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
     assert call.routes is not None
     return call.routes.shape
 

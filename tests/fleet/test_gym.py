@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routeplane.capture.gym import records_from_gym
 from routeplane.errors import ErrorKind, FleetError, UsageError
 from routeplane.fleet.actors import build_environment_actor
 from routeplane.fleet.endpoints import Endpoints
@@ -20,6 +19,7 @@ from routeplane.fleet.environment import EnvironmentConfig, build_config
 from routeplane.fleet.gym import gym_config, make_environment
 from routeplane.fleet.processes import children_of
 from routeplane.record.spec import RouteSpec
+from tests.capture.reading import gym_rollout
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 
@@ -206,7 +206,7 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
                 await asyncio.to_thread(handle.close)
 
         answer, healthy, processes = asyncio.run(roll())
-    [record] = records_from_gym(answer, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
+    [record] = gym_rollout(answer, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
     assert healthy
     assert 1.0 == answer["reward"]
     assert 3 == len([span for span in record.spans if span.kind == "generation"])

@@ -29,17 +29,17 @@ ROOT = Path(__file__).parents[2]
 BARS: dict[str, float] = {
     "root entries": 13,
     "root python files": 2,
-    "modules": 187,
+    "modules": 173,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
-    "duplicate basenames": 22,
+    "duplicate basenames": 16,
     "public names": 200,
-    "import paths in docs": 49,
-    "public functions with more than 8 parameters": 19,
+    "import paths in docs": 26,
+    "public functions with more than 8 parameters": 3,
     "function lines, median": 8,
     "function lines, p90": 25,
-    "words of design section 8": 491,
-    "doctests": 0,
+    "words of design section 8": 413,
+    "doctests": 41,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {

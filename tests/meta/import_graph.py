@@ -60,7 +60,7 @@ _REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 #: is refused.
 THIRD_PARTY = {
     "numpy": ("",),
-    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "cli.convert", "testing"),
+    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "testing"),
     "xxhash": ("record.spec", "record.checksum", "stream", "archive"),
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
@@ -78,7 +78,7 @@ THIRD_PARTY = {
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet", "cli.demo.fleet"),
+    "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
     "zarr": ("archive",),
     "zarrs": ("archive",),
     "fsspec": ("archive",),

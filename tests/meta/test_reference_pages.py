@@ -19,14 +19,13 @@ import pytest
 
 import routeplane.errors
 from routeplane.batch.loader import PrefetchReport
-from routeplane.capture.middleware import MiddlewareReport
-from routeplane.capture.tickets import DeskReport
+from routeplane.capture.http import MiddlewareReport, TicketReport
 from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.timeline import Timeline
-from routeplane.inspect.collect import collect
-from routeplane.inspect.diff import RouteDiff
+from routeplane.inspect.compare import RouteDiff
+from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import Report
@@ -138,7 +137,7 @@ REPORTS: dict[str, Report] = {
     "DeliveryReport": DeliveryReport(),
     "PromptReport": PromptReport(),
     "PrefetchReport": PrefetchReport(),
-    "DeskReport": DeskReport(),
+    "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
     "RouteStatistics": collect([], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))),
     "RouteDiff": RouteDiff.empty(*[RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))] * 2),

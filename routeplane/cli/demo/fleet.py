@@ -19,7 +19,8 @@ import ray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from routeplane.capture.openai import calls_from_response
+from routeplane.capture import CaptureOptions
+from routeplane.capture.http import openai
 from routeplane.cli.demo import DemoOptions
 from routeplane.cli.demo.engine import build_model, demo_prompts
 from routeplane.cli.demo.environment import TURNS
@@ -146,7 +147,7 @@ async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
             calls = [
                 call
                 for response in responses
-                for call in calls_from_response(response, spec, weights_version=0, cached=0)
+                for call in openai.calls(response, spec, weights_version=0, options=CaptureOptions(cached=0))
             ]
             assembly = assemble(calls, spec, sample_id=f"sample-{index}", attributes={"logprobs_mode": "raw"})
             for record in assembly.records:

@@ -18,7 +18,7 @@ from ray.data.expressions import col
 
 from routeplane.archive import save_archive
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError
-from routeplane.inspect.dataset import dataset, filter_batches, records_of
+from routeplane.inspect.ray_data import dataset, filter_batches, records_of
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import arrow_schema
 from routeplane.stream import new_stream, open_stream

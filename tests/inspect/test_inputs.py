@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
-from routeplane.inspect.sources import find_sources, is_wanted, parse_sample
+from routeplane.inspect.inputs import find_sources, is_wanted, parse_sample
 from routeplane.record.record import RecordKey
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.inspect.containers import PLACINGS, archived, streamed

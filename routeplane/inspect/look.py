@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
-from routeplane.inspect.sources import is_archive
+from routeplane.inspect.inputs import is_archive
 from routeplane.record.alarms import find_alarms
 from routeplane.record.codec import stored_rows
 from routeplane.record.coverage import Coverage

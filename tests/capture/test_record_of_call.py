@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.capture.single import record_of_call
+from routeplane.capture.recorder import record_of_call
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall

@@ -9,8 +9,9 @@ P bins of absolute position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,7 +191,8 @@ class RouteDiff:
 
 def compare_records(left: RouteRecord, right: RouteRecord) -> RouteDiff:
     """The difference of one sample. Rows before either's ``routes_start`` are not compared. Raises SpecError."""
-    return _compare_into(RouteDiff.empty(left.spec, right.spec), left, right)
+    total = RouteDiff.empty(left.spec, right.spec)
+    return total.merge(_count(left, align(left, right, layer_ids=total.layer_ids), total.layer_ids))
 
 
 def compare(
@@ -199,8 +201,11 @@ def compare(
     *,
     specs: tuple[RouteSpec, RouteSpec],
     max_held_bytes: int = MAX_HELD_BYTES,
+    watch: Callable[[RouteRecord, RouteRecord, AlignedRows], object] | None = None,
 ) -> RouteDiff:
     """Match by key and count, in one pass over each side.
+
+    ``watch`` is given every pair with its aligned rows, such as ``Examiner.add`` of ``diagnose``.
 
     ``right`` as a mapping (an archive) is looked up, so that its order does not matter. Of two streams, records whose
     partner has not come are held; in the same order that is none. Raises UsageError (TOO_LONG) where more than
@@ -210,7 +215,10 @@ def compare(
     pairs = _look_up(left, right) if isinstance(right, Mapping) else _in_step(left, right, max_held_bytes)
     for mine, theirs in pairs:
         if mine is not None and theirs is not None:
-            total = _compare_into(total, mine, theirs)
+            rows = align(mine, theirs, layer_ids=total.layer_ids)
+            total = total.merge(_count(mine, rows, total.layer_ids))
+            if watch is not None:
+                watch(mine, theirs, rows)
         elif mine is not None:
             total = _one_sided(total, "left_only", mine.key)
         elif theirs is not None:
@@ -283,6 +291,21 @@ class AlignedRows:
     left_SLK: NDArray[np.int16]
     right_SLK: NDArray[np.int16]
 
+    @cached_property
+    def both_SL(self) -> NDArray[np.bool_]:
+        """Whether both sides have the row."""
+        return np.asarray((self.left_SLK[:, :, 0] != MISSING) & (self.right_SLK[:, :, 0] != MISSING))
+
+    @cached_property
+    def shared_SL(self) -> NDArray[np.int32]:
+        """Ids that the two rows have in common; 0 where a side has no row."""
+        return np.where(self.both_SL, shared_ids(self.left_SLK, self.right_SLK), 0).astype(np.int32)
+
+    @property
+    def flipped_SL(self) -> NDArray[np.bool_]:
+        """Whether both have the row, as other sets of experts."""
+        return np.asarray(self.both_SL & (self.shared_SL < self.left_SLK.shape[2]))
+
 
 def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) -> AlignedRows:
     """Cut two records to what both have of ``layer_ids``, by absolute position and token identity."""
@@ -300,53 +323,36 @@ def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) ->
     return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs)
 
 
-def _compare_into(total: RouteDiff, left: RouteRecord, right: RouteRecord) -> RouteDiff:
-    pair = align(left, right, layer_ids=total.layer_ids)
-    start, mismatch, rows_left, rows_right = pair.start, pair.mismatch, pair.left_SLK, pair.right_SLK
-    present_left, present_right = rows_left[:, :, 0] != MISSING, rows_right[:, :, 0] != MISSING
-    both_SL = present_left & present_right
-    top_k = left.spec.top_k
-    shared_SL = np.where(both_SL, shared_ids(rows_left, rows_right), 0)
-    flipped_SL = both_SL & (shared_SL < top_k)
-    one_sided = int((present_left != present_right).sum())
-    positions_P2 = np.stack([_by_position(flags_SL.sum(axis=1), start) for flags_SL in (both_SL, flipped_SL)], axis=1)
-    flips = int(flipped_SL.sum())
-    equal = flips == 0 and one_sided == 0 and mismatch is None
-    found = RouteDiff(
-        layer_ids=total.layer_ids,
+def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> RouteDiff:
+    """The counts of one pair."""
+    both_SL, shared_SL, flipped_SL = rows.both_SL, rows.shared_SL, rows.flipped_SL
+    one_sided = int(((rows.left_SLK[:, :, 0] != MISSING) != (rows.right_SLK[:, :, 0] != MISSING)).sum())
+    counts_P = [_by_position(flags_SL.sum(axis=1), rows.start) for flags_SL in (both_SL, flipped_SL)]
+    equal = not flipped_SL.any() and one_sided == 0 and rows.mismatch is None
+    return RouteDiff(
+        layer_ids=layer_ids,
         samples=1,
         equal_samples=int(equal),
         compared_L=both_SL.sum(axis=0),
         equal_L=(both_SL & ~flipped_SL).sum(axis=0),
         shared_L=shared_SL.sum(axis=0),
-        union_L=np.where(both_SL, 2 * top_k - shared_SL, 0).sum(axis=0),
-        positions_P2=positions_P2,
+        union_L=np.where(both_SL, 2 * left.spec.top_k - shared_SL, 0).sum(axis=0),
+        positions_P2=np.stack(counts_P, axis=1),
         one_sided_rows=one_sided,
-        token_mismatches=int(mismatch is not None),
-        worst=()
-        if equal
-        else (_divergence(left.key, flipped_SL, int(both_SL.sum()), start, total.layer_ids, mismatch=mismatch),),
+        token_mismatches=int(rows.mismatch is not None),
+        worst=() if equal else (_divergence(left.key, rows, layer_ids),),
     )
-    return total.merge(found)
 
 
-def _divergence(
-    key: RecordKey,
-    flipped_SL: NDArray[np.bool_],
-    compared: int,
-    start: int,
-    layer_ids: tuple[int, ...],
-    *,
-    mismatch: int | None,
-) -> Divergence:
-    flips = np.argwhere(flipped_SL)
+def _divergence(key: RecordKey, rows: AlignedRows, layer_ids: tuple[int, ...]) -> Divergence:
+    flips = np.argwhere(rows.flipped_SL)
     return Divergence(
         key=key,
         flipped=len(flips),
-        compared=compared,
-        token=start + int(flips[0][0]) if len(flips) else None,
+        compared=int(rows.both_SL.sum()),
+        token=rows.start + int(flips[0][0]) if len(flips) else None,
         layer=layer_ids[int(flips[0][1])] if len(flips) else None,
-        token_mismatch=mismatch,
+        token_mismatch=rows.mismatch,
     )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from routeplane.inspect import measures
-from routeplane.inspect.diff import RouteDiff
-from routeplane.inspect.statistics import RouteStatistics
+from routeplane.inspect.compare import RouteDiff
+from routeplane.inspect.statistics import RouteStatistics, dead_experts
 
 __all__ = ["Finding", "find_findings"]
 
@@ -114,7 +113,7 @@ def _runs(statistics: RouteStatistics) -> list[Finding]:
 
 def _dead(statistics: RouteStatistics) -> list[Finding]:
     load_LE = statistics.load_of()
-    dead_L = measures.dead_experts(load_LE, statistics.experts_L)
+    dead_L = dead_experts(load_LE, statistics.experts_L)
     enough_L = load_LE.sum(axis=1) >= ROWS_PER_EXPERT * statistics.experts_L
     layers = [layer_id for slot, layer_id in enumerate(statistics.spec.layer_ids) if dead_L[slot] and enough_L[slot]]
     if not layers:

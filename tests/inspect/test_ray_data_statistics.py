@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.inspect.collect import collect
-from routeplane.inspect.reduce import collect_on_ray
-from routeplane.inspect.sources import find_sources
+from routeplane.inspect.inputs import find_sources
+from routeplane.inspect.ray_data import collect_on_ray
+from routeplane.inspect.statistics import collect
 from tests.cli.test_main import Program
 from tests.inspect.containers import PLACINGS, archived, streamed
 from tests.inspect.runs import SPEC, run

@@ -1,8 +1,8 @@
-"""Responses of OpenAI-compatible servers turned into calls: chat, completions, token in / token out.
+"""Responses of OpenAI-compatible servers turned into calls and records: chat, completions, token in / token out.
 
 Owns where servers put ids, log-probabilities and routes: vLLM on the choice and the response, NeMo RL on the message,
-our middleware a ticket or inline text in the same place. A response is an object of a client, a mapping, or JSON text.
-Needs no client library. Streamed responses are ``chunks``.
+our middleware a ticket in the same place. A response is an object of a client, a mapping, or JSON text. Needs no client
+library. Streamed responses are ``chunks``.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from routeplane.capture.choices import Choice, FinalRow, Reading, Redeem, call_of_choice
-from routeplane.capture.forms import WireForm
-from routeplane.capture.wire import LayerAxis
+from routeplane.capture import choices
+from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
 
 if TYPE_CHECKING:
     from routeplane.record.calls import ModelCall
+    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "as_document",
     "as_list",
     "as_mapping",
-    "calls_from_response",
+    "calls",
     "choice_logprobs",
     "finish_reason",
+    "records",
     "refuse_server_error",
 ]
 
 _ASK_FOR_IDS = "ask for them: extra_body={'return_token_ids': True}"
 
 
-def calls_from_response(
+def calls(
     response: object,
     spec: RouteSpec,
     *,
@@ -43,53 +44,92 @@ def calls_from_response(
     prompt_ids: Sequence[int] | None = None,
     call_id: str | None = None,
     first_row: int | None = None,
-    cached: int | None = None,
-    axis: LayerAxis = "decoder",
-    form: WireForm | None = None,
-    final_row: FinalRow = "absent",
-    media: Sequence[str] = (),
-    redeem: Redeem | None = None,
+    options: CaptureOptions = DEFAULTS,
 ) -> tuple[ModelCall, ...]:
-    """One call per choice, in the order of their indices; ``{call_id}/{index}`` where there are several.
+    """Read a response, one call per choice in the order of their indices.
 
-    ``response``: what a client returned (an object with ``model_dump``), a mapping, or JSON text. ``prompt_ids``: of
-    the request, needed where the response does not repeat them (token in / token out); where it does, both must agree.
-    ``call_id``: None takes the response's. ``first_row``: the request's ``routed_experts_prompt_start``. ``cached``:
-    None takes what the response's usage reports for a single choice, else all prompt rows but the last may be.
-    ``final_row``: ``"filler"`` where a harness adds a row for the last token, which nothing fed. ``redeem``: gives the
-    call of a ticket. The rest as ``choices.Reading``.
+    Args:
+        response: What a client returned (an object with ``model_dump``), a mapping, or JSON text.
+        spec: The geometry of the rows.
+        weights_version: Of the policy that sampled; None where unknown.
+        prompt_ids: Of the request, needed where the response does not repeat them (token in / token out); where it
+            does, both must agree.
+        call_id: None takes the response's; several choices are ``{call_id}/0``, ``{call_id}/1``, ...
+        first_row: The request's ``routed_experts_prompt_start``. None takes what the form says, else 0.
+        options: What the caller knows of the server.
 
-    Raises CaptureError (CAPTURE_OFF) naming the flag or field that is missing, UsageError for an answer that is an
-    error or goes on, and DataError for what contradicts itself: choices twice, ids, rows or log-probabilities that are
-    not those of the tokens.
+    Returns:
+        The calls. Raises CaptureError (CAPTURE_OFF) naming the flag or field that is missing, UsageError for an answer
+        that is an error or goes on, and DataError for what contradicts itself: choices twice, ids, rows or
+        log-probabilities that are not those of the tokens.
+
+    >>> from routeplane import RouteSpec
+    >>> choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "routed_experts": [[[3, 1]], [[0, 5]]]}
+    >>> response = {"id": "r", "prompt_token_ids": [5, 6], "choices": [choice]}
+    >>> [call] = calls(response, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), weights_version=4)
+    >>> call.call_id, call.routes.tolist()
+    ('r', [[[3, 1]], [[0, 5]]])
     """
     document = as_document(response)
     refuse_server_error(document)
-    choices = _by_index(document)
+    found = _by_index(document)
     name = call_id or str(document.get("id") or document.get("request_id") or "call")
-    several = len(choices) > 1
-    reading = Reading(
-        spec=spec,
-        weights_version=weights_version,
-        first_row=first_row,
-        cached=_cached(document) if cached is None and not several else cached,
-        axis=axis,
-        form=form,
-        final_row=final_row,
-        media=tuple(media),
-        redeem=redeem,
-    )
-    found = [_choice(document, choice, prompt_ids, name=name) for choice in choices]
+    several = len(found) > 1
+    read = [_choice(document, choice, prompt_ids, name=name) for choice in found]
     if several:
-        found = [replace(choice, call_id=f"{name}/{index}") for index, choice in enumerate(found)]
+        read = [replace(choice, call_id=f"{name}/{index}") for index, choice in enumerate(read)]
+    else:
+        # a server reports one number for the response, whatever the number of choices
+        read = [replace(read[0], cached=_cached(document))]
     # The last ticket first: records come in the order of the choices, and where the last one has not come yet no other
     # ticket is spent.
-    calls = tuple(call_of_choice(choice, reading) for choice in reversed(found))[::-1]
-    for call in calls:
+    made = [
+        choices.call_of_choice(choice, spec, weights_version=weights_version, options=options, first_row=first_row)
+        for choice in reversed(read)
+    ][::-1]
+    for call in made:
         # the ids that a ticket's call brought must be the request's too
         if prompt_ids is not None and call.prompt_ids.tolist() != list(prompt_ids):
             raise _another_prompt(prompt_ids, call.prompt_ids.tolist(), call.call_id)
-    return calls
+    return tuple(made)
+
+
+def records(
+    response: object,
+    spec: RouteSpec,
+    *,
+    sample_id: str,
+    weights_version: int | None,
+    attempt: int = 0,
+    group: str | None = None,
+    prompt_ids: Sequence[int] | None = None,
+    options: CaptureOptions = DEFAULTS,
+) -> tuple[RouteRecord, ...]:
+    """Read a response as one-call records, one per choice.
+
+    Args:
+        response: As ``calls``.
+        spec: The geometry of the records.
+        sample_id: The record's name; several choices are ``{sample_id}/0``, ``{sample_id}/1``, ...
+        weights_version: Of the policy that sampled; None where unknown.
+        attempt: Which attempt at the sample this is.
+        group: Ties the samples of one prompt; several choices have ``sample_id`` where it is None.
+        prompt_ids: Of the request, as ``calls``.
+        options: What the caller knows of the server.
+
+    Returns:
+        The records, which own their arrays. Raises as ``calls``. The turns of a conversation are joined by
+        ``routeplane.assemble`` instead.
+
+    >>> from routeplane import RouteSpec
+    >>> choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "routed_experts": [[[3, 1]], [[0, 5]]]}
+    >>> response = {"id": "r", "prompt_token_ids": [5, 6], "choices": [choice]}
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> records(response, spec, sample_id="s", weights_version=4)[0].num_tokens
+    3
+    """
+    found = calls(response, spec, weights_version=weights_version, prompt_ids=prompt_ids, options=options)
+    return choices.records_of_calls(found, spec, sample_id=sample_id, attempt=attempt, group=group, options=options)
 
 
 def as_document(response: object) -> Mapping[str, Any]:
@@ -118,15 +158,15 @@ def refuse_server_error(document: Mapping[str, Any]) -> None:
 
 def _by_index(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The choices in order; their indices must be 0, 1, ... each once, before any is read."""
-    choices = document.get("choices")
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, Mapping) for one in choices):
+    found = document.get("choices")
+    if not isinstance(found, list) or not found or not all(isinstance(one, Mapping) for one in found):
         raise DataError(
             f"expected a response with choices, got the keys {sorted(map(str, document))[:12]}", kind=ErrorKind.SHAPE
         )
-    indices = [one.get("index", 0) for one in choices]
-    if sorted(map(str, indices)) != sorted(map(str, range(len(choices)))):
-        raise DataError(f"expected choices 0 to {len(choices) - 1}, each once, got {indices}", kind=ErrorKind.SHAPE)
-    return sorted(choices, key=lambda one: int(one.get("index", 0)))
+    indices = [one.get("index", 0) for one in found]
+    if sorted(map(str, indices)) != sorted(map(str, range(len(found)))):
+        raise DataError(f"expected choices 0 to {len(found) - 1}, each once, got {indices}", kind=ErrorKind.SHAPE)
+    return sorted(found, key=lambda one: int(one.get("index", 0)))
 
 
 def _choice(

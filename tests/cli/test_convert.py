@@ -20,11 +20,10 @@ import pytest
 from hypothesis import given, settings
 
 from routeplane.archive import open_archive, save_archive
-from routeplane.cli.convert import convert, open_any
-from routeplane.cli.convert.kinds import make_file
-from routeplane.cli.convert.parquet import ParquetReader
+from routeplane.cli.convert import convert, make_file, open_any
 from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
+from routeplane.inspect.parquet import ParquetReader
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
-from routeplane.inspect.check import StreamCheck, check_stream, summarise_stream
+from routeplane.inspect.look import StreamCheck, check_stream, summarise_stream
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.stream import MemoryStream, new_stream
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.capture.envelopes import decode_lists
-from routeplane.capture.filler import rows_without_filler
-from routeplane.capture.wire import LayerAxis
+from routeplane.capture.choices import DEFAULTS, CaptureOptions
+from routeplane.capture.layers import LayerAxis, rows_without_filler
+from routeplane.capture.wire import decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 from routeplane.record.assembly import assemble
-from routeplane.record.calls import ModelCall
+from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.parse import as_array, as_integers, as_logprobs
 from routeplane.record.spans import Span
 from routeplane.record.spec import MISSING
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["message_log_from_record", "record_from_message_log"]
+__all__ = ["calls", "message_log", "records"]
 
 _KNOWN = frozenset({"content", "generation_logprobs", "role", "routed_experts", "token_ids"})
 _ASSISTANT = "assistant"
@@ -41,15 +41,25 @@ _ASSISTANT = "assistant"
 # ---- out ----------------------------------------------------------------------------------------------------------
 
 
-def message_log_from_record(record: RouteRecord) -> list[dict[str, Any]]:
-    """The messages of a record, one per span, in fresh arrays that the caller owns.
+def message_log(record: RouteRecord) -> list[dict[str, Any]]:
+    """Write a record as a message log, one message per span.
 
-    Each has ``role`` (the span's, else user or assistant by its kind), ``token_ids`` int64 ``[M]``, ``routed_experts``
-    int16 ``[M, L, K]`` (MISSING where nothing was captured) and every token column; generated ones also
-    ``generation_logprobs`` float32 ``[M]`` where the record has log-probabilities. Two generations in a row have a
-    message without tokens between them, as readers that take messages in pairs expect. Verifies first. Raises
-    UsageError: PREFIX for a record whose first rows stand in another one, ARGUMENT for a generated span of another role
-    than assistant, or a prompt's span of that role: the log would say that the policy sampled it.
+    Args:
+        record: A whole record; it is verified first.
+
+    Returns:
+        Messages with ``role`` (the span's, else user or assistant by its kind), ``token_ids`` int64 ``[M]``,
+        ``routed_experts`` int16 ``[M, L, K]`` (MISSING where nothing was captured) and every token column; generated
+        ones also ``generation_logprobs`` float32 ``[M]`` where the record has log-probabilities. Two generations in a
+        row have a message without tokens between them, as readers that take messages in pairs expect. The arrays are
+        fresh and the caller's. Raises UsageError: PREFIX for a record whose first rows stand in another one, ARGUMENT
+        for a generated span of another role than assistant, or a prompt's span of that role: the log would say that
+        the policy sampled it.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=4, spec=watermarked_spec())
+    >>> [(message["role"], message["token_ids"].tolist()) for message in message_log(record)]
+    [('user', [1, 2]), ('assistant', [3, 4])]
     """
     record.verify()
     if record.routes_start:
@@ -112,7 +122,7 @@ class _Message:
         return self.routes_MDK is not None and bool((self.routes_MDK != MISSING).any())
 
 
-def record_from_message_log(
+def records(
     log: Sequence[Mapping[str, Any]],
     spec: RouteSpec,
     *,
@@ -120,31 +130,88 @@ def record_from_message_log(
     weights_version: int | None,
     attempt: int = 0,
     group: str | None = None,
-    require_routes: bool = True,
-    axis: LayerAxis = "captured",
     ignore: Iterable[str] = (),
-    attributes: Mapping[str, str] | None = None,
-) -> RouteRecord:
-    """One record of a message log; each message of role ``assistant`` is one call's generation.
+    options: CaptureOptions = DEFAULTS,
+) -> tuple[RouteRecord, ...]:
+    """Read a message log as one record, whose spans have the messages' roles.
+
+    Args:
+        log: As ``calls``.
+        spec: The geometry of the record.
+        sample_id: The record's name.
+        weights_version: Of the policy that sampled; None where unknown.
+        attempt: Which attempt at the sample this is.
+        group: Ties the samples of one prompt.
+        ignore: As ``calls``.
+        options: As ``calls``.
+
+    Returns:
+        A tuple of one record, which owns its arrays. Raises as ``calls``.
+
+    >>> from routeplane import RouteSpec
+    >>> log = [
+    ...     {"role": "user", "token_ids": [5, 6], "routed_experts": [[[3, 1]], [[0, 5]]]},
+    ...     {"role": "assistant", "token_ids": [7], "routed_experts": [[[0, 1]]]},
+    ... ]
+    >>> [record] = records(log, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), sample_id="s", weights_version=4)
+    >>> record.routes.tolist()
+    [[[3, 1]], [[0, 5]], [[-1, -1]]]
+    """
+    messages = _messages(log, ignore)
+    found = _calls(messages, spec, weights_version=weights_version, options=options)
+    mode = options.logprobs_mode
+    attributes = {} if mode is None else {"logprobs_mode": mode}
+    assembly = assemble(found, spec, sample_id=sample_id, attempt=attempt, group=group, attributes=attributes)
+    return tuple(
+        replace(record, spans=tuple(_spans(messages, weights_version)), checksum=None) for record in assembly.records
+    )
+
+
+def calls(
+    log: Sequence[Mapping[str, Any]],
+    spec: RouteSpec,
+    *,
+    weights_version: int | None,
+    ignore: Iterable[str] = (),
+    options: CaptureOptions = DEFAULTS,
+) -> tuple[ModelCall, ...]:
+    """Read a message log, one call per generation, each with the rows that no call before it has.
 
     The row of the last generated token, and of every token behind it, belongs to tokens that were never fed: it is
     filler by its place and becomes MISSING, whatever it holds (NeMo RL writes ``arange(K)``). So does the row of an
     earlier generation's last token where the message behind it has no row at all: the call that would have fed it
-    brought none, and repaired none. All other rows are taken as captured; -1 throughout is MISSING. ``require_routes``:
-    whether a message with tokens and without rows is an error; else its rows are not captured. ``axis``: what the layer
-    axis counts (as ``message_log_from_record`` writes it: the captured layers; vLLM's rows have every decoder layer).
-    Further arrays are token columns, and must be in every message; others are refused by name unless ``ignore`` has it.
-    Raises DataError naming message and field, CaptureError (CAPTURE_OFF) for absent rows.
+    brought none. All other rows are taken as captured; -1 throughout is MISSING.
+
+    Args:
+        log: The messages; each of role ``assistant`` is one call's generation. Arrays other than ``token_ids``,
+            ``routed_experts`` and ``generation_logprobs`` are token columns and must be in every message.
+        spec: The geometry of the rows.
+        weights_version: Of the policy that sampled; None where unknown.
+        ignore: Names of arrays that are not token columns.
+        options: ``absent`` says what a message with tokens and without rows means, and ``axis`` what the layer axis
+            counts: the captured layers, as ``message_log`` writes it, unless said otherwise.
+
+    Returns:
+        The calls. Raises DataError naming message and field, CaptureError (CAPTURE_OFF) for absent rows.
+
+    >>> from routeplane import RouteSpec
+    >>> log = [
+    ...     {"role": "user", "token_ids": [5, 6], "routed_experts": [[[3, 1]], [[0, 5]]]},
+    ...     {"role": "assistant", "token_ids": [7], "routed_experts": [[[0, 1]]]},
+    ... ]
+    >>> [call] = calls(log, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), weights_version=4)
+    >>> call.call_id, call.rows_stop
+    ('turn-0', 2)
     """
+    return tuple(_calls(_messages(log, ignore), spec, weights_version=weights_version, options=options))
+
+
+def _messages(log: Sequence[Mapping[str, Any]], ignore: Iterable[str]) -> list[_Message]:
     messages = list(_read(log, frozenset(ignore)))
     if not messages:
         raise DataError("expected messages with tokens, got none", kind=ErrorKind.SHAPE)
     _require_same_columns(messages)
-    fed = max((one.stop - 1 for one in messages if one.role == _ASSISTANT), default=messages[-1].stop)
-    rows_SLK = _rows(messages, spec, fed=fed, required=require_routes, axis=axis)
-    calls = list(_calls(messages, rows_SLK, fed=fed, weights_version=weights_version))
-    [record] = assemble(calls, spec, sample_id=sample_id, attempt=attempt, group=group, attributes=attributes).records
-    return replace(record, spans=tuple(_spans(messages, weights_version)), checksum=None)
+    return messages
 
 
 def _read(log: Sequence[Mapping[str, Any]], ignore: frozenset[str]) -> Iterable[_Message]:
@@ -182,7 +249,11 @@ def _is_empty(given: Any) -> bool:
 def _routes(given: Any, count: int, where: str) -> NDArray[Any] | None:
     if given is None:
         return None
-    routes_MDK = decode_lists(given) if isinstance(given, list) else as_array(given, what=f"routed_experts of {where}")
+    routes_MDK = (
+        decode(given, form="lists").routes
+        if isinstance(given, list)
+        else as_array(given, what=f"routed_experts of {where}")
+    )
     if routes_MDK.dtype.kind not in "iu":
         raise DataError(
             f"expected routed_experts of {where} of an integer type, got {routes_MDK.dtype}", kind=ErrorKind.DTYPE
@@ -228,16 +299,16 @@ def _require_same_columns(messages: Sequence[_Message]) -> None:
 
 
 def _rows(
-    messages: Sequence[_Message], spec: RouteSpec, *, fed: int, required: bool, axis: LayerAxis
+    messages: Sequence[_Message], spec: RouteSpec, *, fed: int, absent: RowLoss | None, axis: LayerAxis
 ) -> NDArray[np.int16]:
     rows_SLK = spec.missing_rows(messages[-1].stop)
     for message, behind in itertools.zip_longest(messages, messages[1:]):
         where = f"tokens [{message.start}, {message.stop}) ({message.role})"
         if message.routes_MDK is None:
-            if required and message.start < fed:
+            if absent is None and message.start < fed:
                 raise CaptureError(
                     f"expected routed_experts for {where}, got none: the engine or the rollout dropped them "
-                    "(require_routes=False declares the rows as not captured)",
+                    "(absent='not_captured' declares the rows as not captured)",
                     kind=ErrorKind.CAPTURE_OFF,
                 )
             continue
@@ -252,9 +323,12 @@ def _rows(
 
 
 def _calls(
-    messages: Sequence[_Message], rows_SLK: NDArray[np.int16], *, fed: int, weights_version: int | None
+    messages: Sequence[_Message], spec: RouteSpec, *, weights_version: int | None, options: CaptureOptions
 ) -> Iterable[ModelCall]:
     """One call per generation, each with the rows that no call before it has; one more for tokens behind the last."""
+    options.only(("absent", "axis", "logprobs_mode", "media"), reader="message logs")
+    fed = max((one.stop - 1 for one in messages if one.role == _ASSISTANT), default=messages[-1].stop)
+    rows_SLK = _rows(messages, spec, fed=fed, absent=options.absent, axis=options.axis or "captured")
     token_S = np.concatenate([one.token_M for one in messages])
     columns = {name: np.concatenate([one.columns[name] for one in messages]) for name in messages[0].columns}
     ends = [one.stop for one in messages if one.role == _ASSISTANT]
@@ -273,7 +347,8 @@ def _calls(
             weights_version=weights_version,
             call_id=f"turn-{turn}",
             logprobs=None if generation is None else generation.logprobs_M,
-            loss="not_captured" if last < stop - 1 else None,
+            loss=(options.absent or "not_captured") if last < stop - 1 else None,
+            media=options.media,
             columns={name: values[:stop] for name, values in columns.items()},
         )
 

@@ -1,8 +1,8 @@
-"""Tickets for calls: a few bytes of identity that hops carry, and the desk at which they are redeemed, once.
+"""Tickets for calls: a few bytes of identity that hops carry, and the store that gives each call out once.
 
 Owns how a call becomes a one-call record (which any route stream takes) and becomes that very call again: the ticket
-has the call's checksum, and the call that is handed out must have it. Knows no transport and no server; whoever reads
-the stream fills a desk, or the desk itself is the sink where both are one process.
+has the call's checksum, and the call that is given out must have it. Knows no transport and no server; the reader of
+the stream fills a store, or the store itself is the sink where both are one process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
-from routeplane.capture import single
+from routeplane.capture import recorder
 from routeplane.errors import DataError, ErrorKind, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.checksum import require_equal
+from routeplane.record.counts import Counts
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RecordKey, RouteRecord
 
@@ -27,46 +28,60 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["DeskReport", "TicketDesk", "call_of_ticket", "issued", "record_of_call", "ticket_for"]
+__all__ = ["TicketReport", "TicketStore", "call_of_ticket", "issue_ticket"]
 
-#: Keys of redeemed and expired calls that a desk remembers, to say what became of them.
+#: Keys of redeemed and expired calls that a store remembers, to say what became of them.
 _REMEMBERED = 4_096
 
 
-def record_of_call(call: ModelCall, spec: RouteSpec) -> RouteRecord:
-    """The one-call record of a call, under the key ``(call_id, 0, 0)``."""
-    return single.record_of_call(call, spec, sample_id=call.call_id)
+def issue_ticket(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[RouteRecord, RouteTicket]:
+    """Make the record of a call, and the ticket with which its reader gets the call back.
 
+    Args:
+        call: A call; its ``call_id`` becomes the record's name.
+        spec: The geometry of the record.
+        stream: The name of the stream into which the record goes.
 
-def issued(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[RouteRecord, RouteTicket]:
-    """The record of a call that brought routes, and the ticket for the call that it gives back.
+    Returns:
+        The record under the key ``(call_id, 0, 0)``, and the ticket. The call that comes back is the same, but for what
+        says nothing of a row: a version that no token and no row is of, a bound of the cache among rows that did not
+        come. Raises as ``recorder.record_of_call``, and UsageError where names make the ticket too long.
 
-    That is the very call, but for what says nothing of a row: a version that no token and no row is of, a bound of the
-    cache that lies among rows which did not come. Raises as ``record_of_call`` and ``ticket_for``.
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=4, call_id="c"
+    ... )
+    >>> record, ticket = issue_ticket(call, spec, stream="rollouts")
+    >>> call_of_ticket(record, ticket).call_id == ticket.call_id
+    True
     """
-    record = record_of_call(call, spec)
-    return record, ticket_for(
-        _call_behind(record, call.call_id, start=call.first_row, stop=call.rows_stop), stream=stream
-    )
-
-
-def ticket_for(call: ModelCall, *, stream: str) -> RouteTicket:
-    """The ticket of a call whose record goes into ``stream``. Raises UsageError where ids make it too long."""
-    return RouteTicket(
+    record = recorder.record_of_call(call, spec, sample_id=call.call_id)
+    behind = _call_behind(record, call.call_id, start=call.first_row, stop=call.rows_stop)
+    if call.layer_ids is None:
+        # a call need not name the layers where they are the spec's; ``call_of_ticket`` looks for both
+        behind = replace(behind, layer_ids=None, checksum=None)
+    ticket = RouteTicket(
         stream=stream,
-        key=RecordKey(call.call_id, 0, 0),
-        call_id=call.call_id,
-        start=call.first_row,
-        stop=call.rows_stop,
-        checksum=call.checksum,
+        key=record.key,
+        call_id=behind.call_id,
+        start=behind.first_row,
+        stop=behind.rows_stop,
+        checksum=behind.checksum,
     )
+    return record, ticket
 
 
 def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
-    """The call behind a one-call record, bit for bit: its checksum is the ticket's. Shares the record's memory.
+    """Give back the call behind a one-call record, bit for bit.
 
-    Raises DataError (TOKEN_MISMATCH) for another record, ChecksumError where the call is not the one that the ticket
-    was made for.
+    Args:
+        record: The record that ``issue_ticket`` made.
+        ticket: The ticket that it made with it.
+
+    Returns:
+        A call with the ticket's checksum, over the record's memory. Raises DataError (TOKEN_MISMATCH) for another
+        record, ChecksumError where the call is not the one that the ticket was made for.
     """
     if record.key != ticket.key or {capture.call for capture in record.captures} != {ticket.call_id}:
         raise DataError(
@@ -104,8 +119,14 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeskReport:
-    """What became of the calls that came to a desk."""
+class TicketReport(Counts):
+    """What became of the calls that came to a store.
+
+    >>> TicketReport(received=2).merge(TicketReport(received=1)).scalars()["routeplane/tickets_received"]
+    3.0
+    """
+
+    SCOPE: ClassVar[str] = "tickets_"
 
     received: int = 0
     redeemed: int = 0
@@ -114,17 +135,29 @@ class DeskReport:
     held: int = 0
     held_bytes: int = 0
 
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {f"{prefix}tickets_{name}": float(getattr(self, name)) for name in self.__slots__}
 
+class TicketStore:
+    """Hold one-call records until their tickets come; each call is given out once, to the first that asks.
 
-class TicketDesk:
-    """Holds one-call records until their tickets come; each is given out once, to whoever comes first.
+    A RouteSink, safe for several threads; the memory of a call is its record's.
 
-    ``stream``: the name that tickets carry. ``ttl``: seconds after which a record that nobody asked for is dropped.
-    ``clock``: seconds that never go back. ``max_bytes``: payload held at once; more is refused, since dropping what has
-    a ticket would lose it. A RouteSink, safe for several threads; the memory of a call is its record's.
+    Args:
+        spec: The geometry of the records.
+        stream: The name that tickets carry.
+        ttl: Seconds after which a record whose ticket did not come is dropped.
+        max_bytes: Payload held at once; more is refused, since dropping a record that has a ticket would lose it.
+        clock: Seconds that never go back.
+
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=4, call_id="c"
+    ... )
+    >>> store = TicketStore(spec, stream="rollouts")
+    >>> record, ticket = issue_ticket(call, spec, stream="rollouts")
+    >>> store.write(record)
+    >>> store.redeem(ticket).checksum == ticket.checksum, store.report().redeemed
+    (True, 1)
     """
 
     def __init__(
@@ -161,26 +194,26 @@ class TicketDesk:
 
     def write(self, record: RouteRecord) -> None:
         """Take in one record. Raises SpecError for another geometry, DataError (DUPLICATE_KEY, CHECKSUM), UsageError
-        (CLOSED; ARGUMENT where the desk is full)."""
+        (CLOSED; ARGUMENT where the store is full)."""
         self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
         record.verify()
         with self._lock:
             if not self._open:
-                raise UsageError("expected an open desk, got one that was closed", kind=ErrorKind.CLOSED)
+                raise UsageError("expected an open ticket store, got one that was closed", kind=ErrorKind.CLOSED)
             self._drop_expired()
             if record.key in self._held or record.key in self._gone:
                 raise DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
             if self._counts["held_bytes"] + record.nbytes > self._max_bytes:
                 raise refused(
-                    f"room for {record.nbytes} bytes below max_bytes={self._max_bytes}",
-                    f"{self._counts['held_bytes']} held by {len(self._held)} records that nobody redeems",
+                    f"at most max_bytes={self._max_bytes} in records whose tickets have not come",
+                    f"{record.nbytes} bytes more than the {self._counts['held_bytes']} of {len(self._held)} records",
                 )
             self._held[record.key] = self._clock() + self._ttl, record
             self._counts["received"] += 1
             self._counts["held_bytes"] += record.nbytes
 
     def receive(self, records: Iterable[RouteRecord]) -> int:
-        """Take in all records of a source (an open stream), as they come; how many."""
+        """Take in all records of a source (an open stream) as they come; returns how many."""
         count = 0
         for record in records:
             self.write(record)
@@ -188,7 +221,7 @@ class TicketDesk:
         return count
 
     def redeem(self, ticket: RouteTicket) -> ModelCall:
-        """The call of a ticket; from then on it is the caller's alone.
+        """Give out the call of a ticket; from then on it is the caller's alone.
 
         Raises UsageError: CLOSED where the ticket expired or was redeemed, ARGUMENT where it is of another stream or of
         a record that has not come. ChecksumError where the record is another call's; then it stays.
@@ -208,11 +241,11 @@ class TicketDesk:
             self._counts["redeemed"] += 1
             return call
 
-    def report(self) -> DeskReport:
+    def report(self) -> TicketReport:
         """What was counted so far; records past their time are dropped first."""
         with self._lock:
             self._drop_expired()
-            return DeskReport(held=len(self._held), **self._counts)
+            return TicketReport(held=len(self._held), **self._counts)
 
     def close(self) -> None:
         """Take in no more; what is held may still be redeemed. Idempotent."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from routeplane.archive import open_archive, save_archive
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, TruncatedError, UsageError
-from routeplane.inspect.partitions import Cut, Divisible, divide, examine, read_part, require_alike
+from routeplane.inspect.ray_data import Cut, Divisible, divide, examine, read_part, require_alike
 from routeplane.record.record import RouteRecord
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.inspect.containers import PLACINGS, archived, streamed

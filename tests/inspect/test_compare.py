@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
-from routeplane.inspect.diff import MAX_NAMED, RouteDiff, compare, compare_records
+from routeplane.inspect.compare import MAX_NAMED, RouteDiff, compare, compare_records
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.testing import strategies

@@ -14,7 +14,7 @@ import pytest
 
 from routeplane.archive import new_run, save_archive
 from routeplane.errors import ErrorKind, FormatError
-from routeplane.inspect.check import ArchiveSummary, check, check_stream, summarise, summarise_stream
+from routeplane.inspect.look import ArchiveSummary, check, check_stream, summarise, summarise_stream
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.archive.archives import flip, shard_files
 from tests.inspect.containers import archived, streamed
