@@ -122,6 +122,7 @@ class ArchiveWriter(RecordWriter):
     # -- one record --------------------------------------------------------------------------------------------------
 
     def _check(self, record: RouteRecord) -> None:
+        _check_storable(record)
         columns = {name: values.dtype for name, values in record.columns.items()}
         if self._columns is not None and columns != self._columns:
             expected, got = (
@@ -144,7 +145,7 @@ class ArchiveWriter(RecordWriter):
         if record.logprobs is not None:
             self._put_beside("logprobs", record.logprobs)
         for index, values in enumerate(record.columns.values()):
-            self._put_beside(f"columns/{index}", values)
+            self._put_beside(f"columns/{index}", values.array())
         # legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding
         self._routes.append(record.routes)
         self._tokens += record.num_tokens
@@ -268,3 +269,16 @@ class _TableWriter:
         self._put(f"records/{len(self.parts):05d}.parquet", data)
         self.parts.append(TablePart(records=len(self._rows), bytes=len(data), hash=file_hash(data)))
         self._rows, self._entries = [], 0
+
+
+def _check_storable(record: RouteRecord) -> None:
+    """Raise DataError for what only streams carry: columns that declare something, sampling parameters, lean deltas."""
+    declared = [name for name, column in record.columns.items() if not column.type.plain]
+    needs = {
+        f"columns without a declaration, got {declared}": bool(declared),
+        "spans without sampling parameters": any(span.sampling is not None for span in record.spans),
+        "a resolved record, or one with all its tokens": record.tokens_start > 0,
+    }
+    for expected, broken in needs.items():
+        if broken:
+            raise DataError(f"expected {expected} @ sample {record.key}", kind=ErrorKind.TOKEN_COLUMN)

@@ -337,8 +337,8 @@ class AlignedColumn:
 
     def copy(self) -> AlignedColumn:
         """The same entries in memory of their own."""
-        offsets, valid = (None if one is None else one.copy() for one in (self.offsets, self.valid))
-        return _rebuild(self.type, self.values.copy(), offsets, valid)
+        offsets = None if self.offsets is None else self.offsets.copy()
+        return _rebuild(self.type, self.values.copy(), offsets, None if self.valid is None else self.valid.copy())
 
     def equals(self, other: AlignedColumn) -> bool:
         """Whether type and entries are equal; NaN equals NaN."""

@@ -241,6 +241,11 @@ class RouteRecord:
         arrays = [self.token_ids, *self.columns.values(), *(() if self.logprobs is None else (self.logprobs,))]
         return sum(int(array.nbytes) for array in arrays) + int(self._rows.stored.size) * 2
 
+    @property
+    def row_token_ids(self) -> NDArray[np.int32]:
+        """The tokens of the record's own rows: int32 ``[S - routes_start]``, a read-only view."""
+        return self.token_ids[self.routes_start - self.tokens_start :]
+
     def sampled_tokens(self) -> NDArray[np.bool_]:
         """Which tokens a policy sampled: a fresh bool array ``[S]``."""
         mask_S = np.zeros(self.num_tokens, dtype=np.bool_)

@@ -238,7 +238,8 @@ def _declarations(raw: bytes) -> dict[str, ColumnType]:
         return {name: ColumnType.from_document(entry) for name, entry in document.items()}
     except (ValueError, RecursionError, DataError) as error:
         raise FormatError(
-            f"expected routeplane.columns as the declarations of columns: {error}", kind=ErrorKind.TOKEN_COLUMN
+            f"expected routeplane.columns as the declarations of columns, got what does not parse: {error}",
+            kind=ErrorKind.TOKEN_COLUMN,
         ) from None
 
 
