@@ -153,7 +153,7 @@ def collate(
     if asked:
         raise refused("a plan or options to make one", f"both ({', '.join(asked)})")
     lengths = [record.num_tokens for record in given]
-    if plan.sources.tolist() != lengths:
+    if plan.sources[plan.sources > 0].tolist() != lengths:
         raise refused(f"a plan for records of {lengths} tokens", f"one for {plan.sources}")
     return _collate(given, target, plan.cut(target.shard))
 
@@ -195,11 +195,12 @@ def microbatches(
     >>> [len(batch.keys) for batch in microbatches(records, tokens=8, spec=spec)]
     [2, 1]
     """
-    budget, held = require_positive(tokens, "tokens"), require_positive(sort_within, "sort_within")
+    rows, held = require_positive(tokens, "tokens"), require_positive(sort_within, "sort_within")
     given = getattr(source, "spec", None) if spec is None else spec
     if not isinstance(given, RouteSpec):
         raise refused("a source with a spec, or spec=", "neither")
     target = _Target.of(given, layout, options, shard)
+    budget = target.options.usable(rows)
     dealt = _RankRecords(source, target, budget=budget, held=held, batches=batches)
     groups = _greedy(dealt, budget, target) if held == 1 else _sorted(dealt, budget, target, held)
     return dealt.rounds(groups, getattr(source, "admit", None))

@@ -14,13 +14,24 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from routeplane.batch.shard import Shard
-from routeplane.batch.slots import PADDING, Layout, Run, Slots, check_lengths, require_positive, running_sum, seam_slots
+from routeplane.batch.slots import (
+    PADDING,
+    Layout,
+    Run,
+    Slots,
+    check_lengths,
+    check_offsets,
+    require_positive,
+    running_sum,
+    seam_slots,
+)
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.record.parse import frozen_view
 from routeplane.record.rows import copy_slots, lay_out
@@ -132,6 +143,58 @@ class TokenPlan:
         return cls._of(slots, shard=None)
 
     @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, *, cu_seqlens_padded: Any = None) -> TokenPlan:
+        """Take over the packing of a trainer from the offsets that its attention kernels get.
+
+        ``cu_seqlens``: ``[B+1]``, running sum of the sequences' tokens. ``cu_seqlens_padded``: ``[B+1]``, the row at
+        which each sequence's slot begins, its padding behind its tokens; default: no padding. A sequence may be empty
+        (padding of the whole pack). Raises UsageError (ARGUMENT).
+
+        >>> from routeplane.batch import TokenPlan
+        >>> TokenPlan.from_cu_seqlens([0, 3, 4], cu_seqlens_padded=[0, 4, 8]).token_N.tolist()
+        [0, 1, 2, -1, 0, -1, -1, -1]
+        """
+        edges = check_offsets(cu_seqlens, "cu_seqlens")
+        slots = edges if cu_seqlens_padded is None else check_offsets(cu_seqlens_padded, "cu_seqlens_padded")
+        lengths, widths = np.diff(edges), np.diff(slots)
+        if len(lengths) != len(widths) or np.any(lengths > widths):
+            raise refused(f"a slot for each of the lengths {lengths.tolist()}", f"slots of {widths.tolist()} rows")
+        none = np.zeros_like(lengths)
+        return cls._of(
+            Slots.of(lengths, layout="packed", first=none, lengths=lengths, lead=none, widths=widths), shard=None
+        )
+
+    @classmethod
+    def from_mask(cls, tokens: NDArray[np.bool_], *, edges: NDArray[np.int64] | None = None) -> TokenPlan:
+        """Take over the layout of a trainer's batch from the mask of its tokens.
+
+        ``tokens``: bool ``[B, S]``, or ``[T]`` with ``edges`` int64 ``[B+1]``: True where a row is a token. The tokens
+        of a sequence are numbered in order, whatever padding stands between them; a sequence may have none.
+        """
+        if edges is None:
+            edges = np.arange(len(tokens) + 1, dtype=np.int64) * tokens.shape[1]
+        real_N = tokens.reshape(-1)
+        before_N = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(real_N)])
+        counts = np.diff(before_N[edges])
+        record_N = np.repeat(np.arange(len(counts)), np.diff(edges))
+        token_N = before_N[:-1] - before_N[edges[:-1]][record_N]
+        # padding behind a first token goes on counting, padding before it is 0
+        rows_N = np.arange(len(real_N))
+        first_B = np.asarray([start + int(np.argmax(real_N[start:stop])) for start, stop in pairwise(edges.tolist())])
+        position_N = np.where(real_N, token_N, np.maximum(rows_N - first_B[record_N], 0))
+        return cls(
+            layout="padded" if tokens.ndim == 2 else "packed",
+            shape=tokens.shape,
+            record_N=np.where(real_N, record_N, PADDING),
+            token_N=np.where(real_N, token_N, PADDING),
+            position_N=position_N,
+            sources=counts,
+            lengths=counts,
+            cu_seqlens=running_sum(counts).astype(np.int32),
+            cu_seqlens_padded=edges.astype(np.int32),
+        )
+
+    @classmethod
     def _of(cls, slots: Slots, *, shard: Shard | None) -> TokenPlan:
         """All rows of the slots, or those of one rank: the others are not computed."""
         known: dict[str, Any] = {}
@@ -230,13 +293,14 @@ class TokenPlan:
     ) -> NDArray[Any]:
         """Per-record arrays ``[length, ...]`` laid out by the plan: ``[*shape, ...]``, ``fill`` at padding.
 
-        ``columns``: one array per sequence, of the plan's lengths, equal in dtype and further axes; only read.
+        ``columns``: one array per sequence that has tokens, of the plan's ``sources``; only read. They are equal in
+        dtype and further axes.
         ``dtype``: of the output (default: theirs, in native byte order); must hold every value of theirs.
         ``slots``: of axis 1, keep these positions alone, in this order; nothing else of the axis is read.
         ``out``: C-contiguous array to fill and return, every row of it; else a fresh one, owned by the caller.
         Raises UsageError (ARGUMENT) for arrays that disagree with the plan or each other, before any allocation.
         """
-        self._check_columns(columns)
+        columns = self._check_columns(columns)
         return _gather_runs(self._runs, columns, shape=self.shape, fill=fill, dtype=dtype, slots=slots, out=out)
 
     def gather_routes(
@@ -252,7 +316,7 @@ class TokenPlan:
         ``spec``: of the columns, which are all int16 or all narrow; narrow rows are widened on their way. Otherwise as
         ``gather``.
         """
-        self._check_columns(columns)
+        columns = self._check_columns(columns)
         return _gather_routes(self._runs, columns, spec=spec, shape=self.shape, slots=slots, out=out)
 
     def _continues(self) -> NDArray[np.bool_]:
@@ -270,7 +334,12 @@ class TokenPlan:
         table = np.stack([self.record_N[starts], self.token_N[starts], starts, counts], axis=1)
         return [(record, token, row, count) for record, token, row, count in table.tolist()]
 
-    def _check_columns(self, columns: Sequence[NDArray[Any]]) -> None:
+    def _check_columns(self, columns: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        """One array per sequence: those given, and an empty one where a sequence has no tokens."""
+        filled = self.sources > 0
+        if len(columns) == int(filled.sum()) < self.num_sequences and len(columns):
+            given = iter(columns)
+            columns = [next(given) if has else columns[0][:0] for has in filled.tolist()]
         if len(columns) != self.num_sequences:
             raise refused(f"one array per sequence, {self.num_sequences} in all", f"{len(columns)}")
         first = columns[0]
@@ -278,6 +347,7 @@ class TokenPlan:
             if array.ndim == 0 or array.dtype != first.dtype or array.shape != (length, *first.shape[1:]):
                 expected = f"{first.dtype} {[length, *first.shape[1:]]}"
                 raise refused(expected, f"{array.dtype} {list(array.shape)} @ sequence {index}")
+        return columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +360,9 @@ class PlanOptions:
     ``max_length``: tokens that a sequence may have (a padded plan: ``seq_len`` too).
     ``truncate``: what a longer sequence loses: nothing, since it is refused (``"raise"``), its first tokens
     (``"left"``) or its last ones (``"right"``).
+    ``pad_total_to_multiple_of``: what the rows of a whole pack are a multiple of; the padding is a sequence of its own
+    at the end, of length 0. A stack that pads each rank's rows to a multiple of M after a context-parallel cut over C
+    ranks (slime) has ``pad_total_to_multiple_of=M * C``. A padded plan refuses it.
 
     >>> from routeplane.batch import PlanOptions
     >>> PlanOptions(seq_len=8, padding_side="left").plan([3], layout="padded").token_N.tolist()
@@ -301,12 +374,14 @@ class PlanOptions:
     padding_side: PaddingSide = "right"
     max_length: int | None = None
     truncate: Truncate = "raise"
+    pad_total_to_multiple_of: int = 1
 
     def __post_init__(self) -> None:
         for name, legal in (("padding_side", PaddingSide), ("truncate", Truncate)):
             if getattr(self, name) not in get_args(legal):
                 raise refused(f"{name} of {get_args(legal)}", repr(getattr(self, name)))
         require_positive(self.pad_to_multiple_of, "pad_to_multiple_of")
+        require_positive(self.pad_total_to_multiple_of, "pad_total_to_multiple_of")
         for name in ("max_length", "seq_len"):
             if getattr(self, name) is not None:
                 require_positive(getattr(self, name), name)
@@ -323,6 +398,8 @@ class PlanOptions:
             raise refused("no seq_len for layout 'packed'", repr(self.seq_len))
         if layout == "packed" and self.padding_side != "right":
             raise refused("padding_side 'right' for layout 'packed'", repr(self.padding_side))
+        if layout == "padded" and self.pad_total_to_multiple_of != 1:
+            raise refused("no pad_total_to_multiple_of for layout 'padded'", f"{self.pad_total_to_multiple_of}")
 
     @property
     def limit(self) -> int | None:
@@ -335,7 +412,15 @@ class PlanOptions:
 
         Raises UsageError for a ``seq_len`` that the cuts do not divide.
         """
-        return replace(self, pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, shard.multiple))
+        return replace(
+            self,
+            pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, shard.multiple),
+            pad_total_to_multiple_of=math.lcm(self.pad_total_to_multiple_of, shard.total_multiple),
+        )
+
+    def usable(self, tokens: int) -> int:
+        """How many of ``tokens`` rows sequences may fill, so that the padding of the whole pack fits too."""
+        return tokens - tokens % self.pad_total_to_multiple_of
 
     def slot_rows(self, length: int) -> int:
         """Rows that a sequence of ``length`` tokens asks for, truncated, with its own padding."""
@@ -372,22 +457,25 @@ class PlanOptions:
         if layout == "padded":
             widths = np.full_like(widths, int(widths.max()) if self.seq_len is None else self.seq_len)
         none = np.zeros_like(widths)
-        slots = Slots.of(
-            sources,
-            layout=layout,
-            first=sources - kept if self.truncate == "left" else none,
-            lengths=kept,
-            lead=widths - kept if self.padding_side == "left" else none,
-            widths=widths,
-        )
+        columns = {
+            "sources": sources,
+            "first": sources - kept if self.truncate == "left" else none,
+            "lengths": kept,
+            "lead": widths - kept if self.padding_side == "left" else none,
+            "widths": widths,
+        }
+        if rest := -int(widths.sum()) % self.pad_total_to_multiple_of:
+            end = {name: rest if name == "widths" else 0 for name in columns}
+            columns = {name: np.append(values, end[name]) for name, values in columns.items()}
+        slots = Slots.of(columns.pop("sources"), layout=layout, **columns)
         return TokenPlan._of(slots, shard=shard)
 
     def padding_plan(self, *, layout: Layout, shard: Shard | None = None) -> TokenPlan:
         """A plan of padding alone: one sequence that has no token, in as few rows as the options allow."""
         self.check_layout(layout)
         none = np.zeros(1, dtype=np.int64)
-        rows = self.pad_to_multiple_of if self.seq_len is None else self.seq_len
-        widths = np.full(1, rows, dtype=np.int64)
+        rows = math.lcm(self.pad_to_multiple_of, self.pad_total_to_multiple_of)
+        widths = np.full(1, rows if self.seq_len is None else self.seq_len, dtype=np.int64)
         lead = widths if self.padding_side == "left" else none
         slots = Slots.of(none, layout=layout, first=none, lengths=none, lead=lead, widths=widths)
         return TokenPlan._of(slots, shard=shard)
@@ -426,8 +514,8 @@ def budget_groups(
     >>> budget_groups([5, 2, 4, 3], tokens=8, sort=True)
     [(0, 3), (1, 2)]
     """
-    budget = require_positive(tokens, "tokens")
     rule = PlanOptions() if options is None else options
+    budget = rule.usable(require_positive(tokens, "tokens"))
     rule.check_layout(layout)
     lengths_B = check_lengths(lengths)
     order = np.argsort(-lengths_B, kind="stable") if sort else np.arange(len(lengths_B))
@@ -460,7 +548,7 @@ class RankCounts:
     """
 
     def __init__(self, ranks: int, *, tokens: int, layout: Layout, options: PlanOptions, held: int = 1) -> None:
-        self._tokens, self._layout, self._options, self._held = tokens, layout, options, held
+        self._tokens, self._layout, self._options, self._held = options.usable(tokens), layout, options, held
         self._ranks = [_Rank(window=[]) for _ in range(ranks)]
 
     def add(self, rank: int, length: int) -> None:

@@ -20,6 +20,7 @@ from routeplane.batch.matching import join
 from routeplane.batch.shard import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spans import Capture
 from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 
@@ -183,6 +184,64 @@ def test_every_finding_is_named() -> None:
     assert {ErrorKind.TOKEN_MISMATCH} == {each.kind for each in caught.value.problems}
 
 
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    limit=st.integers(1, 6),
+    side=st.sampled_from(("left", "right")),
+    extra=st.integers(0, 2),
+)
+def test_truncated_rows_get_the_routes_of_their_tokens(lengths: list[int], limit: int, side: Any, extra: int) -> None:
+    """A trainer cuts either end, appends an end of sequence and adds a dummy row: tokens keep their own routes."""
+    records = [make(sample, length) for sample, length in enumerate(lengths)]
+    kept = [record.token_ids[:limit] if side == "right" else record.token_ids[-limit:] for record in records]
+    whole = [record.num_tokens <= limit for record in records]
+    rows = [[*ids, *[PAD] * (extra if all_there else 0)] for ids, all_there in zip(kept, whole, strict=True)]
+    packed = [np.asarray(row) for row in [*rows, [7, 7]]]
+
+    names = [*(record.sample_id for record in records), None]
+    found = join(packed, records, sample_ids=names, truncated=side, suffix="allow")
+    batch = collate(found.records, SPEC, plan=found.plan)
+    routes, pads = batch.routes.view(-1, *SPEC.row_shape), batch.pad_mask.view(-1)
+
+    start = 0
+    for record, ids, row in zip(records, kept, rows, strict=True):
+        first = 0 if side == "right" else record.num_tokens - len(ids)
+        expected = record.routes[first : first + len(ids)]
+        assert expected.tolist() == routes[start : start + len(ids)].tolist()
+        assert pads[start + len(ids) : start + len(row)].all()
+        start += len(row)
+    assert [*map(len, kept), 0] == found.plan.lengths.tolist()
+    assert len(records) == found.report.sequences
+    assert 1 == found.report.dummies
+    assert sum(record.num_tokens for record in records) - sum(map(len, kept)) == found.report.truncated_tokens
+    assert extra * sum(whole) == found.report.suffix_tokens
+    assert found.report.scalars()["routeplane/join_truncated"] == len(whole) - sum(whole)
+
+
+def test_a_suffix_does_not_hide_rows_that_were_lost() -> None:
+    """A record that ends in rows the engine lost is not whole: what follows may be the tokens that are lost too."""
+    routes = make(0, 3).routes.copy()
+    routes[2] = -1
+    captures = (
+        Capture(start=0, stop=2, call="call-0", weights_version=None, state="captured"),
+        Capture(start=2, stop=3, call="call-0", weights_version=None, state="lost"),
+    )
+    cut = replace(make(0, 3), routes=routes, captures=captures, checksum=None)
+    with pytest.raises(DataError, match="whose last token is lost can have no suffix"):
+        join([[1, 2, 3, 4]], [cut], sample_ids=["sample-0"], suffix="allow")
+
+
+def test_nested_tensors_are_packed() -> None:
+    """A jagged tensor brings its own offsets; integer masks are masks."""
+    records = [make(0, 3), make(1, 2)]
+    nested = torch.nested.nested_tensor([torch.tensor(list(each.token_ids)) for each in records], layout=torch.jagged)
+    names = ["sample-0", "sample-1"]
+
+    assert [0, 3, 5] == join(nested, records, sample_ids=names).plan.cu_seqlens.tolist()
+    padded, mask = torch.tensor([[1, 2, 3], [1001, 1002, 0]]), torch.tensor([[0, 0, 0], [0, 0, 1]])
+    assert [3, 2] == join(padded, records, sample_ids=names, pad_mask=mask).plan.lengths.tolist()
+
+
 IDS = [[1, 2, 3]]
 Kind = tuple[type[RouteplaneError], ErrorKind]
 ARGUMENT: Kind = (UsageError, ErrorKind.ARGUMENT)
@@ -213,7 +272,11 @@ REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
     "float_ids": (lambda: joined([[1.0]]), ARGUMENT, "integers"),
     "no_offsets": (lambda: joined([1, 2, 3]), ARGUMENT, "cu_seqlens with packed ids"),
     "offsets": (lambda: joined([1, 2, 3], cu_seqlens=[0, 2]), ARGUMENT, "rising from 0 to 3"),
-    "mask": (lambda: joined(pad_mask=[[0, 0, 0]]), ARGUMENT, "pad_mask as bool"),
+    "mask": (lambda: joined(pad_mask=[[0, 0, 2]]), ARGUMENT, "pad_mask as bool"),
+    "cut_elsewhere": (lambda: joined([[2, 3]], truncated="right"), MISMATCH, "id 1 .* got id 2"),
+    "suffix": (lambda: joined([[1, 2, 9, 4]], suffix="allow"), MISMATCH, "id 3 .* got id 9"),
+    "policy": (lambda: joined(truncated="outer"), ARGUMENT, "outer"),
+    "nested_offsets": (lambda: joined([[1, 2, 3], [4]], cu_seqlens=[0, 3, 4]), ARGUMENT, "its own"),
     "both": (lambda: joined(pad_mask=[[False] * 3], lengths=[3]), ARGUMENT, "got both"),
     "lengths": (lambda: joined(lengths=[4]), ARGUMENT, "within their"),
 }

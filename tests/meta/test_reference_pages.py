@@ -19,6 +19,7 @@ import pytest
 
 import routeplane.errors
 from routeplane.batch.loader import PrefetchReport
+from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
 from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
@@ -136,6 +137,7 @@ REPORTS: dict[str, Report] = {
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
     "PromptReport": PromptReport(),
+    "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
     "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
