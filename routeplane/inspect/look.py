@@ -237,7 +237,7 @@ def _alarms(record: RouteRecord) -> list[Problem]:
     return find_alarms(
         record.routes,
         record.spec,
-        token_ids=record.token_ids[record.routes_start :],
+        token_ids=record.row_token_ids,
         first_token=record.routes_start,
         sample=record.sample_id,
     )

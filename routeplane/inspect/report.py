@@ -70,7 +70,8 @@ def view_sample(
     for capture in record.captures:
         not_fed_S[capture.start : capture.stop] = capture.state == "not_fed"
     coloured = np.flatnonzero(((missing_S > 0) & ~not_fed_S) | (flipped_S > 0))
-    first = max(0, int(coloured[0]) - _LEAD) if len(coloured) else 0
+    lead = int(coloured[0]) - _LEAD if len(coloured) else 0
+    first = max(record.tokens_start, lead)  # those before stand in the prefix's record
     stop = min(record.num_tokens, first + MAX_TOKENS)
     layers = record.spec.num_layers
     tokens = []
@@ -78,7 +79,7 @@ def view_sample(
         for position in range(max(first, span.start), min(stop, span.stop)):
             missing = 0 if not_fed_S[position] else int(missing_S[position])
             flipped = int(flipped_S[position])
-            token_id = int(record.token_ids[position])
+            token_id = int(record.token_ids[position - record.tokens_start])
             tokens.append(
                 TokenView(
                     position=position,

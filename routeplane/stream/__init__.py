@@ -12,7 +12,7 @@ from typing import Any, Literal
 from routeplane.errors import refused
 from routeplane.record.interfaces import RouteSink
 from routeplane.record.policy import ReadPolicy, StreamReport
-from routeplane.record.schema import choose_encoding
+from routeplane.record.schema import FORMAT_VERSION, check_version, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordReader, check_max_bytes
 from routeplane.stream.addresses import Acknowledge, SinkOptions, SourceOptions, Transport, parse_address
@@ -44,6 +44,7 @@ def new_stream(
     max_bytes: int = DEFAULT_MAX_BYTES,
     producer: str | None = None,
     timeout_s: float | None = None,
+    format: str = FORMAT_VERSION,
 ) -> RouteSink:
     """A sink for records of ``spec``: a path, a writable binary file, an address (``scheme://...``) or a transport.
 
@@ -51,15 +52,19 @@ def new_stream(
     nothing. A file stays the caller's to close. ``encoding``: by default ``plain``, and ``auto`` on network hops.
     ``max_bytes``: payload held before a batch is written, or, for a MemoryStream, before ``write`` blocks.
     ``producer``: the name under which a producer may go on after a break; ``timeout_s``: the longest wait for the other
-    side or for room (None: no bound); both for transports alone. Raises UsageError.
+    side or for room (None: no bound); both for transports alone. ``format``: ``1.0`` for readers that know no other,
+    which refuses a record that needs more; for paths and files alone. Raises UsageError.
     """
     check_max_bytes(max_bytes)  # before a file is opened that nobody would close
     transport = _transport_of(sink)
     if transport is not None:
+        if format != FORMAT_VERSION:
+            raise refused(f"format {FORMAT_VERSION} for a transport", repr(format))
         options = SinkOptions(encoding=encoding, max_bytes=max_bytes, producer=producer, timeout_s=timeout_s)
         return transport.new_sink(spec, options)
+    check_version(format, spec=spec)  # like the encoding, before a file is opened
     chosen = choose_encoding("plain" if encoding is None else encoding, spec)
-    return IpcWriter(target_of(sink), spec, encoding=chosen, max_bytes=max_bytes)
+    return IpcWriter(target_of(sink), spec, encoding=chosen, max_bytes=max_bytes, version=format)
 
 
 def open_stream(

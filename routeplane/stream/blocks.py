@@ -39,7 +39,7 @@ def encode_block(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: E
     counter = TrailerCounter(spec, encoding)
     counter.add_batch()
     for record in records:
-        counter.add_record(record.checksum, record.num_tokens)
+        counter.add_record(record.checksum, len(record.token_ids))
     return _framed(batch, counter)
 
 

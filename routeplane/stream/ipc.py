@@ -17,7 +17,7 @@ from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.record.codec import column_types
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
-from routeplane.record.schema import Encoding, StreamHeader, parse_schema
+from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
 from routeplane.stream.batches import BatchRecords, decoded
 from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
@@ -37,9 +37,15 @@ class IpcWriter(BatchWriter):
     """
 
     def __init__(
-        self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
+        self,
+        target: Target,
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        version: str = FORMAT_VERSION,
     ) -> None:
-        super().__init__(spec, encoding=encoding, max_bytes=max_bytes)
+        super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
         self._ipc: Any = None
 
