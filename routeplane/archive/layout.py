@@ -290,14 +290,14 @@ def token_layout(dtype: np.dtype[Any], *, axis: str = "tokens", shard_bytes: int
     )
 
 
-def column_layout(kind: ColumnType, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> ArrayLayout:
-    """Return the layout of the values of an aligned column: ``[T, *shape]``, or ``[N]`` of all lists.
+def column_layout(kind: ColumnType, *, index: int, shard_bytes: int = DEFAULT_SHARD_BYTES) -> ArrayLayout:
+    """Return the layout of the values of the ``index``-th aligned column: ``[T, *shape]``, or ``[N]`` of all lists.
 
     Where the first axis of an entry is ``layers``, each layer has chunks of its own, as in ``routes``.
     """
     dtype = np.dtype(kind.dtype)
     if not kind.shape:
-        return token_layout(dtype, axis="entries" if kind.ragged else "tokens")
+        return token_layout(dtype, axis=f"{kind.axes[0]}_{index}" if kind.ragged else "tokens")
     split = kind.axes[0] == "layers" and kind.shape[0] > 1
     entry = int(np.prod(kind.shape)) * dtype.itemsize
     rows = CHUNK_ROWS if split else max(1, min(CHUNK_TOKENS, 2**18 // entry))

@@ -193,7 +193,7 @@ class RunFiles:
         if record.logprobs is not None:
             self._put_beside("logprobs", record.logprobs)
         for index, column in enumerate(record.columns.values()):
-            self._put_column(f"columns/{index}", column)
+            self._put_column(index, column)
         # legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding
         self._routes.append(record.stored_routes)
         self._tokens += len(record.token_ids)
@@ -201,8 +201,9 @@ class RunFiles:
         self._digest.update(record.checksum.to_bytes(8, "little"))
         self._table.append(row)
 
-    def _put_column(self, name: str, column: AlignedColumn) -> None:
-        values = self._writer(name, column_layout(column.type))
+    def _put_column(self, index: int, column: AlignedColumn) -> None:
+        name = f"columns/{index}"
+        values = self._writer(name, column_layout(column.type, index=index))
         if column.offsets is not None:
             # where each list ends among all lists of the run; it begins where the one before it ends
             self._put_beside(f"{name}_ends", values.rows + column.offsets[1:])

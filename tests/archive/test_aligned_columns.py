@@ -128,7 +128,7 @@ def test_compaction_copies_columns(place: Place) -> None:
     assert verify(place.where, options=place.options).problems == ()
 
 
-@pytest.mark.parametrize("array", ["columns/0", "columns/0_ends", "columns/2", "columns/5_valid"])
+@pytest.mark.parametrize("array", ["columns/0", "columns/0_ends", "columns/2", "columns/3_valid"])
 def test_damage_in_a_column_is_an_error_and_listed(tmp_path: Path, array: str) -> None:
     """In values, ends and marks of unknown entries; the name of the column is in the finding."""
     where = tmp_path / "a"
