@@ -85,7 +85,7 @@ def _capture(turns: tuple[Turn, ...], token: int, keeper: Turn | None) -> tuple[
         return state, call.call_id, None if cached else call.weights_version
     for place, turn in enumerate(turns):
         if token < _fed(turn):
-            trimmed = place > 0 and turn.call.routes is not None
+            trimmed = place > 0 and token < turn.call.first_row and bool(turn.brought_SL.any())
             return turn.call.loss or ("lost" if trimmed else "not_captured"), turn.call.call_id, None
     return "not_fed", turns[-1].call.call_id, None
 

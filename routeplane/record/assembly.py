@@ -247,9 +247,10 @@ class _Fill:
         # A call that generated nothing fed its whole prompt; otherwise its last token was only sampled.
         fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
         unexplained_S = np.flatnonzero((self._rank_S[:fed] == _ABSENT) & (self._state_S[:fed] == _UNKNOWN))
-        # a first call may leave out rows of a prefix; a later one, whose rows came, left out what no other brings
-        trimmed = position > 0 and call.routes is not None
-        self._state_S[unexplained_S] = _CODE[call.loss or ("lost" if trimmed else "not_captured")]
+        self._state_S[unexplained_S] = _CODE[call.loss or "not_captured"]
+        if position > 0 and call.loss is None and _brings_rows(call):
+            # a first call may leave out rows of a prefix; a later one left out what no other brings
+            self._state_S[unexplained_S[unexplained_S < call.first_row]] = _CODE["lost"]
         self._call_S[unexplained_S] = position
 
     def _take(self, position: int, call: ModelCall, *, keep_last: bool) -> None:
@@ -374,6 +375,10 @@ class _Fill:
             for first, last, version in spans
             if first < stop and last > start
         ]
+
+
+def _brings_rows(call: ModelCall) -> bool:
+    return call.routes is not None and bool((_rank(call.routes) > _ABSENT).any())
 
 
 def _rank(routes_RLK: NDArray[np.int16]) -> NDArray[np.int8]:
