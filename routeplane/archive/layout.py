@@ -41,6 +41,7 @@ __all__ = [
     "PART_RECORDS",
     "ROOT",
     "RUNS",
+    "TABLE_SCHEMA",
     "ArrayEntry",
     "ArrayLayout",
     "Commit",
@@ -592,7 +593,8 @@ def _columns(body: Mapping[str, Any]) -> Iterator[tuple[str, ColumnType]]:
 PART_RECORDS = 1_024
 PART_ENTRIES = 65_536
 
-_SCHEMA = pa.schema(
+#: Columns of the record table.
+TABLE_SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.utf8(), nullable=False),
         pa.field("attempt", pa.int32(), nullable=False),
@@ -691,12 +693,12 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
 
 
 def _table(rows: Sequence[Row]) -> pa.Table:
-    columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
+    columns = {name: [getattr(row, name) for row in rows] for name in TABLE_SCHEMA.names}
     columns["prefix"] = [None if row.prefix is None else _members(row.prefix, PREFIX_TYPE) for row in rows]
     columns["spans"] = [[_span(item) for item in row.spans] for row in rows]
     columns["captures"] = [[_members(item, CAPTURE_TYPE) for item in row.captures] for row in rows]
     columns["attributes"] = [sorted(row.attributes.items()) for row in rows]
-    return pa.table(columns, schema=_SCHEMA)
+    return pa.table(columns, schema=TABLE_SCHEMA)
 
 
 def _span(span: Span) -> dict[str, object]:
@@ -722,13 +724,13 @@ class TablePartReader:
                 f"expected a record table in Parquet, got a damaged one: {error} @ {where}",
                 kind=ErrorKind.CORRUPT_BATCH,
             ) from error
-        if not set(_SCHEMA.names) - {"tokens_start"} <= set(self.table.column_names):
+        if not set(TABLE_SCHEMA.names) - {"tokens_start"} <= set(self.table.column_names):
             raise FormatError(
-                f"expected the columns {_SCHEMA.names}, got {self.table.column_names} @ {where}",
+                f"expected the columns {TABLE_SCHEMA.names}, got {self.table.column_names} @ {where}",
                 kind=ErrorKind.SCHEMA,
             )
 
-        if self.table.schema != _SCHEMA:  # of archives of version 1.0
+        if self.table.schema != TABLE_SCHEMA:  # of archives of version 1.0
             self.table = _table([_row(entry) for entry in self.table.to_pylist()])
 
     def __len__(self) -> int:
@@ -751,7 +753,7 @@ def _row(entry: dict[str, Any]) -> Row:
         return Row(
             **{
                 "tokens_start": 0,
-                **{name: entry[name] for name in _SCHEMA.names if name in entry},
+                **{name: entry[name] for name in TABLE_SCHEMA.names if name in entry},
                 "prefix": None if prefix is None else Prefix(**prefix),
                 "spans": tuple(_read_span(item) for item in entry["spans"]),
                 "captures": tuple(Capture(**item) for item in entry["captures"]),

@@ -30,6 +30,7 @@ from routeplane.archive.layout import (
     NEWEST,
     ROOT,
     RUNS,
+    TABLE_SCHEMA,
     Commit,
     Row,
     RunManifest,
@@ -234,7 +235,9 @@ class Run:
             data = read_named(self.store, key, expected=self.entry.manifest)
             self._manifest = found = RunManifest.from_json(data, where=key)
             if found.records != self.entry.records + len(self.entry.removed):
-                raise FormatError(f"expected the records of {self.entry}, got {found.records} @ {key}", kind=_MANIFEST)
+                raise FormatError(
+                    f"expected the records of {self.entry}, got {found.records} @ {key}", kind=ErrorKind.MANIFEST
+                )
         return self._manifest
 
     @property
@@ -279,15 +282,7 @@ class Run:
     def table(self) -> pa.Table:
         """Return its record table, without deleted records: everything about a record but its arrays."""
         parts = [self.part(index).table for index in range(len(self.manifest.parts))]
-        return pa.concat_tables(parts).take(self.positions) if parts else encode_empty()
-
-
-_MANIFEST = ErrorKind.MANIFEST
-
-
-def encode_empty() -> pa.Table:
-    """Return a record table without records."""
-    return pq.read_table(pa.BufferReader(encode_rows([])))
+        return pa.concat_tables(parts).take(self.positions) if parts else TABLE_SCHEMA.empty_table()
 
 
 class Catalog:
@@ -641,7 +636,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         Everything about a record but its arrays: key, group, spans, captures, prefix, attributes, checksum, and where
         its tokens (``token_start``, ``num_tokens``) and rows (``row_start``) stand in the run's arrays.
         """
-        tables = [(run.entry.name, run.table()) for run in self.catalog.runs] or [("", encode_empty())]
+        tables = [(run.entry.name, run.table()) for run in self.catalog.runs] or [("", TABLE_SCHEMA.empty_table())]
         return pa.concat_tables(
             [table.append_column("run", pa.array([name] * len(table), pa.utf8())) for name, table in tables]
         )
