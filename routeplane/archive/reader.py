@@ -443,7 +443,6 @@ def widened(stored_SLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.int16]:
 
 
 def _joined(found: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Groups of neighbouring layers as one array."""
     return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
 
