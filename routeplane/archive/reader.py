@@ -457,7 +457,6 @@ def route_ranges(piece: Piece, slots: Sequence[int] | None, *, array: str = ROUT
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Sorted slots as intervals."""
     first = last = slots[0]
     for slot in slots[1:]:
         if slot != last + 1:
