@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from routeplane.cli.audit import add_audit
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.inspect import add_commands, require_report, write_comparison
 from routeplane.errors import FormatError, Problem, RouteplaneError, refused
@@ -26,6 +27,7 @@ __all__ = ["main"]
 _EPILOG = """examples:
   routeplane info run.arrows              what a stream or archive holds: spec, counts, coverage
   routeplane validate run.arrows --json   every problem with sample, token and layer
+  routeplane audit step-7.pt --layout verl --against run.arrows   what is wrong with a trainer's batch
   routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
   routeplane stats 'run-*.arrows'         load, entropy, overlap, drift and coverage, layer by layer
   routeplane diff run.arrows other.arrows where the two choose other experts
@@ -101,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--report", type=Path, metavar="FILE", help="write what the run's routes look like, as HTML")
     demo.set_defaults(run=_demo)
     serve = _serve_parser(commands)
-    for command in (info, validate, convert, demo, serve, *add_commands(commands)):
+    for command in (info, validate, add_audit(commands), convert, demo, serve, *add_commands(commands)):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from routeplane.inspect.audit import OWN_LAYOUT, AuditReport, audit_batch, load_batch
 from routeplane.inspect.compare import Divergence, RouteDiff, compare, compare_records
 from routeplane.inspect.diagnose import Finding, find_findings
 from routeplane.inspect.explain import Explanation, explain
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from routeplane.inspect.report import render_report, view_sample, write_report
 
 __all__ = [
+    "OWN_LAYOUT",
     "ArchiveSummary",
+    "AuditReport",
     "Collector",
     "Divergence",
     "Explanation",
@@ -32,6 +35,7 @@ __all__ = [
     "SourceSet",
     "StreamCheck",
     "StreamSummary",
+    "audit_batch",
     "check",
     "collect",
     "collect_on_ray",
@@ -42,6 +46,7 @@ __all__ = [
     "filter_batches",
     "find_findings",
     "find_sources",
+    "load_batch",
     "records_of",
     "render_report",
     "summarise",

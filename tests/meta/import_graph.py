@@ -68,6 +68,7 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
         "replay",
         "capture.transformers",
+        "inspect.audit",
         *_REPLAY_SUITE,
         *_DEMO,
     ),
