@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.bench_archive import EXPERTS, SAMPLE, SPEC, draw, record
 from benchmarks.measure import Result, relative_rates
 from routeplane.archive import Archive, open_archive, save_archive
-from routeplane.archive.chunks import Range
+from routeplane.archive.shards import Range
 from routeplane.inspect.report import render_report
 from routeplane.inspect.statistics import collect
 from routeplane.record.record import RouteRecord
@@ -64,10 +64,9 @@ def read_and_decompress(archive: Archive) -> int:
     """Every shard of the archive's routes, as the bytes they decompress to; how many."""
     size = 0
     for run in archive.catalog.runs:
-        entry = run.manifest.arrays["routes"]
-        for start in range(0, entry.rows, entry.shard_rows):
-            stop = min(start + entry.shard_rows, entry.rows)
-            size += run.chunks.read([Range(array="routes", start=start, stop=stop)])[0].nbytes
+        rows, step = run.manifest.arrays["routes"].rows, run.chunks.layout("routes").shard_rows
+        for start in range(0, rows, step):
+            size += run.chunks.read(Range(array="routes", start=start, stop=min(start + step, rows))).nbytes
     return size
 
 

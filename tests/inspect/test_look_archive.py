@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from routeplane.archive import new_run, save_archive
+from routeplane.archive import ARCHIVE_VERSION, new_run, save_archive
 from routeplane.errors import ErrorKind, FormatError
 from routeplane.inspect.look import ArchiveSummary, check, check_stream, summarise, summarise_stream
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -34,7 +34,7 @@ def test_an_archive_is_summed_up_as_a_stream_of_its_records(tmp_path: Path) -> N
     both = archive.keys() & stream.keys() - {"path", "bytes"}
     assert {name: stream[name] for name in both} == {name: archive[name] for name in both}
     assert {"encoding", "batches", "quarantined"} == stream.keys() - archive.keys()
-    assert (2, [1, 2], "1.0") == (archive["commit"], list(archive["runs"].values()), archive["archive"])
+    assert (2, [1, 2], ARCHIVE_VERSION) == (archive["commit"], list(archive["runs"].values()), archive["archive"])
     assert archive == json.loads(json.dumps(archive))
 
 
@@ -94,7 +94,6 @@ def test_a_dead_writer_and_equal_rows_are_alarms(tmp_path: Path) -> None:
     save_archive([RECORDS[0], stuck], place, spec=SPEC)
     with new_run(place, SPEC, run="dying") as sink:
         sink.write(RECORDS[2])
-        (place / "runs" / "dying").mkdir(parents=True, exist_ok=True)
         found = check(place)
         sink.abort()
     assert [("alarm", ErrorKind.IDENTICAL_ROWS, "sample-1", 3), ("alarm", ErrorKind.WRITER, None, None)] == [

@@ -80,9 +80,7 @@ THIRD_PARTY = {
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
-    "zarr": ("archive",),
-    "zarrs": ("archive",),
-    "fsspec": ("archive",),
+    "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
@@ -238,7 +236,7 @@ def _edge_problems(edge: Edge) -> Iterator[str]:
         yield f"{edge.importer} imports {edge.target} inside a function"
     if not _internal(edge.target):
         if not may_import(edge.importer, party):
-            yield f"{edge.importer} may not import {party}; {THIRD_PARTY.get(party) or 'nobody'} may"
+            yield f"{edge.importer} may not import {party}; {THIRD_PARTY.get(party) or 'no module'} may"
         return
     ours, theirs = stage(edge.importer), stage(edge.target)
     if (ours, edge.target.partition(".")[2]) in ALSO_KNOWS:

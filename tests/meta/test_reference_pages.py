@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
+from routeplane.archive import AddReport
 from routeplane.batch.loader import PrefetchReport
 from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
 from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
-from routeplane.fleet.timeline import Timeline
+from routeplane.fleet.startup import Timeline
 from routeplane.inspect.audit import AuditReport
 from routeplane.inspect.compare import RouteDiff
 from routeplane.inspect.statistics import collect
@@ -137,6 +138,7 @@ REPORTS: dict[str, Report] = {
     "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
+    "AddReport": AddReport(),
     "PromptReport": PromptReport(),
     "AuditReport": AuditReport(),
     "JoinReport": JoinReport(),

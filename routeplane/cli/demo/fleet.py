@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,15 @@ from routeplane.cli.demo.engine import build_model, demo_prompts
 from routeplane.cli.demo.environment import TURNS
 from routeplane.cli.demo.scoring import LoadedTrainer, score_stream
 from routeplane.cli.demo.transformers import load
-from routeplane.fleet.actors import ActorHandle, build_environment_actor, start_actor, start_engine
+from routeplane.fleet.actors import (
+    ActorHandle,
+    ActorOptions,
+    EngineHandle,
+    EnvironmentHandle,
+    build_environment_actor,
+    start_actor,
+    start_engine,
+)
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start_async
@@ -37,7 +46,7 @@ from routeplane.stream import new_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane, connect
 
 if TYPE_CHECKING:
-    from routeplane.fleet.timeline import Timeline
+    from routeplane.fleet.startup import Timeline
 
 __all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
 
@@ -75,7 +84,7 @@ class TrainerWorker:
         return score_stream(replace(self._options, address=address), lambda _: trainer)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._trainer = None
 
 
@@ -100,8 +109,8 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
         return found
 
     async def reserved(context: TaskContext) -> Any:
-        engine = await asyncio.to_thread(start_engine, config, 0, options={"runtime_env": {"env_vars": _ENGINE_ENV}})
-        context.defer(engine.close)
+        options = ActorOptions(ray={"runtime_env": {"env_vars": _ENGINE_ENV}})
+        engine = await context.acquire(partial(start_engine, config, 0, options=options), EngineHandle.close)
         return engine, Endpoints(states=(await engine.reserve(),))
 
     async def engine(context: TaskContext) -> Any:
@@ -111,15 +120,13 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
     async def environment(context: TaskContext) -> Any:
         _, endpoints = context.results["reserved"]
-        handle = await build_environment_actor(
-            {}, endpoints, factory="routeplane.cli.demo.environment:make_environment", captured=spec
-        )
-        context.defer(handle.close)
-        return handle
+        factory = "routeplane.cli.demo.environment:make_environment"
+        build = partial(build_environment_actor, {}, endpoints, factory=factory, captured=spec)
+        return await context.acquire(build, EnvironmentHandle.close)
 
     async def trainer(context: TaskContext) -> ActorHandle:
-        handle = await asyncio.to_thread(ActorHandle, start_actor(TrainerWorker, [options]), "trainer")
-        context.defer(handle.close)
+        make = partial(start_actor, TrainerWorker, [options], name="trainer")
+        handle: ActorHandle = await context.acquire(make, ActorHandle.close)
         await handle.call("load")
         return handle
 
