@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from routeplane.batch.admission import StepVerdict, admit_step
     from routeplane.batch.batch import RouteBatch, token_logprobs
     from routeplane.batch.collation import BatchOptions, collate, microbatches
     from routeplane.batch.columns import prompt_tokens
@@ -30,7 +31,9 @@ __all__ = [
     "RouteBatch",
     "Shard",
     "StackLayout",
+    "StepVerdict",
     "TokenPlan",
+    "admit_step",
     "budget_groups",
     "collate",
     "from_layout",
@@ -48,6 +51,7 @@ _HOMES = {
     "LAYOUTS": "layouts",
     "LayoutBatch": "layouts",
     "StackLayout": "layouts",
+    "StepVerdict": "admission",
     "from_layout": "layouts",
     "to_layout": "layouts",
     "BatchBuffers": "pool",
@@ -57,6 +61,7 @@ _HOMES = {
     "RouteBatch": "batch",
     "Shard": "shard",
     "TokenPlan": "plan",
+    "admit_step": "admission",
     "budget_groups": "plan",
     "collate": "collation",
     "join": "matching",

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from routeplane.batch.columns import check_whole, generated_tokens, layer_slots
 from routeplane.batch.slots import running_sum
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
-from routeplane.record.rows import copy_slots
+from routeplane.record.rows import absent_tokens, copy_slots
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal, find_problems
 
@@ -321,7 +321,7 @@ def from_layout(
     """
     kind = layout_of(layout)
     sequences = read_sequences(batch, kind)
-    slots = layer_axis(sequences, spec, kind, decoder_layers=decoder_layers)
+    slots = layer_axis(sequences, spec, kind=kind, decoder_layers=decoder_layers)
     counts = captured_rows(sequences, kind, slots=slots, captured=captured)
     offsets = running_sum(np.asarray([len(each.token_ids) for each in sequences], dtype=np.int64))
     routes = np.empty((int(offsets[-1]), *spec.row_shape), dtype=np.int16)
@@ -522,7 +522,7 @@ def _sample(sample: Any, kind: StackLayout, at: int) -> NativeSequence:
 
 
 def layer_axis(
-    sequences: Sequence[NativeSequence], spec: RouteSpec, kind: StackLayout, *, decoder_layers: int | None
+    sequences: Sequence[NativeSequence], spec: RouteSpec, *, kind: StackLayout, decoder_layers: int | None
 ) -> slice | list[int]:
     """Where on axis D the spec's layers stand. Raises DataError (SHAPE, LAYERS) for an axis that cannot be theirs."""
     depths = {each.rows.shape[1:] for each in sequences}
@@ -601,14 +601,11 @@ def _depth(spec: RouteSpec, kind: StackLayout, decoder_layers: int | None) -> in
 
 def _lost(batch: LayoutBatch) -> NDArray[np.int64]:
     """The sequences in which a row that was fed is not there in some layer."""
-    found = []
-    for at, ((start, stop), fed, count) in enumerate(
-        zip(pairwise(batch.offsets.tolist()), batch.fed.tolist(), batch.captured.tolist(), strict=True)
-    ):
-        rows = batch.routes[start : min(start + max(fed, count), stop), :, 0]
-        if np.any(rows == MISSING):
-            found.append(at)
-    return np.asarray(found, dtype=np.int64)
+    absent = absent_tokens(batch.routes)
+    at = np.searchsorted(batch.offsets, absent, side="right") - 1
+    needed = np.minimum(np.maximum(batch.fed, batch.captured), np.diff(batch.offsets))
+    found: NDArray[np.int64] = np.unique(at[absent - batch.offsets[at] < needed[at]])
+    return found
 
 
 def _check_lost(batch: LayoutBatch, lost: NDArray[np.int64], kind: StackLayout, on_lost: str) -> None:
@@ -640,6 +637,7 @@ class _Part:
     prompt: int
     rows: slice
     captured: int
+    masked: bool
 
     @classmethod
     def of(cls, batch: LayoutBatch, at: int, *, masked: bool) -> _Part:
@@ -652,6 +650,7 @@ class _Part:
             prompt=int(np.argmax(generated)) if generated.any() else stop - start,
             rows=slice(start, stop),
             captured=int(batch.captured[at]),
+            masked=masked,
         )
 
     def __len__(self) -> int:
@@ -690,9 +689,9 @@ class _Writer:
                 out[:count] = self._fresh((), kind.filler)
         rows = self._routes[part.rows][:count]
         out[:count, self._slots] = rows
-        if kind.filler == "missing" or kind.name in _SPELLS_MISSING:
+        if not part.masked or kind.filler == "missing" or kind.name in _SPELLS_MISSING:
             return
-        absent = np.argwhere(rows[:, :, 0] == MISSING)  # of samples that are masked
+        absent = np.argwhere(rows[:, :, 0] == MISSING)
         for token, slot in absent.tolist():
             place = self._slots.start + slot if isinstance(self._slots, slice) else self._slots[slot]
             out[token, place] = self._fresh((), kind.filler)[0]

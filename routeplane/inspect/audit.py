@@ -127,7 +127,7 @@ def audit_batch(
     """
     kind = layout_of(layout)
     sequences = read_sequences(batch, kind)
-    slots = layer_axis(sequences, spec, kind, decoder_layers=decoder_layers)
+    slots = layer_axis(sequences, spec, kind=kind, decoder_layers=decoder_layers)
     counts = captured_rows(sequences, kind, slots=slots, captured=captured)
     records = {record.sample_id: record for record in against}
     found = AuditReport()
