@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeplane.batch.layouts import LAYOUTS
+from routeplane.cli.output import show
 from routeplane.errors import refused
 from routeplane.inspect.audit import OWN_LAYOUT, audit_batch, load_batch
 from routeplane.inspect.inputs import find_sources
@@ -56,7 +57,7 @@ def _audit(options: argparse.Namespace) -> int:
     lines += [f"note: {each}" for each in report.advice]
     verdict = f"{len(report.problems)} problems" if report.problems else "no problem"
     lines.append(f"{report.samples} samples, {report.tokens} tokens, {report.rows} rows: {verdict}")
-    print(json.dumps(report.to_dict(), sort_keys=True) if options.json else "\n".join(lines))
+    show(options, report.to_dict(), lines=lines)
     return 1 if report.problems else 0
 
 

@@ -25,7 +25,7 @@ __all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
 STAGES = ("record", "capture", "stream", "archive", "batch", "replay", "inspect", "fleet", "testing", "cli")
 
 #: Files of the package root: the public face and the errors. ``py.typed`` stands beside them.
-ROOT_FILES = ("__init__", "errors")
+ROOT_FILES = ("__init__", "__main__", "errors")
 
 _PARTS = {"errors", "record", "capture", "stream", "archive", "batch", "replay", "inspect"}
 
@@ -85,8 +85,10 @@ THIRD_PARTY = {
     "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
-    "rich": ("cli.main", "cli.inspect", "inspect.tables"),
+    "vl_convert": ("inspect.charts", "inspect.report", "cli.demo.fleet"),
+    "polars": ("inspect.export",),
+    "pandas": ("inspect.export",),
+    "shtab": ("cli.main",),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("cli.demo.automodel",),
     "megatron": ("cli.demo.megatron",),
@@ -198,6 +200,8 @@ def stage(module: str) -> str | None:
     first = below.split(".")[0]
     if not below:
         return "root"
+    if below == "__main__":
+        return "cli"  # ``python -m routeplane`` is the command line
     return first if first in STAGES or below == "errors" else None
 
 

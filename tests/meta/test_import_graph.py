@@ -104,8 +104,8 @@ ILLEGAL = {
         "routeplane/capture/wire.py:3: routeplane.capture.wire may not import vllm; ('capture.vllm',) may",
     ),
     "unknown_third_party": (
-        _changed("routeplane/batch/collation.py", "from pandas import DataFrame\n"),
-        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import pandas; no module may",
+        _changed("routeplane/batch/collation.py", "from scipy import DataFrame\n"),
+        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import scipy; no module may",
     ),
     "third_party_inside_a_function": (
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
