@@ -6,7 +6,6 @@ Exit status: 0 good, 1 data invalid or different, 2 could not run, 130 interrupt
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from routeplane.cli.audit import add_audit
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.inspect import add_commands, require_report, write_comparison
 from routeplane.cli.output import Progress, complain, flush, show, show_error
-from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, RouteplaneError, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, RouteplaneError, UsageError
 
 __all__ = ["main"]
 
@@ -87,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"routeplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     made = [*add_commands(commands), add_audit(commands), _convert_parser(commands), _demo_parser(commands)]
-    made.append(_serve_parser(commands))
     for command in made:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     completion = commands.add_parser("completion", help="print the shell's completion script")
@@ -155,48 +153,6 @@ def _convert(options: argparse.Namespace) -> int:
     return 1 if done.damaged else 0
 
 
-def _serve_parser(commands: Any) -> argparse.ArgumentParser:
-    serve = commands.add_parser("serve", help="carry one stream between processes over Arrow Flight")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=0)
-    serve.add_argument("--groups", nargs="+", default=["default"], help="consumer groups, each given every record")
-    serve.add_argument("--producers", type=int, help="how many end the stream; without it, an action ends it")
-    serve.add_argument("--max-bytes", type=int, default=2 * 2**30, help="payload held before producers wait")
-    serve.add_argument("--max-message-bytes", type=int, default=256 * 2**20, help="largest block")
-    serve.add_argument("--keep", action="store_true", help="acknowledged records stay until space is needed")
-    serve.add_argument("--spool", type=Path, help="folder that keeps what was accepted until it was acknowledged")
-    serve.add_argument("--token-file", type=Path, help="what clients must present")
-    serve.add_argument("--certificate", type=Path, help="PEM file, for TLS")
-    serve.add_argument("--private-key", type=Path, help="PEM file, for TLS")
-    serve.set_defaults(run=_serve)
-    return serve  # type: ignore[no-any-return]
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from routeplane.stream.flight_service import FlightService, ServiceOptions
-
-    if not 0 <= options.port < 2**16:
-        raise refused("a port of 0 to 65535", f"{options.port}")
-    service = ServiceOptions(
-        max_bytes=options.max_bytes,
-        max_message_bytes=options.max_message_bytes,
-        groups=tuple(options.groups),
-        producers=options.producers,
-        keep=options.keep,
-        spool=None if options.spool is None else str(options.spool),
-        token=None if options.token_file is None else options.token_file.read_text().strip(),
-        certificate=None if options.certificate is None else options.certificate.read_bytes(),
-        private_key=None if options.private_key is None else options.private_key.read_bytes(),
-    )
-    # blocked before any thread starts, so that all of them leave the two to this one
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    with FlightService(service, host=options.host, port=options.port) as running:
-        show(options, {"location": running.location}, lines=[f"serving {running.location}"])
-        sys.stdout.flush()
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    return 0
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The demo, and completion
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,7 +163,7 @@ def _demo_parser(commands: Any) -> argparse.ArgumentParser:
     demo.add_argument("--engine", choices=("transformers", "vllm", "vllm-scheduler"), default="transformers")
     demo.add_argument("--trainer", choices=("transformers", "automodel", "megatron"), default="transformers")
     demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
-    demo.add_argument("--transport", choices=("file", "flight", "ray"), default="file")
+    demo.add_argument("--transport", choices=("file", "folder"), default="file")
     demo.add_argument("--fleet", action="store_true", help="all parts as actors of a Ray cluster, rollouts over HTTP")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the streams in this folder")

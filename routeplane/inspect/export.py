@@ -27,8 +27,7 @@ from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.spec import MISSING
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.batches import BatchRecords
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
+from routeplane.stream.batches import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchRecords, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.files import PublishedPath, Target
 
 if TYPE_CHECKING:

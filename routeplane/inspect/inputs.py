@@ -26,7 +26,7 @@ from pyarrow.fs import FileSystem
 from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, TruncatedError, UsageError, refused
 from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
-from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
+from routeplane.record.policy import Quarantine, QuarantineEntry, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.validate import find_problems
 from routeplane.stream import open_stream
@@ -329,22 +329,31 @@ class SourceRecords:
                 yield archive.read(key, layer_ids=self._layer_ids)
 
 
-def damage_of(report: StreamReport, *, header: StreamHeader | None = None) -> list[Problem]:
+def damage_of(
+    report: StreamReport, *, header: StreamHeader | None = None, quarantine: Quarantine | None = None
+) -> list[Problem]:
     """List what a reader passed over under ``SALVAGE``: damaged records, damaged batches, a missing trailer.
 
-    ``header``: the stream's, to name every bad row of a record rather than the first few.
+    ``header``, ``quarantine``: the reader's, to name every bad row of a record rather than the first few.
     """
-    found = [problem for item in report.quarantined for problem in _problems_of(item, header)]
+    found = [problem for item in report.quarantined for problem in _problems_of(item, header, quarantine)]
+    if report.quarantined_count > len(report.quarantined):
+        message = f"expected whole records, got {report.quarantined_count} damaged, the first of which are listed"
+        found.append(Problem(kind=ErrorKind.CHECKSUM, message=message))
+    if report.skipped_batches:
+        message = f"expected whole batches, got {report.skipped_batches} damaged, of {report.skipped_records} records"
+        found.append(Problem(kind=ErrorKind.CORRUPT_BATCH, message=message))
     if report.truncated:
         found.append(Problem(kind=ErrorKind.TRUNCATED, message="expected a trailer, got the end of the stream"))
     return found
 
 
-def _problems_of(item: Quarantined, header: StreamHeader | None) -> list[Problem]:
+def _problems_of(item: QuarantineEntry, header: StreamHeader | None, quarantine: Quarantine | None) -> list[Problem]:
     """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
     sample = item.key.sample_id
-    if item.error.kind in _ROW_KINDS and header is not None:
-        first_token, rows_SLK = stored_rows(item.raw, header=header)
+    raw = None if quarantine is None else quarantine.raw(item)
+    if item.error.kind in _ROW_KINDS and header is not None and raw is not None:
+        first_token, rows_SLK = stored_rows(raw, header=header)
         return find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, first_token=first_token, sample=sample)
     if item.error.problems:
         return [

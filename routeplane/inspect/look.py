@@ -65,7 +65,7 @@ class StreamSummary:
             "records": self.report.records,
             "tokens": self.report.tokens,
             **_shares(self.report.coverage),
-            "quarantined": len(self.report.quarantined),
+            "quarantined": self.report.quarantined_count,
             "damage": self.damage,
             "complete": self.complete,
         }
@@ -269,7 +269,7 @@ def _check_file(source: Source) -> StreamCheck:
     with reader:
         found = _read_through(reader)
         report = reader.report()
-        bad = damage_of(report, header=_header(reader))
+        bad = damage_of(report, header=_header(reader), quarantine=reader.quarantine)
     return StreamCheck(
         problems=(*bad, *found),
         records=report.records,

@@ -36,7 +36,6 @@ from routeplane.record.prefixes import PromptReport
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.handle import ReplayReport
 from routeplane.stream import StreamReport, new_stream
-from routeplane.stream.delivery import DeliveryReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +136,6 @@ REPORTS: dict[str, Report] = {
     "WritingReport": WritingReport(),
     "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
-    "DeliveryReport": DeliveryReport(),
     "AddReport": AddReport(),
     "PromptReport": PromptReport(),
     "AuditReport": AuditReport(),
