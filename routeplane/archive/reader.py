@@ -494,13 +494,13 @@ def _read_column(run: Run, array: str, kind: ColumnType, piece: Piece, slots: Se
     if kind.ragged:
         offsets = _read_offsets(run, f"{array}_ends", piece)
         values = run.chunks.read(Range(array=array, start=int(offsets[0]), stop=int(offsets[-1])))
-        return read_column(kind, values, offsets - offsets[0], valid, name=array)
+        return read_column(kind, values, offsets=offsets - offsets[0], valid=valid, name=array)
     if slots is None or not run.chunks.layout(array).split:
-        column = read_column(kind, _read_tokens(run, array, piece), None, valid, name=array)
+        column = read_column(kind, _read_tokens(run, array, piece), offsets=None, valid=valid, name=array)
         return column if slots is None else column.pick_layers(slots)
     ranges = route_ranges(replace(piece, first_row=piece.first_token, last_row=piece.last_token), slots, array=array)
     values = _joined([run.chunks.read(wanted) for wanted in ranges])
-    return read_column(replace(kind, shape=values.shape[1:]), values, None, valid, name=array)
+    return read_column(replace(kind, shape=values.shape[1:]), values, offsets=None, valid=valid, name=array)
 
 
 def _read_offsets(run: Run, array: str, piece: Piece) -> NDArray[np.int64]:
