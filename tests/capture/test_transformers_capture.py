@@ -25,8 +25,7 @@ from routeplane.capture.transformers import Sampling, taping
 from routeplane.errors import CaptureError, ErrorKind, SpecError, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
-from routeplane.replay.transformers import find_gates
-from tests.replay.tiny_models import EXPERTS, MAIN_FAMILIES, TOP_K, live_choice
+from tests.replay.tiny_models import EXPERTS, MAIN_FAMILIES, TOP_K, listed_gates, live_choice
 
 QWEN3 = MAIN_FAMILIES[0]
 PROMPTS = ((5, 6, 7), (9,), (4, 5, 6, 7, 8, 9))
@@ -78,7 +77,7 @@ def full_forward(model: Any, token_ids: Any) -> Reference:
 
         return keep
 
-    hooks = [router.register_forward_pre_hook(restate(gate.layer_id)) for gate, router in find_gates(model)]
+    hooks = [router.register_forward_pre_hook(restate(gate.layer_id)) for gate, router in listed_gates(model)]
     with torch.no_grad():
         logits_NV = model(input_ids=torch.tensor([list(map(int, token_ids))]), use_cache=False).logits[0]
     for hook in hooks:

@@ -49,6 +49,8 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
+    # capture reads the selection of a live gate, replay forces it: one probe finds both
+    ("replay", "capture.gates"),
     # until the archive takes blocks through record.interfaces
     ("archive", "stream.protocol"),
     ("archive", "stream.endpoints"),
@@ -70,6 +72,7 @@ THIRD_PARTY = {
     "torch": (
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
         "replay",
+        "capture.gates",
         "capture.transformers",
         *_REPLAY_SUITE,
         *_DEMO,
