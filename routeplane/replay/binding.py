@@ -289,11 +289,12 @@ class TokenHook:
         expected = binding.token_ids
         if given.numel() != expected.numel():
             raise _other_tokens(f"input_ids of shape {list(given.shape)}")
-        differ = (given.reshape(-1) != expected.to(given.device, non_blocking=True).reshape(-1)).any()
-        if differ.device.type == "cpu":
-            if bool(differ):
+        given, expected = given.reshape(-1), expected.to(given.device, given.dtype, non_blocking=True).reshape(-1)
+        if given.device.type == "cpu":
+            if not torch.equal(given, expected):
                 raise _other_tokens("other ids")
             return
+        differ = (given != expected).any()
         self._differ = differ if self._differ is None else self._differ | differ
 
 

@@ -341,11 +341,14 @@ def admit_step(choice: Literal["force", "live", "skip"], /, *, group: Any = None
 
 
 def _check_live(batch: ReplayBatch, limit: float | None) -> None:
+    if limit is None or not batch.unexplained_missing:
+        return
     padding = getattr(batch, "pad_mask", None)
-    known = isinstance(padding, torch.Tensor) and padding.device.type == "cpu"
-    tokens = int((~padding).sum()) if known and padding is not None else batch.num_rows
+    tokens = batch.num_rows
+    if isinstance(padding, torch.Tensor) and padding.device.type == "cpu":
+        tokens -= int(padding.numpy().sum())
     share = batch.unexplained_missing / max(tokens, 1)
-    if limit is not None and share > limit:
+    if share > limit:
         raise DataError(
             f"expected at most {limit:.0%} of the fed tokens without a row (max_live_share), got "
             f"{batch.unexplained_missing} of {tokens}",

@@ -24,7 +24,7 @@ from routeplane.replay.gate import ForcedTopK, GateSite
 from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
 from routeplane.replay.recording import spec_of_gates
 
-__all__ = ["Probe", "attach", "checkpoint_sites", "find_gates", "record"]
+__all__ = ["Probe", "ReplayLimits", "attach", "checkpoint_sites", "find_gates", "record"]
 
 #: Instance attributes that hold a checkpoint function: Transformers' layers, and torch's CheckpointWrapper.
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
