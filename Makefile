@@ -64,6 +64,8 @@ TRAINERS := automodel megatron
 GYM := nemo-gym==0.4.0
 # of pyenv's versions where there are any: its shim refuses one that is not the chosen one
 GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
+# the documentation's site
+SITE := 'mkdocs>=1.6,<2' 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0'
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -95,7 +97,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs-reference help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym browser
+.PHONY: docs docs-reference help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +132,11 @@ lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
 	@$(BIN)/ruff format --quiet --check --output-format=concise .
 	@$(BIN)/mypy
 	@$(BIN)/python -m tests.meta.house
+
+# strict: a warning fails the build
+docs: $(VENV)-docs/.stamp ## the site, into site/
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 docs-reference: $(STAMP)-dev ## docs/reference/modules.md from the docstrings
 	@$(BIN)/python -m tests.meta.modules_page
@@ -256,6 +263,13 @@ pip="$(VENV)-$(1)/bin/python -m pip --disable-pip-version-check install -qq"; \
   { tail -n 3 $(VENV)-$(1)/install.log >&2; echo "$(2) cannot be installed here: see $(VENV)-$(1)/install.log" >&2; exit 1; }; \
 touch $@
 endef
+
+# The site's tools bring a hundred packages that nothing else needs.
+$(VENV)-docs/.stamp: pyproject.toml
+	@echo "installing the site's tools into $(VENV)-docs"
+	@[ -e $(VENV)-docs/bin/python ] || $(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install -qq $(SITE)
+	@touch $@
 
 # NeMo Gym's own environment: another Python than the engine's.
 $(VENV)-gym/.stamp: Makefile

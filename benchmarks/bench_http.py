@@ -2,8 +2,8 @@
 
 Payload: one call of 30,000 tokens, 48 layers, K=8, 256 experts. The yardstick is NeMo RL's envelope in int16, which its
 own rule picks for that many experts (and its default), decoded as its codec does: base64 of the standard library, a
-copy that may be written to, the configured type. All ways give the same ids; the inline form checks its checksum
-besides. Up to 128 experts the envelope is int8, half as long: a peer.
+copy that may be written to, the configured type. All decoders give the same ids. Up to 128 experts the envelope is
+int8, half as long: a peer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 
 from benchmarks.bench_rules import EXPERTS, LAYERS, legal_routes
 from benchmarks.measure import Result, relative_rates
-from routeplane.capture.envelopes import decode_lists, encode_lists, encode_nrlre1
-from routeplane.capture.forms import read_routes
-from routeplane.capture.inline import decode_inline, encode_inline
-from routeplane.capture.shipping import Asked, ship_routes
-from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
-from routeplane.capture.wire import encode_npy
+from routeplane.capture import CaptureOptions
+from routeplane.capture.choices import read_rows
+from routeplane.capture.http import TicketStore, issue_ticket
+from routeplane.capture.http.middleware import RouteRequest, ShippingForm, ship_routes
+from routeplane.capture.wire import decode, encode
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def response(routes_RLK: NDArray[np.int16]) -> dict[str, Any]:
         "logprobs": None,
         "finish_reason": "stop",
         "token_ids": tokens[half:].tolist(),
-        "routed_experts": encode_npy(routes_RLK.astype(np.uint8)),
+        "routed_experts": encode(routes_RLK.astype(np.uint8), form="npy"),
     }
     return {
         "id": "chatcmpl-0123456789abcdef0123456789abcdef",
@@ -76,65 +75,59 @@ def hop(body: bytes) -> bytes:
 
 def decoding(routes_RLK: NDArray[np.int16], *, rounds: int) -> list[Result]:
     """From the text in a body to ids in an array."""
-    tokens = np.arange(len(routes_RLK) + 1)
-    inline = encode_inline(routes_RLK, SPEC, token_ids=tokens)
-    narrow, wide = encode_nrlre1(routes_RLK, dtype="int8"), encode_nrlre1(routes_RLK)
-    npy = encode_npy(routes_RLK.astype(np.uint8))
-    ways: dict[str, Callable[[], Any]] = {
-        "inline": partial(decode_inline, inline, SPEC, token_ids=tokens),
+    narrow, wide = encode(routes_RLK, form="nrlre1", dtype="int8"), encode(routes_RLK, form="nrlre1")
+    npy = encode(routes_RLK.astype(np.uint8), form="npy")
+    options = CaptureOptions()
+    decoders: dict[str, Callable[[], Any]] = {
+        "npy": partial(read_rows, npy, SPEC, options=options),
         "nrlre1": partial(nemo_decode, wide, "int16"),
         "nrlre1 int8": partial(nemo_decode, narrow, "int8"),
-        "nrlre1, read strictly here": partial(read_routes, wide, SPEC, token_ids=tokens),
-        "vLLM's npy, read strictly here": partial(read_routes, npy, SPEC, token_ids=tokens),
+        "nrlre1, read strictly here": partial(read_rows, wide, SPEC, options=options),
     }
-    for name, way in ways.items():
-        made = way()
+    for name, decoder in decoders.items():
+        made = decoder()
         if not np.array_equal(made[0] if isinstance(made, tuple) else made, routes_RLK):
             raise ValueError(f"{name} gives other ids")
-    rates = relative_rates(ways, yardstick="nrlre1", rounds=rounds)
-    listed = encode_lists(routes_RLK[:LISTED_TOKENS])
-    part = encode_nrlre1(routes_RLK[:LISTED_TOKENS])
+    rates = relative_rates(decoders, yardstick="nrlre1", rounds=rounds)
+    listed = encode(routes_RLK[:LISTED_TOKENS], form="lists")
+    part = encode(routes_RLK[:LISTED_TOKENS], form="nrlre1")
     lists = relative_rates(
-        {"lists": partial(decode_lists, listed), "nrlre1": partial(nemo_decode, part, "int16")},
+        {"lists": partial(decode, listed, form="lists"), "nrlre1": partial(nemo_decode, part, "int16")},
         yardstick="nrlre1",
         rounds=3,
     )
-    value = rates.pop("inline")
+    value = rates.pop("npy")
     return [
         Result(
-            name="http/inline_decode",
+            name="http/npy_decode",
             value=value,
             unit="x rate of nrlre1",
-            bar=15.0,
+            bar=2.0,
             peers={**rates, "nested lists": lists["lists"]},
-        ),
-        Result(
-            name="http/inline_bytes",
-            value=round(len(inline) / len(wide), 4),
-            unit="x bytes of nrlre1 int16",
-            peers={"nrlre1 int8": round(len(narrow) / len(wide), 4), "npy": round(len(npy) / len(wide), 4)},
-            higher_is_better=False,
         ),
     ]
 
 
 def hops(routes_RLK: NDArray[np.int16], *, rounds: int) -> list[Result]:
     """Bodies by form: their bytes, and the rate at which a hop passes them on."""
-    desk = TicketDesk(SPEC, stream="routes")
+    store = TicketStore(SPEC, stream="routes")
 
     def issue(calls: Sequence[ModelCall]) -> list[str]:
-        for call in calls:
-            desk.write(record_of_call(call, SPEC))
-        return [ticket_for(call, stream="routes").to_json() for call in calls]
+        pairs = [issue_ticket(call, SPEC, stream="routes") for call in calls]
+        for record, _ in pairs:
+            store.write(record)
+        return [ticket.to_json() for _, ticket in pairs]
 
-    bodies: dict[str, bytes] = {}
-    for form in ("ticket", "inline", "nemo"):
+    bodies = {"npy": json.dumps(response(routes_RLK)).encode()}
+    forms: tuple[ShippingForm, ...] = ("ticket", "nemo")
+    for form in forms:
         document = response(routes_RLK)
         if form == "nemo":
             # its messages must have them
             [choice] = document["choices"]
             choice["message"]["generation_log_probs"] = [-0.5] * len(choice["token_ids"])
-        ship_routes(document, Asked(form=form, keep_ids=form == "inline"), spec=SPEC, issue=issue, cached=0)
+        request = RouteRequest(form=form, keep_ids=False)
+        ship_routes(document, request, spec=SPEC, issue=issue, options=CaptureOptions(cached=0))
         bodies[form] = json.dumps(document).encode()
     document = response(routes_RLK)
     document["choices"][0].update(routed_experts=None, token_ids=None)
@@ -154,7 +147,7 @@ def hops(routes_RLK: NDArray[np.int16], *, rounds: int) -> list[Result]:
             name="http/ticket_hop",
             value=rates["ticket"],
             unit="x rate of a hop with nrlre1",
-            peers={"inline": rates["inline"]},
+            peers={"npy": rates["npy"]},
         ),
     ]
 

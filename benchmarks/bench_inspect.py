@@ -25,9 +25,9 @@ import numpy as np
 from benchmarks.bench_archive import EXPERTS, SAMPLE, SPEC, draw, record
 from benchmarks.measure import Result, relative_rates
 from routeplane.archive import Archive, open_archive, save_archive
-from routeplane.archive.chunks import Range
-from routeplane.inspect.collect import collect
+from routeplane.archive.shards import Range
 from routeplane.inspect.report import render_report
+from routeplane.inspect.statistics import collect
 from routeplane.record.record import RouteRecord
 
 #: Samples drawn, in all, and of the smaller archive whose memory is compared.
@@ -39,7 +39,7 @@ _MEASURED = """
 import json, re, sys
 from pathlib import Path
 from routeplane.archive import open_archive
-from routeplane.inspect.collect import collect
+from routeplane.inspect.statistics import collect
 
 def held(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
@@ -64,10 +64,9 @@ def read_and_decompress(archive: Archive) -> int:
     """Every shard of the archive's routes, as the bytes they decompress to; how many."""
     size = 0
     for run in archive.catalog.runs:
-        entry = run.manifest.arrays["routes"]
-        for start in range(0, entry.rows, entry.shard_rows):
-            stop = min(start + entry.shard_rows, entry.rows)
-            size += run.chunks.read([Range(array="routes", start=start, stop=stop)])[0].nbytes
+        rows, step = run.manifest.arrays["routes"].rows, run.chunks.layout("routes").shard_rows
+        for start in range(0, rows, step):
+            size += run.chunks.read(Range(array="routes", start=start, stop=min(start + step, rows))).nbytes
     return size
 
 

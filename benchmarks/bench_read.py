@@ -31,9 +31,8 @@ import xxhash
 
 from benchmarks.bench_rules import EXPERTS, LAYERS, legal_routes
 from benchmarks.measure import Result, relative_rates
-from routeplane.batch import RouteBatch, microbatches
-from routeplane.batch.budget import budget_groups
-from routeplane.batch.plan import PlanOptions, TokenPlan
+from routeplane.batch import BatchOptions, RouteBatch, microbatches
+from routeplane.batch.plan import TokenPlan, budget_groups
 from routeplane.batch.pool import BatchBuffers
 from routeplane.batch.shard import Shard
 from routeplane.record.record import RouteRecord
@@ -160,9 +159,8 @@ class Rounds:
     @classmethod
     def of(cls, sizes: Sequence[int]) -> Rounds:
         """As ``microbatches`` groups them."""
-        options = PlanOptions(layout="padded")
-        groups = budget_groups(sizes, tokens=ROWS, options=options)
-        return cls(groups=groups, plans=[options.plan([sizes[index] for index in group]) for group in groups])
+        groups = budget_groups(sizes, tokens=ROWS, layout="padded")
+        return cls(groups=groups, plans=[TokenPlan.padded([sizes[index] for index in group]) for group in groups])
 
     def buffer(self) -> NDArray[np.int16]:
         """Memory, touched, for the largest of them."""
@@ -207,7 +205,9 @@ def batches_of(
     if layers is not None and not verify:
         source = source.select(layer_ids=layers)
     shard = None if layers is None else Shard(layers=layers)
-    return pool.releasing(microbatches(source, tokens=ROWS, layout="padded", buffers=pool, shard=shard))
+    return pool.releasing(
+        microbatches(source, tokens=ROWS, layout="padded", shard=shard, options=BatchOptions(buffers=pool))
+    )
 
 
 def opening(small: bytes, large: bytes) -> list[Result]:

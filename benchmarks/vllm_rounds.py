@@ -21,7 +21,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from routeplane.capture.vllm import record_output, shipping_args, spec_from_vllm, start_engine, stop_engine
+from routeplane.capture import vllm as capture
+from routeplane.capture.vllm import request_args, spec_from_vllm, start_engine, stop_engine
 from routeplane.stream import new_stream
 
 SEQUENCES, PROMPT, GENERATED = 64, 16, 48
@@ -97,7 +98,7 @@ def _rounds(count: int) -> dict[str, list[float]]:
                 seed=one,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args=shipping_args(sample_id=f"{number}-{one}", weights_version=1),
+                extra_args=request_args(sample_id=f"{number}-{one}", weights_version=1),
             )
             for one in range(SEQUENCES)
         ]
@@ -109,7 +110,9 @@ def _rounds(count: int) -> dict[str, list[float]]:
         def beside() -> None:
             number = next(serial)
             for output in generate("plain"):
-                for record in record_output(output, spec, sample_id=f"{number}-{output.request_id}", weights_version=1):
+                for record in capture.records(
+                    output, spec, sample_id=f"{number}-{output.request_id}", weights_version=1
+                ):
                     sink.write(record)
 
         ways: dict[str, Callable[[], object]] = {

@@ -3,7 +3,7 @@
     capture  ->  record  ->  stream / archive  ->  batch  ->  replay
 
 The names below need numpy, pyarrow and xxhash only. Stages with heavier needs are imported by module:
-``routeplane.batch.collation`` (torch), ``routeplane.replay.transformers``, ``routeplane.capture.vllm``, ...
+``routeplane.batch`` (torch), ``routeplane.replay.transformers``, ``routeplane.capture.vllm``, ...
 """
 
 from routeplane.errors import ErrorKind, Problem, RouteplaneError

@@ -134,6 +134,8 @@ class ErrorKind(StrEnum):
     CORRUPT_CHUNK = "corrupt_chunk"
     NO_SPACE = "no_space"
     WRITER = "writer"  # another writer holds the name
+    ROLLED_BACK = "rolled_back"  # a commit of an archive was lost, or the archive was set back
+    STORAGE = "storage"  # an object store did not answer, or refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

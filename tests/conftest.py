@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No profile has a deadline, and none complains of slow data: the speed of a shared machine is no property of the code.
+# No profile has a deadline, and none complains of slow data: the speed of a shared machine says nothing about the code.
 _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 #: while writing code: fresh examples every time, failures remembered

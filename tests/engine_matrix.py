@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "engines.md"
 OUTCOMES = ROOT / "tests" / "data" / "engine-outcomes.json"
 
-_OUT, _LLM, _IN, _ASYNC, _WORKER, _FAMILY = (
-    f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_worker", "_models")
+_OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY = (
+    f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_probing", "_models")
 )
 
 #: Part -> feature -> the tests that show it.
 FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "Outputs (`record_output`)": {
+    "Outputs (`records`)": {
         "every row, at temperature 1": (f"{_LLM}test_generated_rows_and_logprobs_are_the_models",),
         "log-probabilities": (f"{_LLM}test_sampled_logprobs_are_picked_from_any_answer",),
         "several choices": (f"{_LLM}test_two_choices_are_two_samples_of_a_group",),
@@ -64,13 +64,9 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "weights changed in a pause": (f"{_IN}test_weights_that_change_in_a_pause_cut_the_span",),
     },
-    "Inside the worker (`RouteWorkerExtension`)": {
-        "rows without the engine's flag": (f"{_WORKER}test_the_worker_has_the_rows_that_the_engine_does_not_return",),
-        "cached rows are missing, and marked": (f"{_WORKER}test_cached_rows_are_missing_and_say_so",),
-    },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
-        "`probe`": (f"{_WORKER}test_an_honest_capture_passes", f"{_WORKER}test_a_capture_that_lies_is_found"),
+        "`probe`": (f"{_PROBE}test_an_honest_capture_passes", f"{_PROBE}test_a_capture_that_lies_is_found"),
     },
     "Families": {
         "Mixtral, OLMoE, GPT-OSS, DeepSeek-V2": (f"{_FAMILY}test_rows_of_a_family_are_those_of_transformers",),
@@ -88,7 +84,7 @@ All of it ran on a CPU with tiny seeded models, rows compared with a Transformer
 
 _TAIL = """
 Recorded HTTP exchanges of 0.30 and 0.32 are decoded to their reference rows besides, without an engine
-(`tests/capture/test_wire.py`, `tests/capture/test_openai.py`).
+(`tests/capture/test_layers.py`, `tests/capture/test_openai.py`).
 SGLang's answers are built from its source's format; no SGLang server ran (`tests/capture/test_sglang.py`).
 """
 

@@ -28,6 +28,7 @@ from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import DataError, ErrorKind, ReplayError, SpecError
 from routeplane.replay import transformers as gates
 from routeplane.stream import MemoryStream, new_stream
+from tests.batch.laid_out import laid_out
 from tests.replay.tiny_models import listed_gates
 
 EXPERTS, TOP_K, LAYERS = 8, 2, (1, 2, 3)
@@ -162,7 +163,7 @@ def test_the_model_is_its_own_again_afterwards(stream: Path) -> None:
 @layouts
 def test_own_routes_change_nothing(options: dict[str, Any]) -> None:
     """The engine's routes in the same precision: the trainer's logits within 1e-5, not one row flipped."""
-    batch = collate(recorded(), SPEC, **options)
+    batch = collate(recorded(), SPEC, **laid_out(options))
     found, scalars = replayed(engine(), batch)
     rows = len(LAYERS) * sum(len(prompt) + MAX_TOKENS - 1 for prompt in PROMPTS)
     assert (rows, 0) == (scalars["routeplane/replay_rows_forced"], scalars["routeplane/replay_rows_flipped"])
@@ -179,7 +180,7 @@ def test_own_routes_in_their_own_order_are_bit_identical() -> None:
 @layouts
 def test_the_trainer_scores_what_the_engine_sampled(options: dict[str, Any]) -> None:
     """Under replay, token log-probabilities are the engine's own, each at its token."""
-    batch = collate(recorded(), SPEC, **options)
+    batch = collate(recorded(), SPEC, **laid_out(options))
     with gates.attach(engine(), SPEC) as replay, replay.replaying(batch), torch.no_grad():
         found = token_logprobs(engine()(**batch.model_inputs()).logits, batch)
     assert batch.logprobs is not None
@@ -193,7 +194,7 @@ def test_the_trainer_scores_what_the_engine_sampled(options: dict[str, Any]) -> 
 @layouts
 def test_shifted_routes_are_another_model(options: dict[str, Any], shift: Callable[[RouteRecord], RouteRecord]) -> None:
     """One token or one layer off: most rows flip, and logits move by more than any rounding."""
-    batch = collate([shift(record) for record in recorded()], SPEC, **options)
+    batch = collate([shift(record) for record in recorded()], SPEC, **laid_out(options))
     found, scalars = replayed(engine(), batch)
     assert scalars["routeplane/replay_flipped_share"] > 0.5
     moved_N = (found - logits_of(engine(), batch)).abs().amax(dim=-1)

@@ -1,7 +1,7 @@
-"""The files of an archive: whole ones read and written, created once, listed, deleted. Decides nothing about content.
+"""The files of an archive: whole ones read and written, ranges of them, created once, listed, deleted.
 
-A local folder here; what a URL names is ``remote``. Keys are relative paths with ``/``. A local file is written under a
-temporary name, synced and renamed, so that it is there whole or not at all.
+A local folder here; what a URL names is ``objectstore``. Keys are relative paths with ``/``. A local file is written
+under a temporary name, synced and renamed, so that it is there whole or not at all. Decides nothing about content.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
 from routeplane.errors import ErrorKind, FormatError, StoreError, UsageError
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not everywhere; then a folder that exists stands for a writer that lives
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["ArchiveStore", "LocalFolder"]
 
@@ -34,17 +29,16 @@ class ArchiveStore(Protocol):
 
     @property
     def where(self) -> str:
-        """Path or URL, for messages and for zarr."""
-
-    @property
-    def local(self) -> bool:
-        """Whether asking for a file's size costs next to nothing."""
+        """Path or URL, for messages."""
 
     def read(self, key: str) -> bytes | None:
-        """All bytes of a file, None where there is none."""
+        """Return all bytes of a file, None where there is none."""
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], *, size: int) -> list[bytes] | None:
+        """Return bytes ``[start, stop)`` of a file for each range; None where there is no file of that size."""
 
     def size(self, key: str) -> int | None:
-        """Bytes of a file, None where there is none."""
+        """Return the bytes of a file, None where there is none."""
 
     def write(self, key: str, data: bytes) -> None:
         """Write a file, whole. Raises StoreError where there is no space."""
@@ -53,19 +47,17 @@ class ArchiveStore(Protocol):
         """Write a file that does not exist; False where another writer was first."""
 
     def names(self, folder: str) -> list[str]:
-        """What lies directly in a folder ("" is the archive itself), sorted; nothing where there is none."""
+        """Return what lies directly in a folder ("" is the archive itself), sorted; nothing where there is none."""
+
+    def modified(self, folder: str) -> float:
+        """Return when a file below a folder was last written, in seconds since 1970; 0.0 where there is none."""
 
     def delete(self, key: str) -> None:
         """Delete a file, or a folder with everything in it; nothing where there is none."""
 
-    def claim(self, key: str) -> contextlib.AbstractContextManager[bool]:
-        """Hold the name for one writer while it lives; False where another one holds it."""
-
 
 class LocalFolder:
     """An archive in a folder of this machine."""
-
-    local = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.realpath(path))
@@ -80,14 +72,27 @@ class LocalFolder:
         return str(self._root)
 
     def read(self, key: str) -> bytes | None:
-        """All bytes of a file, None where there is none."""
+        """Return all bytes of a file, None where there is none."""
         try:
             return (self._root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], *, size: int) -> list[bytes] | None:
+        """Return bytes ``[start, stop)`` of a file for each range; None where there is no file of that size."""
+        try:
+            file = os.open(f"{self._root}/{key}", os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            if os.fstat(file).st_size != size:
+                return None
+            return [_read_range(file, start, stop) for start, stop in ranges]
+        finally:
+            os.close(file)
+
     def size(self, key: str) -> int | None:
-        """Bytes of a file, None where there is none."""
+        """Return the bytes of a file, None where there is none."""
         try:
             return os.stat(f"{self._root}/{key}").st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -129,11 +134,20 @@ class LocalFolder:
             temporary.unlink(missing_ok=True)
 
     def names(self, folder: str) -> list[str]:
-        """What lies directly in a folder, sorted; temporary files of writers left out."""
+        """Return what lies directly in a folder, sorted; temporary files of writers left out."""
         try:
             return sorted(name for name in os.listdir(self._root / folder) if not name.endswith(_TEMPORARY))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def modified(self, folder: str) -> float:
+        """Return when something in a folder was last written, created or deleted, in seconds since 1970."""
+        latest = 0.0
+        for path, _, names in os.walk(self._root / folder):
+            for name in (".", *names):
+                with contextlib.suppress(FileNotFoundError):
+                    latest = max(latest, os.stat(os.path.join(path, name)).st_mtime)
+        return latest
 
     def delete(self, key: str) -> None:
         """Delete a file or a folder; links are not followed."""
@@ -144,19 +158,15 @@ class LocalFolder:
             else:
                 path.unlink()
 
-    @contextlib.contextmanager
-    def claim(self, key: str) -> Iterator[bool]:
-        """Hold a lock file, which the system lets go of when its process dies, however it dies."""
-        path = self._root / key
-        _make_folders(path.parent)
-        with open(path, "ab") as file:
-            if not _locked(file):
-                yield False
-                return
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
+
+def _read_range(file: int, start: int, stop: int) -> bytes:
+    data = os.pread(file, stop - start, start)
+    while len(data) < stop - start:  # at most 2 GiB come at once
+        more = os.pread(file, stop - start - len(data), start + len(data))
+        if not more:
+            break  # the file was cut since it was opened: checksums tell
+        data += more
+    return data
 
 
 def _link(source: Path, target: Path) -> None:
@@ -169,21 +179,6 @@ def _link(source: Path, target: Path) -> None:
         # no hard links here: take the name with an empty file, then put the whole one in its place
         target.touch(exist_ok=False)
         os.replace(source, target)
-
-
-def _locked(file: IO[bytes]) -> bool:
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
-    # who held it before may have deleted the name in between: then this lock is on nothing
-    with contextlib.suppress(FileNotFoundError):
-        return os.stat(file.name).st_ino == os.fstat(file.fileno()).st_ino
-    return False
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:

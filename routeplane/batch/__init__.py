@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routeplane.batch.batch import RouteBatch, token_logprobs
-    from routeplane.batch.budget import budget_groups
-    from routeplane.batch.collation import collate, microbatches
+    from routeplane.batch.collation import BatchOptions, collate, microbatches
+    from routeplane.batch.columns import prompt_tokens
     from routeplane.batch.dataset import RecordDataset
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
-    from routeplane.batch.plan import TokenPlan
+    from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
     from routeplane.batch.pool import BatchBuffers
-    from routeplane.batch.shard import Shard
+    from routeplane.batch.shard import Shard, stage_layers
 
 __all__ = [
     "BatchBuffers",
+    "BatchOptions",
+    "PlanOptions",
     "RecordDataset",
     "RouteBatch",
     "Shard",
@@ -30,21 +32,27 @@ __all__ = [
     "join",
     "microbatches",
     "prefetch",
+    "prompt_tokens",
+    "stage_layers",
     "token_logprobs",
 ]
 
 #: Where each name is defined. No module here has the name of what the package exports: importing it would shadow that.
 _HOMES = {
     "BatchBuffers": "pool",
+    "BatchOptions": "collation",
+    "PlanOptions": "plan",
     "RecordDataset": "dataset",
     "RouteBatch": "batch",
     "Shard": "shard",
     "TokenPlan": "plan",
-    "budget_groups": "budget",
+    "budget_groups": "plan",
     "collate": "collation",
     "join": "matching",
     "microbatches": "collation",
     "prefetch": "loader",
+    "prompt_tokens": "columns",
+    "stage_layers": "shard",
     "token_logprobs": "batch",
 }
 

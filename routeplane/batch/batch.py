@@ -18,12 +18,14 @@ import numpy as np
 
 from routeplane.batch.columns import NO_STATE, count_states, settle_states
 from routeplane.batch.layouts import Fill, balanced_rows, check_fill
-from routeplane.batch.plan import Layout, TokenPlan
+from routeplane.batch.matching import plan_of_rows
+from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
-from routeplane.errors import ErrorKind, MissingExtraError, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.record.coverage import Coverage
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import all_legal, find_problems
 
 try:
     import torch
@@ -31,7 +33,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingExtraError(
-        "routeplane.batch.collation needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.batch needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.record import RecordKey
 
-__all__ = ["RouteBatch", "count_first_tokens", "filler", "owned_tensor", "pinned_bytes", "token_logprobs"]
+__all__ = ["RouteBatch", "check_rows", "count_first_tokens", "filler", "owned_tensor", "pinned_bytes", "token_logprobs"]
 
 # Rows whose logits are widened to float32 at a time: bounds what `token_logprobs` allocates without gradients.
 _LOGIT_ROWS = 2_048
@@ -86,6 +88,68 @@ class RouteBatch:
     keys: tuple[RecordKey, ...]
     counts: Coverage
     fill: Fill = "missing"
+
+    @classmethod
+    def from_tensors(
+        cls,
+        routes: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        spec: RouteSpec,
+        lengths: Any = None,
+        cu_seqlens: Any = None,
+        pad_mask: Any = None,
+        captured: Any = None,
+        generation_mask: torch.Tensor | None = None,
+    ) -> RouteBatch:
+        """Check a trainer's own tensors and make a batch of them, for ``replaying``.
+
+        ``routes``: integers of any width, ``[B, S, L, K]``, ``[T, L, K]`` with ``cu_seqlens``, or a nested (jagged)
+        tensor of the sequences; on any device. ``token_ids``: integers of the same leading axes. ``lengths``: ``[B]``,
+        tokens of each sequence from its first row on; ``pad_mask``: bool ``[B, S]``, True at padding; by neither, all
+        rows are tokens. ``captured``: which rows an engine captured, as bool of the ids' shape or as counts ``[B]`` of
+        each sequence's first tokens: what other rows hold is filler and becomes MISSING. Without it, rows of -1 alone
+        are MISSING. ``generation_mask``: bool, tokens that the policy sampled; default none.
+
+        Returns a batch with int16 routes of its own, MISSING at padding; token ids are shared where they are int64.
+        The last token of a sequence counts as not_fed where its row is MISSING, other MISSING rows as lost, or as
+        not_captured where ``captured`` excludes them. Raises UsageError for arguments that disagree, and DataError
+        with every finding (sequence, token, layer) for rows that are not legal.
+
+        >>> import torch
+        >>> from routeplane import RouteSpec
+        >>> from routeplane.batch import RouteBatch
+        >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+        >>> rows = torch.tensor([[[[3, 5]], [[0, 1]], [[0, 0]]]])
+        >>> batch = RouteBatch.from_tensors(rows, torch.tensor([[7, 8, 0]]), spec=spec, lengths=[2], captured=[1])
+        >>> batch.layer(1).tolist(), batch.unexplained_missing
+        ([[3, 5], [-1, -1], [-1, -1]], 0)
+        """
+        if routes.is_nested and token_ids.is_nested:
+            nested: Any = token_ids
+            cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
+        plan = plan_of_rows(token_ids, lengths=lengths, cu_seqlens=cu_seqlens, pad_mask=pad_mask)
+        rows = _own_rows(routes, spec, plan, captured)
+        real = torch.from_numpy(~plan.padding()).to(rows.device)
+        states = _own_states(rows, spec, plan, excluded=captured is not None)
+        generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
+        return cls(
+            spec=spec,
+            plan=plan,
+            routes=rows,
+            token_ids=token_ids.long(),
+            position_ids=owned_tensor(plan.positions()).to(rows.device),
+            pad_mask=~real,
+            generation_mask=generated,
+            logprobs=None,
+            lengths=owned_tensor(plan.lengths.copy()),
+            cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
+            cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
+            columns=MappingProxyType({}),
+            states=owned_tensor(states.reshape(plan.shape)).to(rows.device),
+            keys=(),
+            counts=count_states(states, records=count_first_tokens(plan)),
+        )
 
     @property
     def layout(self) -> Layout:
@@ -207,13 +271,14 @@ class RouteBatch:
         """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.
 
         Every token counts as captured, and padding stays MISSING. The rows are copied to the batch's device. Raises
-        UsageError (ARGUMENT) for another shape or type.
+        UsageError (ARGUMENT) for another shape or type, and DataError for a row of a token that is not legal.
         """
         expected = (self.num_rows, *self.spec.row_shape)
         if tuple(routes_NLK.shape) != expected or routes_NLK.dtype != torch.int16:
             raise refused(f"int16 routes {list(expected)}", f"{routes_NLK.dtype} {list(routes_NLK.shape)}")
         routes = routes_NLK.to(self.routes.device, copy=True).view(self.routes.shape)
         routes[self.pad_mask] = MISSING
+        check_rows(routes.view(routes_NLK.shape), self.spec, plan=self.plan)
         states = torch.where(self.pad_mask, NO_STATE, STATES.index("captured")).to(self.states)
         counts = count_states(states.reshape(-1).cpu().numpy(), records=self.counts.records)
         return replace(self, routes=routes, states=states, counts=counts, fill="missing")
@@ -252,6 +317,81 @@ def owned_tensor(values: NDArray[Any]) -> torch.Tensor:
     Never a record's own array: it is read-only and may be mapped, where a write through torch kills the process.
     """
     return torch.from_numpy(values)
+
+
+def check_rows(routes_NLK: torch.Tensor, spec: RouteSpec, *, plan: TokenPlan | None = None) -> None:
+    """Raise DataError unless every row is legal: int16 ``[N, L, K]`` on any device, where the verdict is made.
+
+    Findings name the sequence of ``plan`` and the token in it; without a plan, the row.
+    """
+    if routes_NLK.device.type != "cpu":
+        low, high = routes_NLK.amin(-1), routes_NLK.amax(-1)
+        width_L = torch.tensor(spec.experts_per_layer, device=routes_NLK.device)
+        ordered = routes_NLK.sort(dim=-1).values
+        distinct = (ordered[..., 1:] > ordered[..., :-1]).all(-1)
+        if bool((((low >= 0) & (high < width_L) & distinct) | (low == MISSING) & (high == MISSING)).all()):
+            return
+    rows_NLK = routes_NLK.detach().cpu().numpy()
+    if all_legal(rows_NLK, spec):
+        return
+    problems = find_problems(rows_NLK, spec)
+    if plan is not None:
+        problems = [
+            replace(problem, sample=f"sequence {plan.record_N[problem.token]}", token=int(plan.token_N[problem.token]))
+            for problem in problems
+            if problem.token is not None
+        ]
+    raise DataError.from_problems(problems, what="illegal routes")
+
+
+def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: Any) -> torch.Tensor:
+    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``; every other row is legal."""
+    expected = (*plan.shape, *spec.row_shape)
+    if tuple(routes.shape) != expected or routes.is_floating_point() or routes.dtype == torch.bool:
+        depth = f" (axis {len(plan.shape)} is the layers {list(spec.layer_ids)})"
+        raise refused(f"integer routes {list(expected)}{depth}", f"{routes.dtype} {list(routes.shape)}")
+    kept = ~plan.padding()
+    if captured is not None:
+        kept &= _captured_rows(captured, plan)
+    mask = torch.from_numpy(kept).to(routes.device)
+    if routes.dtype not in (torch.int16, torch.uint8, torch.int8):
+        real = routes[mask]
+        low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
+        if low < np.iinfo(np.int16).min or high > np.iinfo(np.int16).max:
+            raise DataError(f"expected ids that int16 holds, got {low} to {high}", kind=ErrorKind.VALUE_RANGE)
+    rows = routes.to(torch.int16, copy=True, memory_format=torch.contiguous_format)
+    rows[~mask] = MISSING
+    check_rows(rows.view(plan.num_rows, *spec.row_shape), spec, plan=plan)
+    return rows
+
+
+def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
+    given = np.asarray(captured.cpu() if isinstance(captured, torch.Tensor) else captured)
+    if given.dtype == np.bool_ and given.shape == plan.shape:
+        return given
+    if (
+        given.shape != plan.lengths.shape
+        or given.dtype.kind not in "iu"
+        or np.any((given < 0) | (given > plan.lengths))
+    ):
+        raise refused(
+            f"captured as bool {list(plan.shape)}, or as counts within {plan.lengths.tolist()}",
+            f"{given.dtype} {list(given.shape)}",
+        )
+    rows_N: NDArray[np.bool_] = plan.token_N < given[plan.record_N]
+    return rows_N.reshape(plan.shape)
+
+
+def _own_states(rows: torch.Tensor, spec: RouteSpec, plan: TokenPlan, *, excluded: bool) -> NDArray[np.int8]:
+    """The capture state of each row, int8 ``[N]``, from what is there and where it stands."""
+    there_NL = (rows.view(plan.num_rows, *spec.row_shape)[..., 0] != MISSING).cpu().numpy()
+    states_N = np.full(plan.num_rows, STATES.index("not_captured" if excluded else "lost"), dtype=np.int8)
+    states_N[there_NL.any(axis=1)] = STATES.index("partial")
+    states_N[there_NL.all(axis=1)] = STATES.index("captured")
+    last_N = plan.token_N == plan.sources[plan.record_N] - 1
+    states_N[last_N & ~there_NL.any(axis=1)] = STATES.index("not_fed")
+    states_N[plan.record_N == PADDING] = NO_STATE
+    return states_N
 
 
 def filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

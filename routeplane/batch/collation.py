@@ -11,7 +11,7 @@ slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -19,11 +19,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.batch import columns as collation
-from routeplane.batch.batch import RouteBatch, count_first_tokens, filler, owned_tensor, token_logprobs
-from routeplane.batch.budget import RankCounts, budget_groups
+from routeplane.batch.batch import RouteBatch, count_first_tokens, filler, owned_tensor
+from routeplane.batch.columns import (
+    NO_STATE,
+    check_fits,
+    check_pad_token,
+    check_token_columns,
+    check_whole,
+    count_states,
+    generated_tokens,
+    layer_slots,
+    scores,
+    settle_states,
+    states_of,
+    stored_rows,
+)
 from routeplane.batch.layouts import Fill, balanced_rows, check_fill
-from routeplane.batch.plan import Layout, PaddingSide, PlanOptions, TokenPlan, Truncate
+from routeplane.batch.plan import Layout, PlanOptions, RankCounts, TokenPlan, budget_groups
 from routeplane.batch.shard import RankOf, Shard, records_of_rank
 from routeplane.batch.slots import require_positive
 from routeplane.errors import ErrorKind, UsageError, refused
@@ -37,30 +49,66 @@ if TYPE_CHECKING:
     from routeplane.record.interfaces import Admission, RouteSource
     from routeplane.record.record import RouteRecord
 
-__all__ = ["RouteBatch", "collate", "microbatches", "token_logprobs"]
+__all__ = ["BatchOptions", "collate", "microbatches"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(PlanOptions):
+    """What a batch holds besides the records' own rows: the options of PlanOptions, and those of its content.
+
+    ``seq_len``, ``pad_to_multiple_of``, ``padding_side``, ``max_length``, ``truncate``: as in PlanOptions.
+    ``pad_token_id``: the token id at padding. ``fill``: what ``routes`` hold at padding: MISSING, or ``"balanced"``
+    ids, which ``RouteBatch.fill_padding`` explains and spreads over ``expert_parallel`` ranks. ``buffers``: the pool
+    whose memory the batch is written into until it is released there; default fresh memory.
+
+    Checked when made, except for what depends on the layout and the spec; raises UsageError (ARGUMENT).
+
+    >>> from routeplane.batch import BatchOptions
+    >>> BatchOptions(seq_len=4_096, padding_side="left", pad_token_id=2).limit
+    4096
+    """
+
+    pad_token_id: int = 0
+    fill: Fill = "missing"
+    expert_parallel: int = 1
+    buffers: BatchBuffers | None = None
+
+    def __post_init__(self) -> None:
+        PlanOptions.__post_init__(self)
+        check_pad_token(self.pad_token_id)
+        if self.expert_parallel != 1 and self.fill != "balanced":
+            raise refused("expert_parallel with fill='balanced'", f"{self.expert_parallel} with {self.fill!r}")
+
+
+#: Every default of ``collate`` and ``microbatches``.
+_DEFAULTS = BatchOptions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Wanted:
+class _Target:
     """What a batch is to be, checked: everything but the records."""
 
     spec: RouteSpec
-    options: PlanOptions
-    pad_token_id: int
+    layout: Layout
+    options: BatchOptions
     shard: Shard
-    fill: Fill
-    expert_parallel: int
-    buffers: BatchBuffers | None
 
     @classmethod
-    def of(cls, spec: RouteSpec, shard: Shard | None, **more: Any) -> _Wanted:
-        """``more``: the other fields of this class and of PlanOptions, by name."""
-        collation.check_pad_token(more["pad_token_id"])
+    def of(cls, spec: RouteSpec, layout: Layout, options: BatchOptions, shard: Shard | None) -> _Target:
+        options.check_layout(layout)
         cut = Shard() if shard is None else shard
-        own = _own_layers(spec, cut)
-        check_fill(more["fill"], own, expert_parallel=more["expert_parallel"])
-        plain = {name: more.pop(name) for name in ("pad_token_id", "fill", "expert_parallel", "buffers")}
-        return cls(spec=own, options=PlanOptions(**more).for_shard(cut), shard=cut, **plain)
+        own = spec if cut.layers is None else spec.select(cut.layers)
+        check_fill(options.fill, own, expert_parallel=options.expert_parallel)
+        return cls(spec=own, layout=layout, options=options.for_shard(cut), shard=cut)
+
+    @property
+    def cut(self) -> Shard | None:
+        """The shard, where it cuts rows."""
+        return self.shard if self.shard.cuts_rows else None
+
+    def rows_after(self, length: int, *, rows: int = 0, count: int = 0) -> int:
+        """Rows of a batch once a record of ``length`` tokens joins it."""
+        return self.options.rows_after(length, layout=self.layout, rows=rows, count=count)
 
 
 def collate(
@@ -68,59 +116,45 @@ def collate(
     spec: RouteSpec,
     *,
     layout: Layout = "padded",
-    seq_len: int | None = None,
-    pad_to_multiple_of: int = 1,
-    padding_side: PaddingSide = "right",
-    max_length: int | None = None,
-    truncate: Truncate = "raise",
-    pad_token_id: int = 0,
+    options: BatchOptions = _DEFAULTS,
     plan: TokenPlan | None = None,
     shard: Shard | None = None,
-    fill: Fill = "missing",
-    expert_parallel: int = 1,
-    buffers: BatchBuffers | None = None,
 ) -> RouteBatch:
-    """One batch of whole records, in their order, in fresh memory, or in that of ``buffers`` until released there.
+    """Make one batch of whole records, in their order.
 
     ``spec``: the geometry wanted: the records', or a subset of their layers, in which case the others are not copied.
-    ``seq_len``: S of a padded batch (default: the longest record); ``pad_to_multiple_of``: what S (padded) or each
-    record's rows (packed) are rounded up to. ``max_length``, ``truncate``: as in ``PlanOptions``. ``plan``: where each
-    token goes, instead of all these (``TokenPlan.prompt_response``, ``join``).
-    ``shard``: what this rank takes; rows and layers of other ranks are not made, and the multiple becomes one that
-    every cut divides. ``fill="balanced"``: ids at padding as ``RouteBatch.fill_padding``, default MISSING.
+    ``layout``: ``"padded"`` tensors ``[B, S]`` or ``"packed"`` ones ``[T]``. ``options``: padding, truncation, filler
+    and memory. ``plan``: where each token goes, instead of what ``layout`` and ``options`` say about it
+    (``TokenPlan.prompt_response``, ``join``). ``shard``: what this rank takes; rows and layers of other ranks are not
+    made, and ``pad_to_multiple_of`` becomes a multiple that every cut divides.
 
-    Raises, before anything is allocated: UsageError for options that cannot be served, no records, a record longer
-    than ``seq_len`` (TOO_LONG), a world that does not divide what it cuts; SpecError for another geometry; DataError
-    for a record whose first rows stand in another one (PREFIX) and for token columns that differ (TOKEN_COLUMN).
+    Returns a batch that owns its tensors, in fresh memory or in that of ``options.buffers``. Raises, before anything
+    is allocated: UsageError for options that cannot be served, no records, a record longer than ``seq_len``
+    (TOO_LONG), a world that does not divide what it cuts; SpecError for another geometry; DataError for a record whose
+    first rows stand in another one (PREFIX) and for token columns that differ (TOKEN_COLUMN).
+
+    >>> from routeplane.batch import BatchOptions, collate
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> batch = collate([record], spec, options=BatchOptions(seq_len=4, pad_token_id=9))
+    >>> batch.routes.shape[:2], batch.pad_mask.tolist()
+    (torch.Size([1, 4]), [[False, False, False, True]])
     """
-    wanted = _Wanted.of(
-        spec,
-        shard,
-        layout=layout,
-        seq_len=seq_len,
-        pad_to_multiple_of=pad_to_multiple_of,
-        padding_side=padding_side,
-        max_length=max_length,
-        truncate=truncate,
-        pad_token_id=pad_token_id,
-        fill=fill,
-        expert_parallel=expert_parallel,
-        buffers=buffers,
-    )
+    target = _Target.of(spec, layout, options, shard)
     given = tuple(records)
     if not given:
-        raise UsageError("expected at least one record, got none", kind=ErrorKind.ARGUMENT)
-    given = tuple(given[index] for index in records_of_rank(len(given), rank=wanted.shard.data_parallel))
+        raise refused("at least one record", "none")
+    given = tuple(given[index] for index in records_of_rank(len(given), rank=target.shard.data_parallel))
     if plan is None:
-        return _collate(given, wanted, None)
-    if wanted.options != PlanOptions().for_shard(wanted.shard):
-        raise UsageError("expected a plan or options to make one, got both", kind=ErrorKind.ARGUMENT)
+        return _collate(given, target, None)
+    asked = [item.name for item in fields(PlanOptions) if getattr(options, item.name) != getattr(_DEFAULTS, item.name)]
+    if asked:
+        raise refused("a plan or options to make one", f"both ({', '.join(asked)})")
     lengths = [record.num_tokens for record in given]
-    if plan.sources.tolist() != lengths:
-        raise UsageError(
-            f"expected a plan for records of {lengths} tokens, got one for {plan.sources}", kind=ErrorKind.ARGUMENT
-        )
-    return _collate(given, wanted, plan.cut(wanted.shard))
+    if plan.sources[plan.sources > 0].tolist() != lengths:
+        raise refused(f"a plan for records of {lengths} tokens", f"one for {plan.sources}")
+    return _collate(given, target, plan.cut(target.shard))
 
 
 def microbatches(
@@ -129,84 +163,70 @@ def microbatches(
     tokens: int,
     spec: RouteSpec | None = None,
     layout: Layout = "packed",
-    seq_len: int | None = None,
-    pad_to_multiple_of: int = 1,
-    padding_side: PaddingSide = "right",
-    max_length: int | None = None,
-    truncate: Truncate = "raise",
-    pad_token_id: int = 0,
-    sort_within: int = 1,
-    batches: int | Literal["even"] | None = None,
     shard: Shard | None = None,
-    fill: Fill = "missing",
-    expert_parallel: int = 1,
-    buffers: BatchBuffers | None = None,
+    batches: int | Literal["even"] | None = None,
+    sort_within: int = 1,
+    options: BatchOptions = _DEFAULTS,
 ) -> Iterator[RouteBatch]:
-    """Batches of at most ``tokens`` rows, padding included, filled greedily in the source's order.
+    """Make batches of at most ``tokens`` rows, padding included, filled greedily in the source's order.
 
-    ``source`` is iterated once, as batches are asked for, and not closed; one that has no records yields no batch.
-    ``spec``: as in ``collate``; default the source's own (a plain list of records has none). Other arguments as in
-    ``collate``. ``sort_within``: records that are held at a time and grouped by length (``budget_groups(sort=True)``),
-    1 for the source's order. ``shard``: ``tokens`` counts rows before the rank's cut, so ranks that cut the same
-    records form the same groups; each data-parallel rank groups its own records. A source that deals records to ranks
-    itself (``RecordDataset(world_size=)``) and a shard that does are refused together.
+    ``source``: anything that yields records; iterated once, as batches are asked for, and not closed. A source without
+    records yields no batch. ``spec``, ``layout``, ``options``: as in ``collate``; ``spec`` defaults to the source's
+    own (a plain list of records has none). ``shard``: as in ``collate``; ``tokens`` counts rows before the rank's cut,
+    so ranks that cut the same records form the same groups, and each data-parallel rank groups its own records. A
+    source that deals records to ranks itself (``RecordDataset(world_size=)``) refuses a shard that does so too.
+    ``sort_within``: how many records are held at a time and grouped by length (``budget_groups(sort=True)``); 1 keeps
+    the source's order.
 
-    ``batches``: how many to come to, by batches of padding alone at the end (``keys`` empty, one sequence of length 0);
-    ``"even"``: as many as the data-parallel rank that has most, which each rank counts as all records go by it, and
-    then their number need not divide. Default: what the records fill.
+    ``batches``: how many batches to yield; batches of padding alone make up the number (``keys`` empty, one sequence
+    of length 0). ``"even"``: as many as the data-parallel rank that has most; each rank counts all records as they
+    pass, and their number need not divide. Default: as many as the records fill.
 
-    Arguments are checked at the call, records as they come: besides the errors of ``collate``, a record that no batch
-    can hold is a UsageError (TOO_LONG) that names its sample, a batch that the source does not admit
-    (``open_stream(max_missing=)``) is a DataError, records that data parallelism does not divide are a UsageError on
-    every rank once the source ends, and so are ones that fill more than ``batches``.
+    Checks arguments at the call and records as they come. Raises, besides the errors of ``collate``: UsageError
+    (TOO_LONG) for a record that no batch can hold, with its sample; DataError for a batch that the source does not
+    admit (``open_stream(max_missing=)``); UsageError once the source ends, on every rank, for records that data
+    parallelism does not divide or that fill more than ``batches``.
+
+    >>> from routeplane.batch import microbatches
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> records = [watermarked_record(sample, num_tokens=3, spec=spec) for sample in range(3)]
+    >>> [len(batch.keys) for batch in microbatches(records, tokens=8, spec=spec)]
+    [2, 1]
     """
-    budget, held = require_positive(tokens, "tokens"), require_positive(sort_within, "sort_within")
+    rows, held = require_positive(tokens, "tokens"), require_positive(sort_within, "sort_within")
     given = getattr(source, "spec", None) if spec is None else spec
     if not isinstance(given, RouteSpec):
-        raise UsageError("expected a source with a spec, or spec=, got neither", kind=ErrorKind.ARGUMENT)
-    wanted = _Wanted.of(
-        given,
-        shard,
-        layout=layout,
-        seq_len=seq_len,
-        pad_to_multiple_of=pad_to_multiple_of,
-        padding_side=padding_side,
-        max_length=max_length,
-        truncate=truncate,
-        pad_token_id=pad_token_id,
-        fill=fill,
-        expert_parallel=expert_parallel,
-        buffers=buffers,
-    )
-    dealt = _Dealt(source, wanted, budget=budget, held=held, batches=batches)
-    groups = _greedy(dealt, budget, wanted.options) if held == 1 else _sorted(dealt, budget, wanted.options, held)
+        raise refused("a source with a spec, or spec=", "neither")
+    target = _Target.of(given, layout, options, shard)
+    budget = target.options.usable(rows)
+    dealt = _RankRecords(source, target, budget=budget, held=held, batches=batches)
+    groups = _greedy(dealt, budget, target) if held == 1 else _sorted(dealt, budget, target, held)
     return dealt.rounds(groups, getattr(source, "admit", None))
 
 
-def _own_layers(spec: RouteSpec, shard: Shard) -> RouteSpec:
-    return spec if shard.layers is None else spec.select(shard.layers)
-
-
-class _Dealt:
+class _RankRecords:
     """The rank's own records of a source, and the number of batches that they are to make. Iterate once."""
 
-    def __init__(self, source: Any, wanted: _Wanted, *, budget: int, held: int, batches: object) -> None:
-        self._source, self._wanted, self._budget = source, wanted, budget
-        self._wanted_batches = batches if batches in (None, "even") else require_positive(batches, "batches")
+    def __init__(self, source: Any, target: _Target, *, budget: int, held: int, batches: object) -> None:
+        self._source, self._target, self._budget = source, target, budget
+        self._batches = batches if batches in (None, "even") else require_positive(batches, "batches")
         self._counts: RankCounts | None = None
-        self._rank = wanted.shard.data_parallel
+        self._rank = target.shard.data_parallel
         self._by_source = False  # whether the source deals its records to ranks, and shows those of all
         _check_dealt_once(source, self._rank)
         if batches == "even":
             self._rank, self._by_source = _dealing_of(source, self._rank)
-            self._counts = RankCounts(self._rank[1], tokens=budget, options=wanted.options, held=held)
+            self._counts = RankCounts(
+                self._rank[1], tokens=budget, layout=target.layout, options=target.options, held=held
+            )
 
     def __iter__(self) -> Iterator[RouteRecord]:
         count = 0
         for owner, record in self._by_rank():
             count += 1
             if self._counts is not None:
-                _check_budget(record, self._budget, self._wanted.options)  # on all ranks where on one
+                _check_budget(record, self._budget, self._target)  # on all ranks where on one
                 self._counts.add(owner, record.num_tokens)
             if owner == self._rank[0]:
                 yield record
@@ -226,14 +246,14 @@ class _Dealt:
         """A batch of each group, and then batches of padding."""
         made, like = 0, None
         for group in groups:
-            if isinstance(self._wanted_batches, int) and made == self._wanted_batches:
+            if isinstance(self._batches, int) and made == self._batches:
                 raise refused(f"records that fill at most batches={made}", "more")
-            batch = _collate(_admitted(group, admit), self._wanted, None)
-            made, like = made + 1, _Kept.of(batch)
+            batch = _collate(_admitted(group, admit), self._target, None)
+            made, like = made + 1, _TensorTypes.of(batch)
             yield batch
-        total = self._counts.most() if self._counts is not None else self._wanted_batches
+        total = self._counts.most() if self._counts is not None else self._batches
         for _ in range(made, total if isinstance(total, int) else made):
-            yield _padding_batch(self._wanted, like)
+            yield _padding_batch(self._target, like)
 
 
 def _dealt_by(source: object) -> RankOf:
@@ -259,14 +279,14 @@ def _dealing_of(source: object, data_parallel: RankOf) -> tuple[RankOf, bool]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _TensorTypes:
     """What a batch of padding has in common with one before it: the same tensors are there, in the same types."""
 
     columns: dict[str, torch.dtype]
     logprobs: bool
 
     @classmethod
-    def of(cls, batch: RouteBatch) -> _Kept:
+    def of(cls, batch: RouteBatch) -> _TensorTypes:
         types = {name: values.dtype for name, values in batch.columns.items()}
         return cls(columns=types, logprobs=batch.logprobs is not None)
 
@@ -280,14 +300,14 @@ def _admitted(group: tuple[RouteRecord, ...], admit: Callable[..., Admission] | 
 
 def _check_record(record: RouteRecord, options: PlanOptions) -> None:
     if options.truncate == "raise":
-        collation.check_fits(record, limit=options.seq_len, what="seq_len")
-        collation.check_fits(record, limit=options.max_length, what="max_length")
+        check_fits(record, limit=options.seq_len, what="seq_len")
+        check_fits(record, limit=options.max_length, what="max_length")
 
 
-def _check_budget(record: RouteRecord, budget: int, options: PlanOptions) -> int:
+def _check_budget(record: RouteRecord, budget: int, target: _Target) -> int:
     """Rows of a batch of this record alone."""
-    _check_record(record, options)
-    alone = options.rows_after(record.num_tokens, rows=0, count=0)
+    _check_record(record, target.options)
+    alone = target.rows_after(record.num_tokens)
     if alone > budget:
         raise UsageError(
             f"expected records of at most {budget} rows, got {alone} @ sample {record.key}", kind=ErrorKind.TOO_LONG
@@ -295,12 +315,12 @@ def _check_budget(record: RouteRecord, budget: int, options: PlanOptions) -> int
     return alone
 
 
-def _greedy(source: Iterable[RouteRecord], budget: int, options: PlanOptions) -> Iterator[tuple[RouteRecord, ...]]:
+def _greedy(source: Iterable[RouteRecord], budget: int, target: _Target) -> Iterator[tuple[RouteRecord, ...]]:
     pending: list[RouteRecord] = []
     rows = 0
     for record in source:
-        alone = _check_budget(record, budget, options)
-        joined = options.rows_after(record.num_tokens, rows=rows, count=len(pending))
+        alone = _check_budget(record, budget, target)
+        joined = target.rows_after(record.num_tokens, rows=rows, count=len(pending))
         if joined > budget:
             yield tuple(pending)
             pending, joined = [], alone
@@ -311,51 +331,52 @@ def _greedy(source: Iterable[RouteRecord], budget: int, options: PlanOptions) ->
 
 
 def _sorted(
-    source: Iterable[RouteRecord], budget: int, options: PlanOptions, held: int
+    source: Iterable[RouteRecord], budget: int, target: _Target, held: int
 ) -> Iterator[tuple[RouteRecord, ...]]:
     records = iter(source)
     while window := tuple(islice(records, held)):
         for record in window:
-            _check_budget(record, budget, options)
+            _check_budget(record, budget, target)
         lengths = [record.num_tokens for record in window]
-        for group in budget_groups(lengths, tokens=budget, options=options, sort=True):
+        for group in budget_groups(lengths, tokens=budget, layout=target.layout, options=target.options, sort=True):
             yield tuple(window[index] for index in group)
 
 
-def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan | None) -> RouteBatch:
+def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan | None) -> RouteBatch:
     for record in records:
-        collation.check_whole(record)
+        check_whole(record)
         if plan is None:
-            _check_record(record, wanted.options)
-    slots = collation.layer_slots(records, wanted.spec)
-    fills = collation.check_token_columns(records)
+            _check_record(record, target.options)
+    slots = layer_slots(records, target.spec)
+    fills = check_token_columns(records)
     if plan is None:
-        cut = wanted.shard if wanted.shard.cuts_rows else None
-        plan = wanted.options.plan([record.num_tokens for record in records], shard=cut)
+        lengths = [record.num_tokens for record in records]
+        plan = target.options.plan(lengths, layout=target.layout, shard=target.cut)
 
-    lease = None if wanted.buffers is None else wanted.buffers.lease()
+    buffers = target.options.buffers
+    lease = None if buffers is None else buffers.lease()
     gather = plan.gather if lease is None else partial(lease.gather, plan)
 
     def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
         return owned_tensor(gather(columns, fill=fill, **more))
 
     laid = plan.gather_routes if lease is None else partial(lease.gather_routes, plan)
-    routes = laid(collation.stored_rows(records), spec=records[0].spec, slots=slots)
-    states = plan.gather([collation.states_of(record) for record in records], fill=collation.NO_STATE)
-    routes_NLK = routes.reshape(plan.num_rows, *wanted.spec.row_shape)
-    settled_N = collation.settle_states(states.reshape(-1), lambda rows: routes_NLK[rows])
-    if wanted.fill == "balanced":
+    routes = laid(stored_rows(records), spec=records[0].spec, slots=slots)
+    states = plan.gather([states_of(record) for record in records], fill=NO_STATE)
+    routes_NLK = routes.reshape(plan.num_rows, *target.spec.row_shape)
+    settled_N = settle_states(states.reshape(-1), lambda rows: routes_NLK[rows])
+    if target.options.fill == "balanced":
         pads = plan.padding()
-        routes[pads] = balanced_rows(int(pads.sum()), wanted.spec, expert_parallel=wanted.expert_parallel)
+        routes[pads] = balanced_rows(int(pads.sum()), target.spec, expert_parallel=target.options.expert_parallel)
     batch = RouteBatch(
-        spec=wanted.spec,
+        spec=target.spec,
         plan=plan,
         routes=owned_tensor(routes),
-        token_ids=lay_out([record.token_ids for record in records], wanted.pad_token_id, dtype=np.int64),
+        token_ids=lay_out([record.token_ids for record in records], target.options.pad_token_id, dtype=np.int64),
         position_ids=owned_tensor(plan.positions()),
         pad_mask=owned_tensor(plan.padding()),
-        generation_mask=lay_out([collation.generated_tokens(record) for record in records], False),
-        logprobs=None if (scores := collation.scores(records)) is None else lay_out(scores, np.nan),
+        generation_mask=lay_out([generated_tokens(record) for record in records], False),
+        logprobs=None if (logprobs := scores(records)) is None else lay_out(logprobs, np.nan),
         lengths=owned_tensor(plan.lengths.copy()),
         cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
         cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
@@ -364,25 +385,26 @@ def _collate(records: tuple[RouteRecord, ...], wanted: _Wanted, plan: TokenPlan 
         ),
         states=owned_tensor(settled_N.reshape(plan.shape)),
         keys=tuple(record.key for record in records),
-        counts=collation.count_states(settled_N, records=count_first_tokens(plan)),
-        fill=wanted.fill,
+        counts=count_states(settled_N, records=count_first_tokens(plan)),
+        fill=target.options.fill,
     )
-    return batch if wanted.buffers is None or lease is None else wanted.buffers.lend(lease, batch)
+    return batch if buffers is None or lease is None else buffers.lend(lease, batch)
 
 
-def _padding_batch(wanted: _Wanted, like: _Kept | None) -> RouteBatch:
+def _padding_batch(target: _Target, like: _TensorTypes | None) -> RouteBatch:
     """A batch without any token, of the fewest rows; for a rank that has no records left for a round."""
-    plan = wanted.options.padding_plan(shard=wanted.shard if wanted.shard.cuts_rows else None)
-    kept = _Kept(columns={}, logprobs=False) if like is None else like
-    routes = wanted.spec.missing_rows(plan.num_rows)
-    if wanted.fill == "balanced":
-        routes = balanced_rows(plan.num_rows, wanted.spec, expert_parallel=wanted.expert_parallel)
-    states = np.full(plan.shape, collation.NO_STATE, dtype=np.int8)
+    options, buffers = target.options, target.options.buffers
+    plan = options.padding_plan(layout=target.layout, shard=target.cut)
+    kept = _TensorTypes(columns={}, logprobs=False) if like is None else like
+    routes = target.spec.missing_rows(plan.num_rows)
+    if target.options.fill == "balanced":
+        routes = balanced_rows(plan.num_rows, target.spec, expert_parallel=target.options.expert_parallel)
+    states = np.full(plan.shape, NO_STATE, dtype=np.int8)
     batch = RouteBatch(
-        spec=wanted.spec,
+        spec=target.spec,
         plan=plan,
-        routes=owned_tensor(routes.reshape(*plan.shape, *wanted.spec.row_shape)),
-        token_ids=owned_tensor(np.full(plan.shape, wanted.pad_token_id, dtype=np.int64)),
+        routes=owned_tensor(routes.reshape(*plan.shape, *target.spec.row_shape)),
+        token_ids=owned_tensor(np.full(plan.shape, target.options.pad_token_id, dtype=np.int64)),
         position_ids=owned_tensor(plan.positions()),
         pad_mask=owned_tensor(plan.padding()),
         generation_mask=owned_tensor(np.zeros(plan.shape, dtype=np.bool_)),
@@ -393,7 +415,7 @@ def _padding_batch(wanted: _Wanted, like: _Kept | None) -> RouteBatch:
         columns=MappingProxyType({name: filler(plan.shape, kind) for name, kind in kept.columns.items()}),
         states=owned_tensor(states),
         keys=(),
-        counts=collation.count_states(states.reshape(-1), records=0),
-        fill=wanted.fill,
+        counts=count_states(states.reshape(-1), records=0),
+        fill=target.options.fill,
     )
-    return batch if wanted.buffers is None else wanted.buffers.lend(wanted.buffers.lease(), batch)
+    return batch if buffers is None else buffers.lend(buffers.lease(), batch)

@@ -8,47 +8,33 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from routeplane.batch.slots import require_positive
 from routeplane.errors import ErrorKind, UsageError
+from routeplane.record.counts import Counts, rule
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from routeplane.batch.collation import RouteBatch
+    from routeplane.batch.batch import RouteBatch
 
 __all__ = ["PrefetchReport", "Prefetcher", "prefetch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchReport:
+class PrefetchReport(Counts):
     """What passed: ``batches`` and ``nbytes`` made, and the most bytes that waited at once."""
 
+    SCOPE: ClassVar[str] = "prefetch_"
     batches: int = 0
-    nbytes: int = 0
-    peak_nbytes: int = 0
-
-    def merge(self, other: PrefetchReport) -> PrefetchReport:
-        """The counts of both, and the higher of the peaks."""
-        return PrefetchReport(
-            batches=self.batches + other.batches,
-            nbytes=self.nbytes + other.nbytes,
-            peak_nbytes=max(self.peak_nbytes, other.peak_nbytes),
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            f"{prefix}prefetch_batches": float(self.batches),
-            f"{prefix}prefetch_bytes": float(self.nbytes),
-            f"{prefix}prefetch_peak_bytes": float(self.peak_nbytes),
-        }
+    nbytes: int = field(default=0, metadata=rule(scalar="bytes"))
+    peak_nbytes: int = field(default=0, metadata=rule(scalar="peak_bytes", merge=max))
 
 
 def prefetch(batches: Iterable[RouteBatch], *, depth: int = 2, max_bytes: int | None = None) -> Prefetcher:
-    """The same batches in the same order, made in a thread while the caller is busy with those before.
+    """Make the same batches in the same order, in a thread, while the caller is busy with those before.
 
     ``batches``: such as ``microbatches(...)``; iterated in that thread alone. ``depth``: batches that may wait or be in
     the making, besides the one that the caller has. ``max_bytes`` of tensors: no batch is begun while this much
@@ -69,7 +55,7 @@ class Prefetcher:
 
     def __init__(self, batches: Iterable[RouteBatch], *, depth: int, max_bytes: int | None) -> None:
         self._batches: Iterable[RouteBatch] | None = batches
-        self._shelf = _Shelf(depth, max_bytes)
+        self._queue = _Queue(depth, max_bytes)
         self._thread: threading.Thread | None = None
 
     def __iter__(self) -> Iterator[RouteBatch]:
@@ -81,23 +67,23 @@ class Prefetcher:
     def _handing_out(self, batches: Iterable[RouteBatch]) -> Generator[RouteBatch]:
         # a daemon: an iterator that is still around when the program ends must not keep it from ending
         self._thread = threading.Thread(
-            target=_fill, args=(self._shelf, batches), name="routeplane-prefetch", daemon=True
+            target=_fill, args=(self._queue, batches), name="routeplane-prefetch", daemon=True
         )
         self._thread.start()
         try:
-            while (batch := self._shelf.take()) is not None:
+            while (batch := self._queue.take()) is not None:
                 yield batch
         finally:
             self.close()
 
     def report(self) -> PrefetchReport:
         """What was made so far."""
-        return self._shelf.report()
+        return self._queue.report()
 
     def close(self) -> None:
-        """Stop reading ahead and let go of what waits; the thread has ended on return. Idempotent."""
+        """Stop reading ahead and drop what waits; the thread has ended on return. Idempotent."""
         self._batches = None
-        self._shelf.stop()
+        self._queue.stop()
         if self._thread is not None:
             self._thread.join()
 
@@ -110,20 +96,20 @@ class Prefetcher:
         self.close()
 
 
-def _fill(shelf: _Shelf, batches: Iterable[RouteBatch]) -> None:
-    """The thread: make batches while there is room for them."""
-    with shelf:
+def _fill(queue: _Queue, batches: Iterable[RouteBatch]) -> None:
+    """The thread: make batches while more may wait."""
+    with queue:
         iterator = iter(batches)
         try:
-            while shelf.has_room() and (batch := next(iterator, None)) is not None:
-                shelf.put(batch)
+            while queue.may_begin() and (batch := next(iterator, None)) is not None:
+                queue.put(batch)
         finally:
             if isinstance(iterator, Generator):
                 iterator.close()  # in the thread that ran it
 
 
-class _Shelf:
-    """Where batches wait between two threads. As a context, it ends what is put: as whole, or by what was raised."""
+class _Queue:
+    """The batches that wait between two threads. As a context, it ends what is put: as whole, or by what was raised."""
 
     def __init__(self, depth: int, max_bytes: int | None) -> None:
         self._depth, self._max_bytes = depth, max_bytes
@@ -134,8 +120,8 @@ class _Shelf:
         self._error: BaseException | None = None
         self._report = PrefetchReport()
 
-    def has_room(self) -> bool:
-        """Wait until another batch may be begun; False once nobody wants one."""
+    def may_begin(self) -> bool:
+        """Wait until another batch may be begun; False once the consumer has stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._is_open())
             return not self._stopped
@@ -144,7 +130,7 @@ class _Shelf:
         return len(self._waiting) < self._depth and (self._max_bytes is None or self._nbytes < self._max_bytes)
 
     def put(self, batch: RouteBatch) -> None:
-        """Add a batch, unless nobody wants it any more."""
+        """Add a batch, unless the consumer has stopped."""
         size = _nbytes(batch)
         with self._changed:
             if self._stopped:

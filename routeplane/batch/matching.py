@@ -10,108 +10,213 @@ Axes: B sequences, S positions of a padded row, T packed rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routeplane.batch.plan import TokenPlan
-from routeplane.batch.slots import PADDING, running_sum
+from routeplane.batch.slots import PADDING, check_offsets, running_sum
 from routeplane.errors import DataError, ErrorKind, Problem, refused
+from routeplane.record.counts import Counts
 from routeplane.record.record import RecordKey
+from routeplane.record.spans import PRESENT_STATES
 
 if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
 
-__all__ = ["Joined", "join"]
+__all__ = ["JoinReport", "Joined", "join", "plan_of_rows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinReport(Counts):
+    """What ``join`` matched and what it passed over.
+
+    ``sequences`` with a record, ``dummies`` without one, ``truncated`` sequences and the ``truncated_tokens`` that they
+    lack, and ``suffix_tokens`` that the trainer appended.
+    """
+
+    SCOPE: ClassVar[str] = "join_"
+    sequences: int = 0
+    dummies: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+    suffix_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """The record of each of the trainer's rows, and the plan that lays them out as the trainer did.
+    """The record of each of the trainer's sequences, and the plan that lays them out as the trainer did.
 
     ``collate(joined.records, spec, plan=joined.plan)`` makes the batch; ``shard=`` cuts it as the trainer cuts its own.
+    A dummy sequence has no record: in the plan its length is 0 and its rows are padding.
     """
 
     records: tuple[RouteRecord, ...]
     plan: TokenPlan
+    report: JoinReport
 
 
 def join(
     batch_token_ids: Any,
     records: Iterable[RouteRecord],
     *,
-    sample_ids: Sequence[str | RecordKey],
+    sample_ids: Sequence[str | RecordKey | None],
     pad_mask: Any = None,
     lengths: Any = None,
     cu_seqlens: Any = None,
+    truncated: Literal["left", "right"] | None = None,
+    suffix: Literal["raise", "allow"] = "raise",
 ) -> Joined:
     """Find the record of each sequence of a trainer's batch by its sample id, and check that the tokens are the same.
 
-    ``batch_token_ids``: integers ``[B, S]``, or ``[T]`` with ``cu_seqlens`` ``[B+1]``; anything numpy reads (a tensor
-    on the CPU). ``sample_ids``: for each sequence, the id, or the ``RecordKey`` where an id has several records. Which
-    rows are tokens is said by ``pad_mask`` (bool, of the ids' shape, True at padding: the opposite of an attention
-    mask) or ``lengths`` (``[B]``, tokens from each sequence's first row on); by neither, all are. Padding ids are never
-    compared. Records that no sequence names are left out. Shares the records.
+    ``batch_token_ids``: integers ``[B, S]``, ``[T]`` with ``cu_seqlens`` ``[B+1]``, a nested (jagged) tensor, or a list
+    of arrays, one a sequence; anything numpy reads (a tensor on the CPU). ``sample_ids``: for each sequence, the id,
+    the ``RecordKey`` where an id has several records, or None for a dummy sequence. Which rows are tokens is said by
+    ``pad_mask`` (bool or 0 and 1, of the ids' shape, True at padding: the opposite of an attention mask) or ``lengths``
+    (``[B]``, tokens from each sequence's first row on); by neither, all are. Padding ids are never compared. Records
+    that no sequence names are left out.
 
-    Raises UsageError for arguments that disagree; DataError with all findings: TOKEN_MISMATCH, which names the sample
-    and its first differing token, ROUTES_MISSING for a sequence without a record, DUPLICATE_KEY for an id with several.
+    ``truncated``: which end of a record the trainer may have cut: its first (``"left"``) or last tokens (``"right"``);
+    default: none may be missing. ``suffix="allow"``: the trainer may have appended tokens, such as an end of sequence.
+    Their rows become padding, and the record has to be whole: its last token was captured, or was never fed to the
+    engine, so that rows which the engine lost cannot pass as a suffix.
+
+    Returns records, plan and a report of all that was passed over; shares the records. Raises UsageError for arguments
+    that disagree; DataError with all findings: TOKEN_MISMATCH, which names the sample and its first differing token,
+    ROUTES_MISSING for a sequence without a record, DUPLICATE_KEY for an id with several.
+
+    >>> from routeplane.batch import join
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=4, spec=watermarked_spec())
+    >>> ids = [list(record.token_ids[:3]) + [0], [0, 0, 0, 0]]
+    >>> joined = join(ids, [record], sample_ids=["sample-0", None], lengths=[3, 0], truncated="right")
+    >>> joined.plan.token_N.tolist(), joined.report.truncated_tokens
+    ([0, 1, 2, -1, -1, -1, -1, -1], 1)
     """
+    if truncated not in (None, "left", "right") or suffix not in ("raise", "allow"):
+        raise refused("truncated of (None, 'left', 'right') and suffix of ('raise', 'allow')", f"{truncated}, {suffix}")
     ids, edges = _layout(batch_token_ids, cu_seqlens)
     if len(sample_ids) != len(edges) - 1:
         raise refused(f"a sample id for each of {len(edges) - 1} sequences", f"{len(sample_ids)}")
     real_N = _real_rows(ids, edges, pad_mask=pad_mask, lengths=lengths)
     table = _by_id(records)
-    found: list[RouteRecord] = []
+    matches: list[_Match] = []
     problems: list[Problem] = []
-    record_N = np.full(ids.size, PADDING, dtype=np.int64)
-    token_N = np.full(ids.size, PADDING, dtype=np.int64)
-    position_N = np.zeros(ids.size, dtype=np.int64)
-    for index, (sample, (start, stop)) in enumerate(zip(sample_ids, pairwise(edges.tolist()), strict=True)):
+    for sample, (start, stop) in zip(sample_ids, pairwise(edges.tolist()), strict=True):
         rows = start + np.flatnonzero(real_N[start:stop])
-        match = _lookup(table, sample)
-        problem = match if isinstance(match, Problem) else _difference(match, ids.reshape(-1)[rows])
-        if problem is not None:
-            problems.append(problem)
-        elif not isinstance(match, Problem):
-            found.append(match)
-            record_N[rows], token_N[rows] = index, np.arange(len(rows))
-            # padding inside and behind a sequence goes on counting; before it, 0
-            position_N[start:stop] = np.maximum(np.arange(stop - start) - (rows[0] - start), 0)
-            position_N[rows] = token_N[rows]
+        found = _match(table, sample, ids.reshape(-1)[rows], rows=rows, truncated=truncated, suffix=suffix)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            matches.append(found)
     if problems:
         raise DataError.from_problems(tuple(problems), what="a batch that its records do not match")
-    counts = np.asarray([record.num_tokens for record in found], dtype=np.int64)
-    plan = TokenPlan(
-        layout="padded" if ids.ndim == 2 else "packed",
-        shape=ids.shape,
-        record_N=record_N,
-        token_N=token_N,
-        position_N=position_N,
-        sources=counts,
-        lengths=counts,
-        cu_seqlens=running_sum(counts).astype(np.int32),
-        cu_seqlens_padded=edges.astype(np.int32),
+    return Joined(
+        records=tuple(match.record for match in matches if match.record is not None),
+        plan=_plan(matches, ids.shape, edges),
+        report=_report(matches),
     )
-    return Joined(records=tuple(found), plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Match:
+    """A sequence's record (None: a dummy), its first token that the trainer kept, and the rows that hold its tokens."""
+
+    record: RouteRecord | None
+    first: int
+    rows: NDArray[np.int64]
+    appended: int
+
+
+def _match(
+    table: Mapping[str, list[RouteRecord]],
+    sample: str | RecordKey | None,
+    tokens: NDArray[Any],
+    *,
+    rows: NDArray[np.int64],
+    truncated: str | None,
+    suffix: str,
+) -> _Match | Problem:
+    if sample is None:
+        return _Match(record=None, first=0, rows=rows[:0], appended=0)
+    record = _lookup(table, sample)
+    if isinstance(record, Problem):
+        return record
+    ours, extra = record.num_tokens, max(len(tokens) - record.num_tokens, 0)
+    if extra and (suffix == "raise" or not _is_whole(record)):
+        return _difference(record, record.token_ids, tokens, whole=suffix == "raise")
+    first = ours - len(tokens) if truncated == "left" and not extra else 0
+    kept = record.token_ids[first : first + len(tokens)] if truncated else record.token_ids
+    shown = tokens[: len(tokens) - extra]
+    if len(kept) != len(shown) or len(shown) == 0 or np.any(kept != shown):
+        return _difference(record, kept, shown, first=first)
+    return _Match(record=record, first=first, rows=rows[: len(shown)], appended=extra)
+
+
+def _is_whole(record: RouteRecord) -> bool:
+    """Whether the record's last token was captured, or was never fed: nothing was lost behind it."""
+    return record.captures[-1].state in (*PRESENT_STATES, "not_fed")
+
+
+def _plan(matches: Sequence[_Match], shape: tuple[int, ...], edges: NDArray[np.int64]) -> TokenPlan:
+    mask_N = np.zeros(int(edges[-1]), dtype=np.bool_)
+    for match in matches:
+        mask_N[match.rows] = True
+    plan = TokenPlan.from_mask(mask_N.reshape(shape), edges=edges)
+    firsts = np.asarray([match.first for match in matches], dtype=np.int64)
+    sources = np.asarray([0 if match.record is None else match.record.num_tokens for match in matches], dtype=np.int64)
+    token_N = np.where(plan.record_N == PADDING, PADDING, plan.token_N + firsts[plan.record_N])
+    return replace(plan, token_N=token_N, sources=sources)
+
+
+def _report(matches: Sequence[_Match]) -> JoinReport:
+    lacking = [0 if match.record is None else match.record.num_tokens - len(match.rows) for match in matches]
+    return JoinReport(
+        sequences=sum(match.record is not None for match in matches),
+        dummies=sum(match.record is None for match in matches),
+        truncated=sum(count > 0 for count in lacking),
+        truncated_tokens=sum(lacking),
+        suffix_tokens=sum(match.appended for match in matches),
+    )
+
+
+def plan_of_rows(token_ids: Any, *, lengths: Any, cu_seqlens: Any, pad_mask: Any) -> TokenPlan:
+    """The plan of a trainer's own batch; arguments as in ``join``. Tensors may be on any device."""
+    on_host = (each.cpu() if hasattr(each, "cpu") else each for each in (token_ids, lengths, cu_seqlens, pad_mask))
+    given, counts, offsets, mask = on_host
+    ids, edges = _layout(given, offsets)
+    real_N = _real_rows(ids, edges, pad_mask=mask, lengths=counts)
+    return TokenPlan.from_mask(real_N.reshape(ids.shape), edges=edges)
 
 
 def _layout(batch_token_ids: Any, cu_seqlens: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """The ids, and the rows at which sequences begin and end."""
-    ids = np.asarray(batch_token_ids)
+    given = batch_token_ids
+    if getattr(given, "is_nested", False):
+        cu_seqlens, given = _alone(cu_seqlens, "a nested tensor", given.offsets()), given.values()
+    elif isinstance(given, list | tuple) and given and len({np.size(each) for each in given}) > 1:
+        edges = running_sum(np.asarray([np.size(each) for each in given], dtype=np.int64))
+        cu_seqlens, given = _alone(cu_seqlens, "a list of sequences", edges), np.concatenate(given)
+    ids = np.asarray(given)
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.size == 0:
         raise refused("token ids as integers [B, S] or [T]", f"{ids.dtype} {list(ids.shape)}")
     if (ids.ndim == 1) != (cu_seqlens is not None):
         raise refused("cu_seqlens with packed ids [T], and with no others", f"ids of shape {list(ids.shape)}")
     if ids.ndim == 2:
         return ids, np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1]
-    edges = np.asarray(cu_seqlens)
-    whole = edges.ndim == 1 and edges.size > 1 and edges.dtype.kind in "iu"
-    if not whole or edges[0] != 0 or edges[-1] != ids.size or np.any(np.diff(edges.astype(np.int64)) < 1):
+    edges = check_offsets(cu_seqlens, "cu_seqlens")
+    if edges[-1] != ids.size or np.any(np.diff(edges) < 1):
         raise refused(f"cu_seqlens rising from 0 to {ids.size}", f"{edges.tolist()}")
-    return ids, edges.astype(np.int64)
+    return ids, edges
+
+
+def _alone(cu_seqlens: Any, what: str, offsets: Any) -> Any:
+    if cu_seqlens is not None:
+        raise refused(f"no cu_seqlens with {what}, which has its own", "both")
+    return offsets
 
 
 def _real_rows(ids: NDArray[Any], edges: NDArray[np.int64], *, pad_mask: Any, lengths: Any) -> NDArray[np.bool_]:
@@ -119,9 +224,11 @@ def _real_rows(ids: NDArray[Any], edges: NDArray[np.int64], *, pad_mask: Any, le
         raise refused("pad_mask or lengths", "both")
     if pad_mask is not None:
         mask = np.asarray(pad_mask)
-        if mask.dtype != np.bool_ or mask.shape != ids.shape:
-            raise refused(f"pad_mask as bool {list(ids.shape)}", f"{mask.dtype} {list(mask.shape)}")
-        return ~mask.reshape(-1)
+        if mask.shape != ids.shape or not (
+            mask.dtype == np.bool_ or (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all())
+        ):
+            raise refused(f"pad_mask as bool, or 0 and 1, {list(ids.shape)}", f"{mask.dtype} {list(mask.shape)}")
+        return np.asarray(mask.reshape(-1) == 0)
     if lengths is None:
         return np.ones(ids.size, dtype=np.bool_)
     counts, widths = np.asarray(lengths), np.diff(edges)
@@ -151,16 +258,16 @@ def _lookup(table: Mapping[str, list[RouteRecord]], sample: str | RecordKey) -> 
     return Problem(kind=ErrorKind.ROUTES_MISSING, message=f"expected a record of {sample}, got none", sample=name)
 
 
-def _difference(record: RouteRecord, tokens_S: NDArray[Any]) -> Problem | None:
-    """The first token in which a record and a sequence differ, if any."""
-    shared = min(record.num_tokens, len(tokens_S))
-    differing = np.flatnonzero(record.token_ids[:shared] != tokens_S[:shared])
-    if len(differing) == 0 and record.num_tokens == len(tokens_S):
-        return None
+def _difference(
+    record: RouteRecord, ours: NDArray[Any], theirs: NDArray[Any], *, first: int = 0, whole: bool = True
+) -> Problem:
+    """The first token in which a record and a sequence differ; ``first``: the record's token at ``ours[0]``."""
+    shared = min(len(ours), len(theirs))
+    differing = np.flatnonzero(ours[:shared] != theirs[:shared])
     token = int(differing[0]) if len(differing) else shared
-    ours, theirs = (
-        f"id {values[token]}" if token < len(values) else f"an end after {len(values)} tokens"
-        for values in (record.token_ids, tokens_S)
+    expected, got = (
+        f"id {ids[token]}" if token < len(ids) else f"an end after {len(ids)} tokens" for ids in (ours, theirs)
     )
-    message = f"expected {ours} as in record {record.key}, got {theirs} in the batch"
-    return Problem(kind=ErrorKind.TOKEN_MISMATCH, message=message, sample=record.sample_id, token=token)
+    more = "" if whole else f" (a record whose last token is {record.captures[-1].state} can have no suffix)"
+    message = f"expected {expected} as in record {record.key}, got {got} in the batch{more}"
+    return Problem(kind=ErrorKind.TOKEN_MISMATCH, message=message, sample=record.sample_id, token=first + token)

@@ -21,7 +21,7 @@ from routeplane.errors import refused
 
 __all__ = ["ContextLayout", "RankOf", "Shard", "records_of_rank", "stage_layers"]
 
-ContextLayout = Literal["zigzag", "contiguous"]
+ContextLayout = Literal["zigzag", "contiguous", "pack_contiguous"]
 #: ``(rank, world)``: this rank's number within its group, and the size of the group.
 RankOf = tuple[int, int]
 
@@ -30,9 +30,11 @@ RankOf = tuple[int, int]
 class Shard:
     """What one rank takes. Checked when made; raises UsageError (ARGUMENT).
 
-    ``data_parallel``: of the records, each ``world``-th (``records_of_rank``). ``context_parallel``: of every sequence
-    with its padding, by ``context_layout``: ``"zigzag"`` is chunks ``rank`` and ``2*world - 1 - rank`` of ``2*world``
-    (causal attention then costs each rank the same), ``"contiguous"`` chunk ``rank`` of ``world``.
+    ``data_parallel``: of the records, each ``world``-th (``records_of_rank``). ``context_parallel``: of the rows, by
+    ``context_layout``. ``"zigzag"``: of every sequence with its padding, chunks ``rank`` and ``2*world - 1 - rank`` of
+    ``2*world`` (causal attention then costs each rank the same). ``"contiguous"``: of every sequence, chunk ``rank``
+    of ``world``. ``"pack_contiguous"``: of the whole pack, chunk ``rank`` of ``world``, wherever sequences begin (as
+    prime-rl cuts, and slime and miles under ``allgather_cp``); packed batches only.
     ``sequence_parallel``: of the rows that context parallelism left, a contiguous part: of axis T (packed), or of axis
     S (padded). ``layers``: decoder layer ids, None for all. The cuts apply in this order.
 
@@ -66,12 +68,23 @@ class Shard:
     def context_chunks(self) -> int:
         """Equal parts that each sequence's rows come in."""
         world = self.context_parallel[1]
+        if self.context_layout == "pack_contiguous":
+            return 1
         return 2 * world if world > 1 and self.context_layout == "zigzag" else world
 
     @property
     def multiple(self) -> int:
         """What each sequence's rows, with their padding, have to be a multiple of for every cut to come out even."""
+        if self.context_layout == "pack_contiguous":
+            return 1
         return self.context_chunks * (1 if self.uneven else self.sequence_parallel[1])
+
+    @property
+    def total_multiple(self) -> int:
+        """What the rows of the whole pack have to be a multiple of; above 1 where the pack itself is cut."""
+        if self.context_layout != "pack_contiguous":
+            return 1
+        return self.context_parallel[1] * (1 if self.uneven else self.sequence_parallel[1])
 
     def rows(self, edges: NDArray[np.integer[Any]], *, layout: Layout) -> tuple[NDArray[np.int64], tuple[int, ...]]:
         """The rank's rows of a batch, by number and in order, int64 ``[N]``; and the shape that they make.
@@ -80,6 +93,8 @@ class Shard:
         are all equally wide. Raises UsageError (ARGUMENT) where a world does not divide what it cuts.
         """
         whole = np.asarray(edges, dtype=np.int64)
+        if self.context_layout == "pack_contiguous" and self.context_parallel[1] > 1:
+            return self._pack_part(int(whole[-1]), layout=layout)
         widths, chunks = np.diff(whole), self.context_chunks
         odd = np.flatnonzero(widths % chunks)
         if len(odd):
@@ -96,6 +111,20 @@ class Shard:
             return self._undo_context(local_N, local=local, whole=whole), (count, stop - start)
         start, stop = self._sequence_part(int(local[-1]))
         return self._undo_context(np.arange(start, stop), local=local, whole=whole), (stop - start,)
+
+    def _pack_part(self, total: int, *, layout: Layout) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        rank, world = self.context_parallel
+        if layout != "packed":
+            raise refused("layout 'packed' for context_layout 'pack_contiguous'", repr(layout))
+        if total % world:
+            raise refused(
+                f"a pack that context_parallel={self.context_parallel} cuts into {world} equal chunks "
+                f"(pad_total_to_multiple_of={self.total_multiple})",
+                f"{total} rows",
+            )
+        start, stop = self._sequence_part(total // world)
+        first = rank * (total // world)
+        return np.arange(first + start, first + stop, dtype=np.int64), (stop - start,)
 
     def _sequence_part(self, rows: int) -> tuple[int, int]:
         rank, world = self.sequence_parallel

@@ -23,6 +23,7 @@ __all__ = [
     "Run",
     "Slots",
     "check_lengths",
+    "check_offsets",
     "require_positive",
     "running_sum",
     "seam_slots",
@@ -187,6 +188,17 @@ def check_lengths(lengths: Any, *, least: int = 1) -> NDArray[np.int64]:
             kind=ErrorKind.TOO_LONG,
         )
     return given.astype(np.int64)
+
+
+def check_offsets(offsets: Any, name: str) -> NDArray[np.int64]:
+    """Offsets ``[B+1]`` that begin at 0 and never fall, as int64. Raises UsageError (ARGUMENT)."""
+    given = np.asarray(offsets)
+    if given.ndim != 1 or given.size < 2 or given.dtype.kind not in "iu":
+        raise refused(f"{name} as whole numbers [B+1]", f"{given.dtype} {list(given.shape)}")
+    edges = given.astype(np.int64)
+    if edges[0] != 0 or np.any(np.diff(edges) < 0) or edges[-1] > MAX_ROWS:
+        raise refused(f"{name} from 0 on, none below the one before", f"{edges[:8].tolist()}")
+    return edges
 
 
 def require_positive(value: object, name: str) -> int:

@@ -1,41 +1,52 @@
-"""One choice of a response, whoever sent it, turned into a call: ids, rows, and why rows are absent.
+"""One choice of an engine's answer, turned into a call: ids, rows, log-probabilities, and why rows are absent.
 
-Owns the judgement that every HTTP path shares: rows must be those of the tokens, absent rows need a reason that the
-server gave, filler is known by its position. Knows no response and no stream; ``openai``, ``chunks`` and ``gym`` read
-those.
+Owns the judgement that every reader shares: rows must be those of the tokens, absent rows need a reason that the engine
+gave, filler is known by its position. Knows no response and no stream; ``sglang`` and ``http`` read those.
 
-Axes: R rows, P prompt tokens, G generated tokens, L captured layers, K top-k slots.
+Axes: R rows, P prompt tokens, G generated tokens, D layers as the sender counts them, L captured layers, K top-k slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from routeplane.capture.forms import WireForm, read_routes
+from routeplane.capture.layers import LayerAxis, rows_from_axis
+from routeplane.capture.recorder import record_of_call
 from routeplane.capture.requests import cached_rows
-from routeplane.capture.wire import LayerAxis
-from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
+from routeplane.capture.wire import WireForm, decode
+from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.interfaces import RouteTicket
-from routeplane.record.parse import as_integers, as_logprobs
+from routeplane.record.parse import as_integers, as_logprobs, check_count
 from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["WHY_ABSENT", "Choice", "FinalRow", "Reading", "Redeem", "call_of_choice"]
+__all__ = [
+    "DEFAULTS",
+    "WHY_ABSENT",
+    "CaptureOptions",
+    "Choice",
+    "FinalRow",
+    "Redeem",
+    "call_of_choice",
+    "read_rows",
+    "records_of_calls",
+]
 
-#: What a row for the call's last token is: none that an engine made (so it may only be MISSING), the engine's, or what
-#: a harness wrote since it wants one row per token.
+#: What a row for the call's last token is: absent (no engine made it, so it may only be MISSING), the engine's own, or
+#: written by a harness that wants one row per token.
 FinalRow = Literal["absent", "captured", "filler"]
-#: Gives the call behind a ticket, once; ``tickets.TicketDesk.redeem`` is one.
+#: Gives the call behind a ticket, once: ``http.TicketStore.redeem``.
 Redeem = Callable[[RouteTicket], ModelCall]
 
 #: What is wrong where a response that should have routes has none.
@@ -48,30 +59,72 @@ _TICKET = '{"call":'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How the routes of a response are to be read; the same for all its choices.
+class CaptureOptions:
+    """What a caller knows of a server and its answers do not say; one object serves every answer of a run.
 
-    ``weights_version``: of the policy that sampled. ``first_row``: the request's ``routed_experts_prompt_start``; None
-    takes what the form says, else 0. ``cached``: prompt rows that may come from a prefix cache; None: all but the last,
-    unless the response says. ``axis``, ``form``: as ``forms.read_routes``. ``final_row``: what a row for the last token
-    is. ``media``: one digest per media item of the prompt. ``required``: whether absent routes are an error where
-    tokens were generated. ``redeem``: needed where responses carry tickets.
+    A reader refuses an option that means nothing for what it reads.
+
+    Attributes:
+        cached: Prompt rows that may come from a prefix cache, hence from weights of an unknown version. None takes the
+            number that the answer reports; where it reports none, all prompt rows but the last. 0 is right where the
+            cache is off or emptied at each update.
+        axis: What the sender's layer axis counts. None takes the reader's own: "captured" for message logs, else
+            "decoder".
+        decoder_layers: D, the depth of the model: arrays must have exactly this many layers. SGLang's form, which has
+            no header, needs it where layers behind the last captured one are dense.
+        fused_shared: Slots that SGLang appends to a row for fused shared experts; they are checked and dropped.
+        form: The form of the payload. None tells it by its type or first characters.
+        final_row: What a row for a call's last token is. None takes the reader's own: "filler" for NeMo Gym, else
+            "absent".
+        media: One digest per media item of the prompt.
+        absent: What it means where tokens came without routes. None refuses.
+        redeem: Gives the call of a ticket; needed where answers carry tickets.
+        logprobs_mode: Whether log-probabilities are those before temperature and truncation ("raw") or after
+            ("processed"); becomes the attribute of records that have some.
+
+    >>> CaptureOptions(cached=0, axis="captured").cached
+    0
     """
 
-    spec: RouteSpec
-    weights_version: int | None
-    first_row: int | None = None
     cached: int | None = None
-    axis: LayerAxis = "decoder"
+    axis: LayerAxis | None = None
+    decoder_layers: int | None = None
+    fused_shared: int = 0
     form: WireForm | None = None
-    final_row: FinalRow = "absent"
+    final_row: FinalRow | None = None
     media: tuple[str, ...] = ()
-    required: bool = True
+    absent: RowLoss | None = None
     redeem: Redeem | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
 
     def __post_init__(self) -> None:
-        if self.final_row not in get_args(FinalRow):
-            raise refused(f"final_row of {get_args(FinalRow)}", repr(self.final_row))
+        if not isinstance(self.media, str):  # one text is for ModelCall to refuse
+            object.__setattr__(self, "media", tuple(self.media))
+        choices = {"axis": LayerAxis, "form": WireForm, "final_row": FinalRow, "absent": RowLoss}
+        for name, known in {**choices, "logprobs_mode": Literal["raw", "processed"]}.items():
+            value = getattr(self, name)
+            if value is not None and value not in get_args(known):
+                raise refused(f"{name} of {get_args(known)}, or None", repr(value))
+        for name in ("decoder_layers", "fused_shared"):
+            if getattr(self, name) is not None:
+                check_count(getattr(self, name), name, below=2**31)
+
+    def only(self, names: Sequence[str], *, reader: str) -> None:
+        """Raise UsageError where an option is set that is not among those of a reader.
+
+        >>> CaptureOptions(cached=0).only(["cached", "media"], reader="sglang")
+        """
+        for item in fields(self):
+            if item.name not in names and getattr(self, item.name) != item.default:
+                raise refused(f"no {item.name} for {reader}, which has no use for it", repr(getattr(self, item.name)))
+
+    def attributes(self, call: ModelCall) -> dict[str, str]:
+        """What a record of the call says of its log-probabilities."""
+        return {} if self.logprobs_mode is None or call.logprobs is None else {"logprobs_mode": self.logprobs_mode}
+
+
+#: The options of a caller who has none to set.
+DEFAULTS = CaptureOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +132,8 @@ class Choice:
     """What a server said of one choice.
 
     ``routes``: a value in a wire form, or None. ``rows``: the rows and the token of the first one, where they were read
-    already.
+    already. ``cached``: prompt tokens that the server says came from its prefix cache. ``short_prefill``: whether the
+    server drops the row of the last token where nothing was sampled.
     """
 
     call_id: str
@@ -88,16 +142,131 @@ class Choice:
     finish_reason: str | None
     routes: Any = None
     rows: tuple[NDArray[np.int16], int] | None = None
-    logprobs: list[float] | None = None
+    logprobs: Any = None
+    cached: int | None = None
+    short_prefill: bool = False
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = WHY_ABSENT
 
 
-def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:
-    """The call behind a choice; its rows are read-only and may share the memory of what was decoded.
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows
+# ----------------------------------------------------------------------------------------------------------------------
 
-    Raises UsageError for a choice that goes on, CaptureError (CAPTURE_OFF) for routes that are required and absent, and
-    what ``forms.read_routes`` and ``ModelCall`` raise.
+
+def read_rows(
+    value: object,
+    spec: RouteSpec,
+    *,
+    options: CaptureOptions,
+    first_row: int | None = None,
+    filler: int | None = None,
+    call: str | None = None,
+) -> tuple[NDArray[np.int16], int]:
+    """Decode a payload and place its layers.
+
+    Args:
+        value: A payload in a wire form.
+        spec: The geometry of the rows.
+        options: ``form``, ``axis``, ``decoder_layers`` and ``fused_shared`` are looked at.
+        first_row: The token of row 0. None takes what the form says, 0 where it says nothing.
+        filler: The token whose row, where it is the last that came, a harness made up: it is left out by its place.
+        call: Named in errors.
+
+    Returns:
+        Read-only int16 ``[R, L, K]``, which may share the decoded memory, and the token of the first row. Raises
+        DataError (ROW_COUNT) where the form names another first row, and as ``wire.decode`` and
+        ``layers.rows_from_axis``.
+
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> rows, first_row = read_rows([[[3, 1]], [[0, 5]]], spec, options=CaptureOptions())
+    >>> rows.tolist(), first_row
+    ([[[3, 1]], [[0, 5]]], 0)
+    """
+    axis = options.axis or "decoder"
+    depth = spec.num_layers if axis == "captured" else options.decoder_layers or spec.layer_ids[-1] + 1
+    array = decode(value, form=options.form, layers=depth, slots=spec.top_k + options.fused_shared)
+    routes_RDK = array.routes
+    begin = array.start or first_row or 0
+    if filler is not None and len(routes_RDK) and begin + len(routes_RDK) == filler + 1:
+        routes_RDK = routes_RDK[:-1]
+    if options.decoder_layers is not None and axis == "decoder" and routes_RDK.shape[1] != depth:
+        raise SpecError(
+            f"expected {depth} decoder layers, got {routes_RDK.shape[1]} @ call {call}", kind=ErrorKind.LAYERS
+        )
+    if options.fused_shared:
+        slots = range(spec.num_layers) if axis == "captured" else spec.layer_ids
+        routes_RDK = _without_shared(routes_RDK, spec, slots=slots, count=options.fused_shared, call=call)
+    rows_RLK = rows_from_axis(routes_RDK, spec, axis=axis, first_row=begin, call=call)
+    if array.start is not None and first_row is not None and array.start != first_row:
+        raise DataError(
+            f"expected rows from token {first_row} on, got rows from {array.start}"
+            + (f" @ call {call}" if call else ""),
+            kind=ErrorKind.ROW_COUNT,
+        )
+    return rows_RLK, begin
+
+
+def _without_shared(
+    routes_RDK: NDArray[Any], spec: RouteSpec, *, slots: Sequence[int], count: int, call: str | None
+) -> NDArray[Any]:
+    """The routed slots alone. A shared expert among them, or a routed one among the shared, is refused."""
+    if routes_RDK.shape[1] <= max(slots) or routes_RDK.shape[2] != spec.top_k + count:
+        raise SpecError(
+            f"expected rows of {spec.top_k} routed and {count} shared slots over {max(slots) + 1} layers, got "
+            f"{list(routes_RDK.shape[1:])} @ call {call}",
+            kind=ErrorKind.SHAPE,
+        )
+    widths = np.asarray(spec.experts_per_layer)
+    shared_RLX = routes_RDK[:, list(slots), spec.top_k :]
+    wrong_RL = (shared_RLX < widths[None, :, None]).any(axis=2)
+    if wrong_RL.any():
+        row, slot = np.argwhere(wrong_RL)[0]
+        raise DataError(
+            f"expected ids of shared experts, {int(widths[slot])} and above, in the last {count} slots, got "
+            f"{shared_RLX[row, slot].tolist()} @ call {call}, row {row}, layer {spec.layer_ids[slot]}",
+            kind=ErrorKind.ID_OUT_OF_RANGE,
+        )
+    return routes_RDK[:, :, : spec.top_k]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Calls
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def call_of_choice(
+    choice: Choice,
+    spec: RouteSpec,
+    *,
+    weights_version: int | None,
+    options: CaptureOptions,
+    first_row: int | None = None,
+    final_row: FinalRow = "absent",
+) -> ModelCall:
+    """Turn a choice into a call.
+
+    Args:
+        choice: What the server said.
+        spec: The geometry of the rows.
+        weights_version: Of the policy that sampled; None where unknown.
+        options: What the caller knows of the server.
+        first_row: The token of row 0, as the request asked. None takes what the form says, else 0.
+        final_row: What a row for the last token is, where ``options`` do not say.
+
+    Returns:
+        A call whose rows are read-only and may share the memory of what was decoded. Raises UsageError for a choice
+        that goes on, CaptureError (CAPTURE_OFF) for routes that are required and absent, DataError (ROW_COUNT) for rows
+        that are not those of the tokens, and what ``read_rows`` and ``ModelCall`` raise.
+
+    >>> from routeplane import RouteSpec
+    >>> said = Choice(
+    ...     call_id="c", prompt_ids=[5, 6], generation_ids=[7], finish_reason="stop", routes=[[[3, 1]], [[0, 5]]]
+    ... )
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call_of_choice(said, spec, weights_version=4, options=CaptureOptions(cached=0)).rows_stop
+    2
     """
     if choice.finish_reason is None:
         raise UsageError(
@@ -105,24 +274,27 @@ def call_of_choice(choice: Choice, reading: Reading) -> ModelCall:
         )
     prompt_P = as_integers(list(choice.prompt_ids), np.int32, what="prompt ids", ndim=1)
     generation_G = as_integers(list(choice.generation_ids), np.int32, what="generation ids", ndim=1)
+    token_S = np.concatenate([prompt_P, generation_G])
     if _is_ticket(choice.routes):
-        return _redeemed(choice, reading, np.concatenate([prompt_P, generation_G]))
-    rows_RLK, first_row = _rows(choice, reading, np.concatenate([prompt_P, generation_G]))
-    loss = _loss(choice, reading, rows_RLK, first_row=first_row)
+        return _redeemed(choice, options, token_S, weights_version=weights_version)
+    last = options.final_row or final_row
+    rows_RLK, begin = _rows(choice, spec, options=options, first_row=first_row, last=last)
+    loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
+    cached = choice.cached if options.cached is None else options.cached
     # what was generated comes from no prefix cache, whatever a server's count says
-    bound = max(len(prompt_P) - 1, 0) if reading.cached is None else min(reading.cached, len(prompt_P))
+    bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,
         routes=rows_RLK,
-        first_row=first_row,
-        layer_ids=reading.spec.layer_ids,
-        weights_version=reading.weights_version,
+        first_row=begin,
+        layer_ids=spec.layer_ids,
+        weights_version=weights_version,
         call_id=choice.call_id,
         logprobs=_logprobs(choice),
-        media=reading.media,
+        media=options.media,
         # below first_row there is no row that could have come from a cache
-        cached=cached_rows(bound, rows_RLK, first_row=first_row),
+        cached=cached_rows(bound, rows_RLK, first_row=begin),
         loss=loss,
         columns=choice.columns,
     )
@@ -132,27 +304,29 @@ def _is_ticket(routes: Any) -> bool:
     return isinstance(routes, str) and routes.startswith(_TICKET)
 
 
-def _redeemed(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> ModelCall:
-    if reading.redeem is None:
-        raise refused("a way to redeem tickets (redeem=)", f"none, and a ticket @ call {choice.call_id}")
-    call = reading.redeem(RouteTicket.from_json(choice.routes))
+def _redeemed(
+    choice: Choice, options: CaptureOptions, token_S: NDArray[np.int32], *, weights_version: int | None
+) -> ModelCall:
+    if options.redeem is None:
+        raise refused("a function that redeems tickets (redeem=)", f"none, and a ticket @ call {choice.call_id}")
+    call = options.redeem(RouteTicket.from_json(choice.routes))
     if len(token_S) and not np.array_equal(token_S, call.token_ids):
         raise DataError(
             f"expected the ticket's call to have the {len(token_S)} tokens of the response, got {call.num_tokens} "
             f"others @ call {choice.call_id}",
             kind=ErrorKind.TOKEN_MISMATCH,
         )
-    if reading.media and call.media and reading.media != call.media:
+    if options.media and call.media and options.media != call.media:
         raise DataError(
-            f"expected the ticket's call to have the media {list(reading.media)}, got {list(call.media)} "
+            f"expected the ticket's call to have the media {list(options.media)}, got {list(call.media)} "
             f"@ call {choice.call_id}",
             kind=ErrorKind.MEDIA,
         )
-    # what the writer of the ticket could not know is the caller's, or the response's, to say
+    # what the writer of the ticket could not know is for the caller, or the response, to say
     said: dict[str, Any] = {
-        "weights_version": reading.weights_version if call.weights_version is None else call.weights_version,
+        "weights_version": weights_version if call.weights_version is None else call.weights_version,
         "call_id": choice.call_id,
-        "media": call.media or reading.media,
+        "media": call.media or options.media,
     }
     changes = {name: value for name, value in said.items() if value != getattr(call, name)}
     if call.logprobs is None and choice.logprobs is not None:
@@ -160,30 +334,29 @@ def _redeemed(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> M
     return replace(call, **changes, checksum=None) if changes else call
 
 
-def _rows(choice: Choice, reading: Reading, token_S: NDArray[np.int32]) -> tuple[NDArray[np.int16] | None, int]:
+def _rows(
+    choice: Choice, spec: RouteSpec, *, options: CaptureOptions, first_row: int | None, last: FinalRow
+) -> tuple[NDArray[np.int16] | None, int]:
+    tokens = len(choice.prompt_ids) + len(choice.generation_ids)
     if choice.rows is not None:
-        rows_RLK, first_row = choice.rows
+        rows_RLK, begin = choice.rows
     elif choice.routes is None:
         return None, 0
     else:
-        rows_RLK, first_row = read_routes(
-            choice.routes,
-            reading.spec,
-            token_ids=token_S,
-            form=reading.form,
-            axis=reading.axis,
-            first_row=reading.first_row,
-            filler=len(token_S) - 1 if reading.final_row == "filler" else None,
-            call=choice.call_id,
+        filler = tokens - 1 if last == "filler" else None
+        rows_RLK, begin = read_rows(
+            choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id
         )
-    if reading.final_row == "absent" and len(choice.generation_ids) and first_row + len(rows_RLK) == len(token_S):
-        # a row that nobody captured says nothing; any other means that rows are not where they are thought to be
+    if last == "absent" and len(choice.generation_ids) and begin + len(rows_RLK) == tokens:
+        # a row that no engine captured says nothing; any other means that rows are not where they are thought to be
         if len(rows_RLK) and bool((rows_RLK[-1] == MISSING).all()):
             rows_RLK = rows_RLK[:-1]
-    return rows_RLK, first_row
+    return rows_RLK, begin
 
 
-def _loss(choice: Choice, reading: Reading, rows_RLK: NDArray[np.int16] | None, *, first_row: int) -> RowLoss | None:
+def _loss(
+    choice: Choice, rows_RLK: NDArray[np.int16] | None, *, absent: RowLoss | None, first_row: int, last: FinalRow
+) -> RowLoss | None:
     """Why rows are absent, or None where all are there. Rows that nothing explains are refused."""
     prompt, generated = len(choice.prompt_ids), len(choice.generation_ids)
     declared = _LOSS_OF.get(choice.finish_reason or "")
@@ -191,21 +364,24 @@ def _loss(choice: Choice, reading: Reading, rows_RLK: NDArray[np.int16] | None, 
         # what ended before its first token was sampled has no rows to give
         if generated == 0 and declared is not None:
             return declared
-        if not reading.required or (generated == 0 and prompt == 0):
-            return "not_captured"
+        if absent is not None or (generated == 0 and prompt == 0):
+            return absent or "not_captured"
         raise CaptureError(
             f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {choice.why_absent} "
             f"@ call {choice.call_id}",
             kind=ErrorKind.CAPTURE_OFF,
         )
     least, got = prompt + max(generated - 1, 0) - first_row, len(rows_RLK)
-    if got == least or (reading.final_row == "captured" and got == least + 1):
+    if got == least or (last == "captured" and got == least + 1):
         return None
     if declared is not None and got < least:
         return declared
+    if choice.short_prefill and generated == 0 and got == least - 1:
+        return "not_captured"
     raise DataError(
         f"expected {least} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the last "
-        f"fed), got {got}: is first_row the request's routed_experts_prompt_start? @ call {choice.call_id}",
+        f"fed), got {got}: is first_row what the request asked for (routed_experts_prompt_start, or SGLang's "
+        f"routed_experts_start_len)? @ call {choice.call_id}",
         kind=ErrorKind.ROW_COUNT,
     )
 
@@ -223,3 +399,31 @@ def _logprobs(choice: Choice) -> NDArray[np.float32] | None:
     except OverflowError:  # JSON has whole numbers of any length
         raise DataError(f"expected {what} that a float holds, got a larger one", kind=ErrorKind.VALUE_RANGE) from None
     return as_logprobs(logprobs_G, len(choice.generation_ids), what=what)
+
+
+def records_of_calls(
+    calls: Sequence[ModelCall],
+    spec: RouteSpec,
+    *,
+    sample_id: str,
+    attempt: int,
+    group: str | None,
+    options: CaptureOptions,
+) -> tuple[RouteRecord, ...]:
+    """Make one-call records of the choices of one answer, ``{sample_id}/0``, ... where there are several.
+
+    >>> records_of_calls([], None, sample_id="s", attempt=0, group=None, options=CaptureOptions())
+    ()
+    """
+    several = len(calls) > 1
+    return tuple(
+        record_of_call(
+            call,
+            spec,
+            sample_id=f"{sample_id}/{index}" if several else sample_id,
+            attempt=attempt,
+            group=sample_id if group is None and several else group,
+            attributes=options.attributes(call),
+        )
+        for index, call in enumerate(calls)
+    )

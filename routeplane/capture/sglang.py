@@ -1,64 +1,125 @@
-"""SGLang's answers (``/generate`` with ``return_routed_experts``) turned into calls.
+"""SGLang's answers (``/generate`` with ``return_routed_experts``) turned into calls and records.
 
 ``meta_info["routed_experts"]`` is base64 of int32, little endian, without a header: rows of the tokens
 ``[routed_experts_start_len, prompt + completion - 1)``, each with a slot for every decoder layer, dense ones zero
 (srt/state_capturer/routed_experts.py). A server that fuses shared experts into the routed ones appends their slots,
-whose ids are E and above. Knows no SGLang package; nothing here opens a connection.
-
-Axes: R rows, D decoder layers of the engine, L captured layers, K top-k slots.
+whose ids are E and above. Its OpenAI endpoints are ``http.openai``. Knows no SGLang package; nothing here opens a
+connection.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from routeplane.capture.wire import rows_from_layers
-from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
-from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.capture import choices
+from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
+from routeplane.errors import DataError, ErrorKind, UsageError, refused
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from routeplane.record.calls import ModelCall
+    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["call_from_sglang"]
+__all__ = ["calls", "records"]
 
-# A retracted or disconnected request ends as "abort" (srt/managers/schedule_batch.py, FINISH_ABORT).
-_LOSS_OF: Mapping[str, RowLoss] = MappingProxyType({"abort": "aborted"})
+_WHY_ABSENT = (
+    "start the server with --enable-return-routed-experts and ask with return_routed_experts (a gateway may drop the "
+    "field)"
+)
+_OPTIONS = ("absent", "cached", "decoder_layers", "fused_shared", "logprobs_mode", "media")
 
 
-def call_from_sglang(
-    answer: Mapping[str, Any],
+def calls(
+    answer: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     spec: RouteSpec,
     *,
     prompt_ids: Sequence[int],
-    decoder_layers: int,
     weights_version: int | None,
     call_id: str | None = None,
     first_row: int = 0,
-    fused_shared: int = 0,
-    absent: RowLoss | None = None,
-    media: Sequence[str] = (),
-) -> ModelCall:
-    """The call behind one answer of ``/generate`` (a mapping with ``meta_info``), whole and not streamed.
+    options: CaptureOptions = DEFAULTS,
+) -> tuple[ModelCall, ...]:
+    """Read an answer of ``/generate``, whole and not streamed.
 
-    ``prompt_ids``: what was fed, after placeholders were expanded. ``decoder_layers``: D of the model. ``first_row``:
-    the request's ``routed_experts_start_len``. ``fused_shared``: slots that the server appends to a row for fused
-    shared experts; they are checked (ids of E and above) and dropped. ``absent``: what it means where tokens came
-    without routes; None refuses. ``call_id``: None takes the answer's id.
+    Args:
+        answer: A mapping with ``meta_info``, or the list of them that ``n`` above 1 gives.
+        spec: The geometry of the rows.
+        prompt_ids: What was fed, after placeholders were expanded.
+        weights_version: Of the policy that sampled; None where unknown.
+        call_id: None takes the answer's id; several answers are ``{call_id}/0``, ``{call_id}/1``, ...
+        first_row: The request's ``routed_experts_start_len``.
+        options: ``decoder_layers`` is D of the model, needed where layers behind the last captured one are dense;
+            ``fused_shared`` the slots of fused shared experts.
 
-    Rows are int16 of memory that the call owns. Raises CaptureError where there are no routes (CAPTURE_OFF) or no
-    capture behind them (as ``wire.rows_from_layers``), DataError where text, rows, tokens or log-probabilities are not
-    what they should be, UsageError for what is no such answer.
+    Returns:
+        One call per answer, whose rows are int16. Raises CaptureError where there are no routes (CAPTURE_OFF) or no
+        capture behind them, DataError where text, rows, tokens or log-probabilities are not what they should be,
+        UsageError for other answers.
+
+    >>> from routeplane import RouteSpec
+    >>> info = {"id": "r", "finish_reason": {"type": "stop"}, "routed_experts": "AwAAAAEAAAAAAAAABQAAAA=="}
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> [call] = calls({"output_ids": [7], "meta_info": info}, spec, prompt_ids=[5, 6], weights_version=4)
+    >>> call.routes.tolist()
+    [[[3, 1]], [[0, 5]]]
     """
+    options.only(_OPTIONS, reader="sglang")
+    answers = [answer] if isinstance(answer, Mapping) else list(answer) if isinstance(answer, Sequence) else []
+    found = [_choice(one, prompt_ids, call_id=call_id) for one in answers]
+    if not found:
+        raise refused("an answer of SGLang with meta_info, or several", type(answer).__name__)
+    if len(found) > 1:
+        name = call_id or found[0].call_id
+        found = [replace(choice, call_id=f"{name}/{index}") for index, choice in enumerate(found)]
+    how = replace(options, form="sglang")
+    return tuple(
+        choices.call_of_choice(choice, spec, weights_version=weights_version, options=how, first_row=first_row)
+        for choice in found
+    )
+
+
+def records(
+    answer: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    spec: RouteSpec,
+    *,
+    sample_id: str,
+    prompt_ids: Sequence[int],
+    weights_version: int | None,
+    attempt: int = 0,
+    group: str | None = None,
+    options: CaptureOptions = DEFAULTS,
+) -> tuple[RouteRecord, ...]:
+    """Read an answer of ``/generate`` as one-call records.
+
+    Args:
+        answer: As ``calls``.
+        spec: The geometry of the records.
+        sample_id: The record's name; several answers are ``{sample_id}/0``, ``{sample_id}/1``, ...
+        prompt_ids: What was fed.
+        weights_version: Of the policy that sampled; None where unknown.
+        attempt: Which attempt at the sample this is.
+        group: Ties the samples of one prompt; several answers have ``sample_id`` where it is None.
+        options: As ``calls``.
+
+    Returns:
+        One record per answer; records own their arrays. Raises as ``calls``.
+
+    >>> from routeplane import RouteSpec
+    >>> info = {"id": "r", "finish_reason": {"type": "stop"}, "routed_experts": "AwAAAAEAAAAAAAAABQAAAA=="}
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> answer = {"output_ids": [7], "meta_info": info}
+    >>> records(answer, spec, sample_id="s", prompt_ids=[5, 6], weights_version=4)[0].num_tokens
+    3
+    """
+    found = calls(answer, spec, prompt_ids=prompt_ids, weights_version=weights_version, options=options)
+    return choices.records_of_calls(found, spec, sample_id=sample_id, attempt=attempt, group=group, options=options)
+
+
+def _choice(answer: object, prompt_ids: Sequence[int], *, call_id: str | None) -> Choice:
     info = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    if not isinstance(info, Mapping):
+    if not isinstance(answer, Mapping) or not isinstance(info, Mapping):
         raise refused("an answer of SGLang with meta_info", type(answer).__name__)
     name = str(call_id if call_id is not None else info.get("id", ""))
     tokens, logprobs = _generated(answer, info, name)
@@ -70,99 +131,52 @@ def call_from_sglang(
     reason = info.get("finish_reason")
     if reason is None:
         raise UsageError(f"expected a finished answer, got one that goes on @ call {name}", kind=ErrorKind.ARGUMENT)
-    ended = str(reason.get("type")) if isinstance(reason, Mapping) else str(reason)
-    text = info.get("routed_experts")
-    loss = _LOSS_OF.get(ended)
-    if text is None and not (loss is not None and not tokens) and absent is None:
-        raise CaptureError(
-            "expected routed_experts in meta_info, got None: start the server with --enable-return-routed-experts and "
-            f"ask with return_routed_experts (a gateway may drop the field) @ call {name}",
-            kind=ErrorKind.CAPTURE_OFF,
-        )
-    rows_RLK = None
-    if text is not None:
-        rows_RDK = _decoded(text, layers=decoder_layers, slots=spec.top_k + fused_shared, name=name)
-        rows_RLK = rows_from_layers(
-            _routed(rows_RDK, spec, fused_shared=fused_shared, name=name), spec, first_row=first_row, call=name
-        )
-    expected = len(prompt_ids) + max(len(tokens) - 1, 0) - first_row
-    if rows_RLK is None and tokens:
-        loss = absent
-    elif rows_RLK is not None and len(rows_RLK) >= expected:
-        loss = None
-    return ModelCall(
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int64),
-        generation_ids=np.asarray(tokens, dtype=np.int64),
-        routes=rows_RLK,
-        first_row=first_row,
-        layer_ids=spec.layer_ids,
-        weights_version=weights_version,
+    return Choice(
         call_id=name,
+        prompt_ids=prompt_ids,
+        generation_ids=tokens,
+        # a retracted or disconnected request ends as "abort" (srt/managers/schedule_batch.py, FINISH_ABORT)
+        finish_reason=str(reason.get("type")) if isinstance(reason, Mapping) else str(reason),
+        routes=info.get("routed_experts"),
         logprobs=logprobs,
-        media=tuple(media),
-        cached=_cached(info, first_row=first_row, rows_RLK=rows_RLK),
-        loss=loss,
+        cached=_cached(info, name),
+        # the server slices [:seqlen - 1] also where nothing was sampled (sglang#20964)
+        short_prefill=True,
+        why_absent=_WHY_ABSENT,
     )
 
 
-def _cached(info: Mapping[str, Any], *, first_row: int, rows_RLK: NDArray[np.int16] | None) -> int:
-    """Prompt rows from the radix cache; the engine reports them as ``cached_tokens``."""
-    return 0 if rows_RLK is None else min(int(info.get("cached_tokens", 0)), first_row + len(rows_RLK))
+def _cached(info: Mapping[str, Any], name: str) -> int | None:
+    """Prompt rows from the radix cache; None where the answer does not say."""
+    found = info.get("cached_tokens")
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise DataError(f"expected cached_tokens as an int, got {found!r} @ call {name}", kind=ErrorKind.DTYPE)
+    return max(found, 0)
 
 
-def _generated(
-    answer: Mapping[str, Any], info: Mapping[str, Any], name: str
-) -> tuple[list[int], NDArray[np.float32] | None]:
+def _generated(answer: Mapping[str, Any], info: Mapping[str, Any], name: str) -> tuple[list[Any], list[Any] | None]:
     """Sampled tokens, from ``output_ids`` or from the log-probabilities beside which they stand; the two must agree."""
-    pairs = info.get("output_token_logprobs")
-    given = answer.get("output_ids")
+    pairs, given = info.get("output_token_logprobs"), answer.get("output_ids")
     if pairs is None and given is None:
         raise DataError(
             f"expected output_ids, or log-probabilities with their tokens, got neither @ call {name}",
             kind=ErrorKind.TOKEN_MISMATCH,
         )
+    for what, value in (("output_ids", given), ("output_token_logprobs", pairs)):
+        if value is not None and not isinstance(value, list):
+            raise DataError(
+                f"expected {what} as a list, got {type(value).__name__} @ call {name}", kind=ErrorKind.DTYPE
+            )
     if pairs is None:
-        return [int(token) for token in given or ()], None
-    tokens = [int(pair[1]) for pair in pairs]
-    if given is not None and tokens != [int(token) for token in given]:
+        return given or [], None
+    if not all(isinstance(pair, list | tuple) and len(pair) >= 2 for pair in pairs):
+        raise DataError(f"expected (log-probability, token, ...) for each token @ call {name}", kind=ErrorKind.DTYPE)
+    tokens = [pair[1] for pair in pairs]
+    if given is not None and tokens != given:
         raise DataError(
-            f"expected log-probabilities of the tokens {list(given)[:8]}, got those of {tokens[:8]} @ call {name}",
+            f"expected log-probabilities of the tokens {given[:8]}, got those of {tokens[:8]} @ call {name}",
             kind=ErrorKind.TOKEN_MISMATCH,
         )
-    return tokens, np.asarray([pair[0] for pair in pairs], dtype=np.float32)
-
-
-def _decoded(text: object, *, layers: int, slots: int, name: str) -> NDArray[np.int32]:
-    """int32 ``[R, D, slots]`` over the decoded bytes. Raises DataError (ENCODING) for what is no such text."""
-    if not isinstance(text, str | bytes):
-        raise DataError(f"expected base64 text, got {type(text).__name__} @ call {name}", kind=ErrorKind.DTYPE)
-    try:
-        content = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"expected base64 text, got {error} @ call {name}", kind=ErrorKind.ENCODING) from None
-    row = 4 * layers * slots
-    if len(content) % row:
-        raise DataError(
-            f"expected rows of {row} bytes ({layers} decoder layers, {slots} slots of int32), got {len(content)} bytes "
-            f"@ call {name}",
-            kind=ErrorKind.ENCODING,
-        )
-    return np.frombuffer(content, dtype="<i4").reshape(-1, layers, slots)
-
-
-def _routed(rows_RDK: NDArray[np.int32], spec: RouteSpec, *, fused_shared: int, name: str) -> NDArray[np.int32]:
-    """The routed slots alone. A shared expert among them, or a routed one among the shared, is not resolved but
-    refused."""
-    if fused_shared == 0:
-        return rows_RDK
-    widths = np.asarray(spec.experts_per_layer)
-    shared_RLX = rows_RDK[:, list(spec.layer_ids), spec.top_k :]
-    wrong_RL = (shared_RLX < widths[None, :, None]).any(axis=2)
-    if wrong_RL.any():
-        row, slot = np.argwhere(wrong_RL)[0]
-        raise DataError(
-            f"expected ids of shared experts, {int(widths[slot])} and above, in the last {fused_shared} slots, got "
-            f"{shared_RLX[row, slot].tolist()} @ call {name}, row {row}, layer {spec.layer_ids[slot]}",
-            kind=ErrorKind.ID_OUT_OF_RANGE,
-        )
-    return rows_RDK[:, :, : spec.top_k]
+    return tokens, [pair[0] for pair in pairs]

@@ -1,265 +1,153 @@
-"""What engines send, turned into rows of a spec: the layer axis, and the byte format of vLLM's HTTP responses.
+"""The forms in which servers put arrays of expert ids into JSON: a table from a form's name to its decode and encode.
 
-Owns the reading of an engine's layer axis, which is declared and never guessed from its length. Says whether capture
-worked at all (dense slots empty, MoE slots filled); whether a row is legal is ``validate``'s to say, when a record is
-made. Other encodings are ``envelopes`` and ``inline``. Pure numpy, no IO; knows no engine package, and nothing of
-tokens beyond their position.
+Reading: a header is checked as text before its payload is decoded, the payload has exactly the bytes announced, in
+little-endian order; integers only, rank 3, no cast. What comes back is the array as it was sent;
+``layers.rows_from_axis`` gives its ids a meaning. Writing refuses any value that the form cannot carry. Knows no spec,
+no tokens, no response.
 
-Axes: R rows that came, D decoder layers of the engine, L captured layers, K top-k slots.
+Axes: R rows, D layers as the sender counts them, K slots of a row.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
-from routeplane.capture.text64 import check_axes, decode_base64, encode_base64, undecodable
-from routeplane.errors import CaptureError, DataError, ErrorKind, Problem, SpecError, refused
-from routeplane.record.parse import as_integers
-from routeplane.record.spec import MISSING
+from routeplane.capture.text64 import base64_length, check_axes, decode_base64, encode_base64, undecodable
+from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.record.parse import frozen_view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.spec import RouteSpec
+__all__ = ["WireArray", "WireForm", "decode", "encode", "form_of"]
 
-__all__ = ["LayerAxis", "decode_npy", "encode_npy", "rows_from_axis", "rows_from_layers", "rows_from_slots"]
+#: vLLM's base64 ``.npy``, NeMo RL's envelope, prime-rl's object, nested lists, SGLang's base64.
+WireForm = Literal["npy", "nrlre1", "prime", "lists", "sglang"]
 
-#: What axis 1 of an engine's array counts: every decoder layer, or the spec's layers alone.
-LayerAxis = Literal["decoder", "captured"]
+
+class WireArray(NamedTuple):
+    """What a payload holds: integers ``[R, D, K]`` as they were sent, and the token of row 0 where the form says it."""
+
+    routes: NDArray[Any]
+    start: int | None = None
+
+
+class _Shape(NamedTuple):
+    """Layers and slots of a row, for forms that do not say them themselves."""
+
+    layers: int
+    slots: int
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The two verbs
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def decode(value: object, *, form: WireForm | None = None, layers: int = 0, slots: int = 0) -> WireArray:
+    """Decode a payload in any of the forms.
+
+    Args:
+        value: Text, an object or nested lists, as JSON gives them.
+        form: The name of the form; None tells it by its type or first characters. SGLang's has no mark of its own.
+        layers: Layers of a row, for forms without a header (SGLang) and for lists without rows.
+        slots: Slots of a row, likewise.
+
+    Returns:
+        Read-only integers ``[R, D, K]`` in the type that was sent, over the decoded memory, and the token of row 0
+        where the form says it. Raises DataError: ENCODING for what is not in the form, DTYPE for other than integers,
+        SHAPE for another rank, VALUE_RANGE beyond int64. Raises UsageError for an unknown form.
+
+    >>> array = decode("nrlre1:int16:1x1x2:AQACAA==")
+    >>> array.routes.tolist(), array.start
+    ([[[1, 2]]], None)
+    """
+    if form is not None and form not in get_args(WireForm):
+        raise refused(f"form of {get_args(WireForm)}", repr(form))
+    return _FORMS[form_of(value) if form is None else form].decode(value, _Shape(layers, slots))
+
+
+def encode(routes: NDArray[Any], *, form: WireForm, dtype: str | None = None, start: int | None = None) -> Any:
+    """Encode integers ``[R, D, K]`` in one of the forms, as the form's own writer does.
+
+    Args:
+        routes: An integer array of rank 3; it is not kept.
+        form: The name of the form.
+        dtype: The type on the wire, for ``nrlre1`` alone: int8, int16 (None) or int32. The other forms send the
+            array's own type, SGLang's int32.
+        start: The token of row 0, for ``prime`` alone.
+
+    Returns:
+        Text, an object (``prime``) or nested lists, some 30 bytes of memory per id. Raises UsageError for another rank
+        or type and for an option that the form does not have, DataError (VALUE_RANGE) for ids that do not fit.
+
+    >>> encode(np.asarray([[[1, 2]]]), form="nrlre1")
+    'nrlre1:int16:1x1x2:AQACAA=='
+    """
+    if form not in get_args(WireForm):
+        raise refused(f"form of {get_args(WireForm)}", repr(form))
+    options = {name: value for name, value in (("dtype", dtype), ("start", start)) if value is not None}
+    for name in options.keys() - _FORMS[form].options:
+        raise refused(f"no {name} for the form {form!r}, which does not carry it", repr(options[name]))
+    if routes.dtype.kind not in "iu" or routes.ndim != 3:
+        raise refused("an integer array of rank 3", f"{routes.dtype} {list(routes.shape)}")
+    return _FORMS[form].encode(routes, **options)
+
+
+def form_of(value: object) -> WireForm:
+    """Name the form of a payload, by its type or first characters. Raises DataError (ENCODING) for any other.
+
+    >>> form_of([[[3, 1]]]), form_of("nrlre1:int16:0x3x2:")
+    ('lists', 'nrlre1')
+    """
+    if isinstance(value, str):
+        for name, form in _FORMS.items():
+            if form.prefix and value.startswith(form.prefix):
+                return name
+    elif isinstance(value, Mapping):
+        return "prime"
+    elif isinstance(value, list):
+        return "lists"
+    raise DataError(
+        "expected routes as text that begins as vLLM's .npy or with nrlre1:, as an object or as nested lists, got "
+        f"{_kind(value)} {str(value)[:40]!r}",
+        kind=ErrorKind.ENCODING,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# npy: vLLM's base64 of a .npy file
+# ----------------------------------------------------------------------------------------------------------------------
 
 _MAGIC = b"\x93NUMPY"
+# base64 of the first six bytes of every .npy file
+_NPY_PREFIX = "k05VTVBZ"
 # np.save writes 118 bytes for rank 3; a structured type, which is refused anyhow, needs more.
 _MAX_HEADER = 4_096
 _HEADER = re.compile(rb"\{'descr': '([^']*)', 'fortran_order': (True|False), 'shape': \(([0-9, ]*)\),? *\} *\n")
 _INTEGER = re.compile(r"[<>|][iu][1248]")
-# With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``alarms.find_alarms`` asks for
-# before it judges a layer.
-_MANY_ROWS = 64
 
 
-def rows_from_layers(
-    layers: NDArray[Any], spec: RouteSpec, *, first_row: int = 0, call: str | None = None
-) -> NDArray[np.int16]:
-    """The rows of ``spec.layer_ids`` out of an engine's array ``[R, D, K]`` with one slot per decoder layer.
-
-    ``layers``: any integer type; ids are widened or narrowed to int16 after a look at their range. ``first_row`` (the
-    token of row 0) and ``call`` serve the messages. Returns read-only int16 ``[R, L, K]``: a view of ``layers`` where
-    it is int16 already and the captured layers lie side by side, else memory of its own.
-
-    Raises SpecError where D or K is not the spec's geometry. Raises CaptureError with every finding: DENSE_SLOT where a
-    layer outside the spec holds ids, UNCAPTURED_SLOT where a captured layer holds rows that nobody wrote: all zero, as
-    the engine's buffer began (for K = 1, where that is a legal row: in every layer, over 64 rows or more). Raises
-    DataError for other than integers of rank 3 (DTYPE, SHAPE) and for ids beyond int16 (VALUE_RANGE).
-    """
-    layers_RDK = np.asarray(layers)
-    _check_layout(layers_RDK, spec, call)
-    return _captured_layers(layers_RDK, spec, first_row=first_row, call=call)
-
-
-def _captured_layers(
-    layers_RDK: NDArray[Any],
-    spec: RouteSpec,
-    *,
-    missing_R: NDArray[np.bool_] | None = None,
-    first_row: int,
-    call: str | None,
-) -> NDArray[np.int16]:
-    """``missing_R``: rows that may be -1 in dense slots too."""
-    _check_dense_slots(layers_RDK, spec, missing_R=missing_R, first_row=first_row, call=call)
-    narrow_RLK = layers_RDK[:, _slots(spec.layer_ids)]
-    _check_written(narrow_RLK, spec, first_row, call)
-    return as_integers(narrow_RLK, np.int16, what=_named("routes", call), ndim=3)
-
-
-def rows_from_slots(
-    slots: NDArray[Any], spec: RouteSpec, *, first_row: int = 0, call: str | None = None
-) -> NDArray[np.int16]:
-    """The rows of an array ``[R, L, K]`` that has exactly the captured layers, in the spec's order.
-
-    ``slots``: any integer type; ids are looked at layer by layer before they are cast: -1 (MISSING) or below that
-    layer's width, else DataError (ID_OUT_OF_RANGE, or PARTIAL_ROW below -1). Returns read-only int16, a view where it
-    was that already. Raises SpecError (LAYERS, SHAPE) for another geometry, CaptureError (UNCAPTURED_SLOT) for rows
-    that nobody wrote, as ``rows_from_layers``.
-    """
-    slots_RLK = np.asarray(slots)
-    what = _named("routes", call)
-    _check_kind(slots_RLK, what)
-    if slots_RLK.shape[2] != spec.top_k:
-        raise SpecError(f"expected {what} with top_k={spec.top_k}, got {slots_RLK.shape[2]}", kind=ErrorKind.SHAPE)
-    if slots_RLK.shape[1] != spec.num_layers:
-        raise SpecError(
-            f"expected {what} with the {spec.num_layers} captured layers {list(spec.layer_ids)}, got "
-            f"{slots_RLK.shape[1]}: for one slot per decoder layer say axis='decoder'",
-            kind=ErrorKind.LAYERS,
-        )
-    _check_range(slots_RLK, spec, slots=range(spec.num_layers), first_row=first_row, call=call)
-    _check_written(slots_RLK, spec, first_row, call)
-    return as_integers(slots_RLK, np.int16, what=what, ndim=3)
-
-
-def rows_from_axis(
-    routes: NDArray[Any], spec: RouteSpec, *, axis: LayerAxis = "decoder", first_row: int = 0, call: str | None = None
-) -> NDArray[np.int16]:
-    """``rows_from_layers`` (``axis="decoder"``) or ``rows_from_slots`` (``"captured"``).
-
-    Rows that are -1 throughout, in dense slots too, are MISSING: no engine has such a row, and harnesses write it where
-    none came.
-    """
-    if axis not in ("decoder", "captured"):
-        raise refused("axis of ('decoder', 'captured')", repr(axis))
-    if axis == "captured":
-        return rows_from_slots(routes, spec, first_row=first_row, call=call)
-    layers_RDK = np.asarray(routes)
-    _check_layout(layers_RDK, spec, call)
-    _check_range(layers_RDK, spec, slots=spec.layer_ids, first_row=first_row, call=call)
-    missing_R = None
-    if layers_RDK.dtype.kind == "i" and layers_RDK.size and layers_RDK.shape[1] > spec.num_layers:
-        missing_R = layers_RDK.max(axis=(1, 2)) == MISSING
-    return _captured_layers(layers_RDK, spec, missing_R=missing_R, first_row=first_row, call=call)
-
-
-def _check_range(
-    routes_RXK: NDArray[Any], spec: RouteSpec, *, slots: Sequence[int], first_row: int, call: str | None
-) -> None:
-    """Raise DataError unless every id of the captured layers is -1 or in ``[0, E)``; before any cast, any copy."""
-    if routes_RXK.size == 0 or _within(routes_RXK, min(spec.experts_per_layer)):
-        return
-    for slot, layer, width in zip(slots, spec.layer_ids, spec.experts_per_layer, strict=True):
-        ids_RK = routes_RXK[:, slot]
-        if _within(ids_RK, width):
-            continue
-        low, high = int(ids_RK.min()), int(ids_RK.max())
-        problem = Problem(
-            kind=ErrorKind.ID_OUT_OF_RANGE if high >= width else ErrorKind.PARTIAL_ROW,
-            message=f"expected ids in [0, {width}) or {MISSING}, got [{low}, {high}]",
-            sample=call,
-            token=first_row + int(ids_RK.max(axis=1).argmax() if high >= width else ids_RK.min(axis=1).argmin()),
-            layer=layer,
-        )
-        raise DataError.from_problems([problem], what="ids that the router does not have")
-
-
-def _within(ids: NDArray[Any], width: int) -> bool:
-    return int(ids.max()) < width and int(ids.min()) >= MISSING
-
-
-def _named(what: str, call: str | None) -> str:
-    return what if call is None else f"{what} of call {call}"
-
-
-def _check_kind(routes: NDArray[Any], what: str) -> None:
-    if routes.dtype.kind not in "iu":
-        raise DataError(f"expected {what} of an integer type, got {routes.dtype}", kind=ErrorKind.DTYPE)
-    if routes.ndim != 3:
-        raise DataError(f"expected {what} [rows, layers, top_k], got shape {list(routes.shape)}", kind=ErrorKind.SHAPE)
-
-
-def _check_layout(layers_RDK: NDArray[Any], spec: RouteSpec, call: str | None) -> None:
-    what = _named("routes", call)
-    _check_kind(layers_RDK, what)
-    _, depth, top_k = layers_RDK.shape
-    if top_k != spec.top_k:
-        raise SpecError(f"expected {what} with top_k={spec.top_k}, got {top_k}", kind=ErrorKind.SHAPE)
-    # An axis of MoE layers alone is never long enough to pass for one of all layers, unless they are the same.
-    if depth <= spec.layer_ids[-1]:
-        raise SpecError(
-            f"expected {what} with a slot for every decoder layer, {spec.layer_ids[-1] + 1} at least "
-            f"(captured: {list(spec.layer_ids)}), got {depth}",
-            kind=ErrorKind.LAYERS,
-        )
-
-
-def _slots(layer_ids: tuple[int, ...]) -> slice | list[int]:
-    """An index of axis D; a slice, hence a view, where the layers lie side by side."""
-    if layer_ids[-1] - layer_ids[0] + 1 == len(layer_ids):
-        return slice(layer_ids[0], layer_ids[-1] + 1)
-    return list(layer_ids)
-
-
-def _check_dense_slots(
-    layers_RDK: NDArray[Any],
-    spec: RouteSpec,
-    *,
-    missing_R: NDArray[np.bool_] | None,
-    first_row: int,
-    call: str | None,
-) -> None:
-    dense = sorted(set(range(layers_RDK.shape[1])) - set(spec.layer_ids))
-    problems = [
-        Problem(
-            kind=ErrorKind.DENSE_SLOT,
-            message=f"expected zeros in a layer without a router, got {layers_RDK[row, layer].tolist()}",
-            sample=call,
-            token=first_row + row,
-            layer=layer,
-        )
-        for layer in dense
-        if (row := _first_filled(layers_RDK[:, layer], missing_R)) is not None
-    ]
-    if problems:
-        raise CaptureError.from_problems(problems, what="the engine's layers are not the spec's")
-
-
-def _first_filled(ids_RK: NDArray[Any], missing_R: NDArray[np.bool_] | None) -> int | None:
-    """The first row of a layer with ids other than zeros, or other than -1 in a row that may be MISSING. A layer at a
-    time, and no copy: all dense layers together can be the whole payload."""
-    if not ids_RK.any():
-        return None
-    filled_R = np.asarray(ids_RK.any(axis=1))
-    if missing_R is not None:
-        filled_R &= ~missing_R | (ids_RK != MISSING).any(axis=1)
-    return _first(filled_R)
-
-
-def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:
-    if spec.top_k == 1 and (len(narrow_RLK) < _MANY_ROWS or bool(narrow_RLK.any())):
-        return
-    empty_RL = np.asarray(~narrow_RLK.any(axis=2))
-    problems = [
-        Problem(
-            kind=ErrorKind.UNCAPTURED_SLOT,
-            message=f"expected {spec.top_k} chosen experts, got zeros in {np.count_nonzero(empty_RL[:, slot])} of "
-            f"{len(empty_RL)} rows",
-            sample=call,
-            token=first_row + row,
-            layer=layer,
-        )
-        for slot, layer in enumerate(spec.layer_ids)
-        if (row := _first(empty_RL[:, slot])) is not None
-    ]
-    if problems:
-        raise CaptureError.from_problems(problems, what="capture not bound to these layers, or not for every row")
-
-
-def _first(flags_R: NDArray[np.bool_]) -> int | None:
-    return int(flags_R.argmax()) if flags_R.any() else None
-
-
-def decode_npy(text: str | bytes) -> NDArray[Any]:
-    """The routes of a vLLM HTTP response: base64 of a ``.npy`` file, an integer array of rank 3.
-
-    The header is read as text and never evaluated, and the byte count must be exactly what it announces, so nothing is
-    allocated beyond the decoded text. Returns a read-only array over that memory, in the file's byte order.
-
-    Raises DataError: ENCODING for what is no such file, DTYPE for other than integers, SHAPE for another rank.
-    """
-    if not isinstance(text, str | bytes):
-        raise DataError(f"expected base64 text of a .npy file, got {type(text).__name__}", kind=ErrorKind.DTYPE)
+def _decode_npy(text: Any, shape: _Shape) -> WireArray:
+    """The header is read as text and never evaluated, and nothing is allocated beyond the decoded text."""
+    _require_text(text, "base64 text of a .npy file", also=bytes)
     content = decode_base64(text)
     start, stop = _header_bounds(content)
-    descr, fortran, shape = _parse_header(content[start:stop])
+    descr, fortran, sides = _parse_header(content[start:stop])
     dtype = np.dtype(descr)
-    expected, got = prod(shape) * dtype.itemsize, len(content) - stop
+    expected, got = prod(sides) * dtype.itemsize, len(content) - stop
     if expected != got:
-        raise undecodable(f"{expected} bytes for {descr} {list(shape)}", f"{got}")
-    flat = np.frombuffer(content, dtype=dtype, count=prod(shape), offset=stop)
-    return flat.reshape(shape, order="F" if fortran else "C")
+        raise undecodable(f"{expected} bytes for {descr} {list(sides)}", f"{got}")
+    flat = np.frombuffer(content, dtype=dtype, count=prod(sides), offset=stop)
+    return WireArray(flat.reshape(sides, order="F" if fortran else "C"))
 
 
 def _header_bounds(content: bytes) -> tuple[int, int]:
@@ -289,15 +177,201 @@ def _parse_header(header: bytes) -> tuple[str, bool, tuple[int, ...]]:
             f"expected routes [rows, decoder layers, top_k], got shape {found[3].decode('latin-1')}",
             kind=ErrorKind.SHAPE,
         )
-    shape = tuple(int(part) for part in parts)
-    check_axes(shape, itemsize=np.dtype(descr).itemsize)
-    return descr, found[2] == b"True", shape
+    sides = tuple(int(part) for part in parts)
+    check_axes(sides, itemsize=np.dtype(descr).itemsize)
+    return descr, found[2] == b"True", sides
 
 
-def encode_npy(routes: NDArray[Any]) -> str:
-    """What vLLM's server writes for an integer array of rank 3, in its own type; ``decode_npy`` reads it."""
-    if routes.dtype.kind not in "iu" or routes.ndim != 3:
-        raise refused("an integer array of rank 3", f"{routes.dtype} {list(routes.shape)}")
+def _encode_npy(routes: NDArray[Any]) -> str:
     file = io.BytesIO()
     np.save(file, routes, allow_pickle=False)
     return encode_base64(file.getbuffer())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# nrlre1: NeMo RL's envelope nrlre1:<dtype>:<R>x<D>x<K>:<base64>
+# ----------------------------------------------------------------------------------------------------------------------
+
+# int() would also take blanks, signs and underscores; a count of rows has ten digits at most
+_NRLRE1 = re.compile(r"nrlre1:(int8|int16|int32):([0-9]{1,10})x([0-9]{1,10})x([0-9]{1,10}):")
+_NRLRE1_HEADER = 64
+
+
+def _decode_nrlre1(text: Any, shape: _Shape) -> WireArray:
+    _require_text(text, "an nrlre1 envelope")
+    header = _NRLRE1.match(text[:_NRLRE1_HEADER])
+    if header is None:
+        raise undecodable("nrlre1:<int8|int16|int32>:<rows>x<layers>x<top_k>:<base64>", repr(text[:_NRLRE1_HEADER]))
+    dtype = np.dtype(header[1]).newbyteorder("<")
+    sides = int(header[2]), int(header[3]), int(header[4])
+    size = check_axes(sides, itemsize=dtype.itemsize)
+    return WireArray(_from_base64(text[header.end() :], dtype, shape=sides, size=size))
+
+
+def _encode_nrlre1(routes: NDArray[Any], dtype: str = "int16") -> str:
+    if dtype not in ("int8", "int16", "int32"):
+        raise refused("dtype of ('int8', 'int16', 'int32')", repr(dtype))
+    narrowed_RDK = _narrowed(routes, np.dtype(dtype))
+    rows, layers, slots = narrowed_RDK.shape
+    return f"nrlre1:{dtype}:{rows}x{layers}x{slots}:{_to_base64(narrowed_RDK)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sglang: base64 of int32, little endian, without a header
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_sglang(text: Any, shape: _Shape) -> WireArray:
+    _require_text(text, "base64 text of int32 ids", also=bytes)
+    row = check_axes((1, shape.layers, shape.slots), itemsize=4)
+    if row == 0:
+        raise refused("at least one layer and one slot", f"layers={shape.layers}, slots={shape.slots}")
+    data = decode_base64(text)
+    if len(data) % row:
+        expected = f"rows of {row} bytes (int32, {shape.layers} decoder layers, {shape.slots} slots)"
+        raise undecodable(expected, f"{len(data)} bytes")
+    return WireArray(frozen_view(np.frombuffer(data, dtype="<i4").reshape(-1, shape.layers, shape.slots)))
+
+
+def _encode_sglang(routes: NDArray[Any]) -> str:
+    return _to_base64(_narrowed(routes, np.dtype("<i4")))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# prime: prime-rl's {"data": base64, "shape": [R, D, K], "dtype": name, "start": token of row 0}
+# ----------------------------------------------------------------------------------------------------------------------
+
+_PRIME_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
+
+
+def _decode_prime(document: Any, shape: _Shape) -> WireArray:
+    """An absent ``start`` is 0; an absent ``dtype`` is refused, since early senders meant uint8 and later ones do
+    not."""
+    if not isinstance(document, Mapping):
+        raise DataError(f"expected an object with data, shape and dtype, got {_kind(document)}", kind=ErrorKind.DTYPE)
+    keys = {key if isinstance(key, str) else repr(key) for key in document}
+    if not {"data", "dtype", "shape"} <= keys <= {"data", "dtype", "shape", "start"}:
+        raise undecodable("the keys data, dtype, shape and perhaps start", f"{sorted(keys)[:8]}")
+    name, sides, start = document["dtype"], document["shape"], document.get("start", 0)
+    if name not in _PRIME_DTYPES:
+        raise DataError(f"expected a dtype of {_PRIME_DTYPES}, got {str(name)[:40]!r}", kind=ErrorKind.DTYPE)
+    if not isinstance(sides, list | tuple) or not all(type(side) is int for side in sides):
+        raise undecodable("shape as a list of three whole numbers", repr(sides)[:80])
+    if not _is_position(start):
+        raise undecodable("start as a token position", repr(start)[:40])
+    _require_text(document["data"], "data as base64 text")
+    dtype = np.dtype(name).newbyteorder("<")
+    size = check_axes(sides, itemsize=dtype.itemsize)
+    return WireArray(_from_base64(document["data"], dtype, shape=tuple(sides), size=size), start)
+
+
+def _encode_prime(routes: NDArray[Any], start: int = 0) -> dict[str, Any]:
+    if not _is_position(start):
+        raise refused("start as a token position", repr(start)[:40])
+    if routes.dtype.name not in _PRIME_DTYPES:
+        raise refused(f"a dtype of {_PRIME_DTYPES}", str(routes.dtype))
+    data = _to_base64(_narrowed(routes, routes.dtype.newbyteorder("<")))
+    return {"data": data, "shape": list(routes.shape), "dtype": routes.dtype.name, "start": start}
+
+
+def _is_position(start: object) -> bool:
+    return type(start) is int and 0 <= start < 2**31
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# lists: nested lists of whole numbers, as JSON gives them
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_lists(rows: Any, shape: _Shape) -> WireArray:
+    """D and K are the same throughout; no rows at all have neither, and take them from the caller."""
+    if not isinstance(rows, list):
+        raise DataError(f"expected nested lists [rows][layers][top_k], got {_kind(rows)}", kind=ErrorKind.DTYPE)
+    layers = _one_length(rows, "rows of equal numbers of layers") if rows else shape.layers
+    slots = _one_length(chain.from_iterable(rows), "layers of equal numbers of ids") if rows else shape.slots
+    check_axes((len(rows), layers, slots), itemsize=8)
+    ids = chain.from_iterable(chain.from_iterable(rows))
+    for kind in set(map(type, ids)):
+        if kind is not int:
+            raise DataError(f"expected whole numbers as ids, got {kind.__name__}", kind=ErrorKind.DTYPE)
+    flat = chain.from_iterable(chain.from_iterable(rows))
+    try:
+        array = np.fromiter(flat, dtype=np.int64, count=len(rows) * layers * slots)
+    except OverflowError:
+        raise DataError("expected ids that int64 can hold, got a larger one", kind=ErrorKind.VALUE_RANGE) from None
+    return WireArray(frozen_view(array.reshape(len(rows), layers, slots)))
+
+
+def _encode_lists(routes: NDArray[Any]) -> list[list[list[int]]]:
+    return cast("list[list[list[int]]]", routes.tolist())
+
+
+def _one_length(items: Iterable[object], what: str) -> int:
+    length: int | None = None
+    for item in items:
+        if not isinstance(item, list):
+            raise DataError(f"expected nested lists [rows][layers][top_k], got {_kind(item)}", kind=ErrorKind.SHAPE)
+        if length is not None and len(item) != length:
+            raise DataError(f"expected {what}, got {length} and {len(item)}", kind=ErrorKind.SHAPE)
+        length = len(item)
+    return length or 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What several forms share
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _require_text(text: object, what: str, *, also: type = str) -> None:
+    if not isinstance(text, str | also):
+        raise DataError(f"expected {what}, got {_kind(text)}", kind=ErrorKind.DTYPE)
+
+
+def _from_base64(text: str, dtype: np.dtype[Any], *, shape: tuple[int, ...], size: int) -> NDArray[Any]:
+    if len(text) != base64_length(size):
+        raise undecodable(f"{size} bytes for {dtype} {list(shape)}", f"{len(text)} characters of base64")
+    return frozen_view(np.frombuffer(decode_base64(text, size=size), dtype=dtype).reshape(shape))
+
+
+def _to_base64(routes: NDArray[Any]) -> str:
+    return encode_base64(np.ascontiguousarray(routes).reshape(-1).view(np.uint8).data)
+
+
+def _narrowed(routes: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``routes`` as ``dtype``, after a look at its range."""
+    bounds = np.iinfo(dtype)
+    if routes.size and not (bounds.min <= int(routes.min()) and int(routes.max()) <= bounds.max):
+        raise DataError(
+            f"expected ids in [{bounds.min}, {bounds.max}] for {dtype}, got [{routes.min()}, {routes.max()}]",
+            kind=ErrorKind.VALUE_RANGE,
+        )
+    return routes.astype(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """How a form is read and written. ``prefix``: how its text begins, where it has a mark; ``options``: of encode."""
+
+    decode: Callable[[Any, _Shape], WireArray]
+    encode: Callable[..., Any]
+    prefix: str = ""
+    options: frozenset[str] = frozenset()
+
+
+_FORMS: Mapping[WireForm, _Form] = MappingProxyType(
+    {
+        "npy": _Form(_decode_npy, _encode_npy, prefix=_NPY_PREFIX),
+        "nrlre1": _Form(_decode_nrlre1, _encode_nrlre1, prefix="nrlre1:", options=frozenset({"dtype"})),
+        "prime": _Form(_decode_prime, _encode_prime, options=frozenset({"start"})),
+        "lists": _Form(_decode_lists, _encode_lists),
+        "sglang": _Form(_decode_sglang, _encode_sglang),
+    }
+)

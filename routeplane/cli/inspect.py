@@ -17,9 +17,9 @@ from routeplane.errors import ErrorKind, MissingExtraError, refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from routeplane.inspect.diff import RouteDiff
+    from routeplane.inspect.compare import RouteDiff
+    from routeplane.inspect.inputs import SourceSet
     from routeplane.inspect.report import SampleView
-    from routeplane.inspect.sources import SourceSet
     from routeplane.inspect.statistics import RouteStatistics
     from routeplane.record.spec import RouteSpec
 
@@ -61,7 +61,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    from routeplane.inspect.sources import find_sources
+    from routeplane.inspect.inputs import find_sources
 
     found = _collect(find_sources(options.sources), options)
     document = found.to_dict()
@@ -70,7 +70,7 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from routeplane.inspect.sources import find_sources
+    from routeplane.inspect.inputs import find_sources
 
     found = _compare(find_sources([options.left]), find_sources([options.right]), options)
     document = found.to_dict()
@@ -80,7 +80,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from routeplane.inspect.explain import explain
-    from routeplane.inspect.sources import find_sources
+    from routeplane.inspect.inputs import find_sources
 
     record = find_sources([options.source]).find(options.sample)
     found = explain(record, options.token, layer_ids=tuple(options.layer) if options.layer else None)
@@ -113,7 +113,7 @@ def require_report() -> Any:
 
 
 def _write_report(options: argparse.Namespace) -> list[Path]:
-    from routeplane.inspect.sources import find_sources
+    from routeplane.inspect.inputs import find_sources
 
     report = require_report()
     sources = find_sources(options.sources)
@@ -161,11 +161,11 @@ def _collect(sources: SourceSet, options: argparse.Namespace) -> RouteStatistics
 
 
 def _counted(sources: SourceSet, spec: RouteSpec, options: argparse.Namespace) -> RouteStatistics:
-    from routeplane.inspect.collect import collect
+    from routeplane.inspect.statistics import collect
 
     if options.ray:
         try:
-            from routeplane.inspect.reduce import collect_on_ray, joined_cluster
+            from routeplane.inspect.ray_data import collect_on_ray, joined_cluster
         except ImportError as error:
             raise _missing("ray", error) from error
         with joined_cluster():
@@ -174,7 +174,7 @@ def _counted(sources: SourceSet, spec: RouteSpec, options: argparse.Namespace) -
 
 
 def _compare(left: SourceSet, right: SourceSet, options: argparse.Namespace) -> RouteDiff:
-    from routeplane.inspect.diff import compare
+    from routeplane.inspect.compare import compare
 
     def read(sources: SourceSet) -> Any:
         return sources.records(layer_ids=options.layer, samples=options.samples)

@@ -19,7 +19,7 @@ from typing import Any
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.inspect import add_commands, require_report, write_comparison
 from routeplane.errors import FormatError, Problem, RouteplaneError, refused
-from routeplane.inspect.check import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
+from routeplane.inspect.look import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
 
 __all__ = ["main"]
 

@@ -12,39 +12,77 @@ import os
 import pickle
 import sys
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from routeplane.errors import ErrorKind, FleetError, RouteplaneError
+from routeplane.errors import ErrorKind, FleetError, RouteplaneError, refused
 from routeplane.fleet.endpoints import Endpoints, EndpointState
 from routeplane.fleet.engine import EngineConfig, EngineStatus, EngineWorker
 from routeplane.fleet.environment import MAX_ROLLOUTS, EnvironmentConfig, EnvironmentWorker, build_config
 from routeplane.fleet.processes import MARK, Process, children_of, end_processes, marked_with, process_of
 from routeplane.record.spec import RouteSpec
 
-__all__ = ["ActorHandle", "EngineHandle", "EnvironmentHandle", "build_environment_actor", "start_actor", "start_engine"]
+__all__ = [
+    "ActorHandle",
+    "ActorOptions",
+    "EngineHandle",
+    "EnvironmentHandle",
+    "build_environment_actor",
+    "start_actor",
+    "start_engine",
+]
 
 #: Seconds that an actor has for an orderly end before it is killed.
 CLOSE_SECONDS = 10.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorOptions:
+    """How an actor is made.
+
+    ``ray``: Ray's own options, kept as given (``num_gpus``, ``scheduling_strategy``, ``runtime_env``). ``timeout``:
+    seconds until the actor is placed and has answered; a cluster without the resource never places it. ``venv``: the
+    root of the virtual environment that child processes use, default this interpreter's; environments only. Raises
+    UsageError (ARGUMENT) for a ``venv`` that is not such a folder, and for one beside VIRTUAL_ENV in ``ray``.
+    """
+
+    ray: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 120.0
+    venv: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.venv is None:
+            return
+        if not (Path(self.venv) / "pyvenv.cfg").is_file():
+            raise refused("venv as the root of a virtual environment (a folder with pyvenv.cfg)", repr(self.venv))
+        given = dict((self.ray.get("runtime_env") or {}).get("env_vars") or {})
+        both = sorted({"VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"} & given.keys())
+        if both:
+            raise refused("venv or the variables that it sets, not both", f"venv and {', '.join(both)}")
+
+
+_DEFAULTS = ActorOptions()
+
+
 class ActorHandle:
     """One actor of ours: calls that raise typed errors, and an end that leaves no process behind. Owns the actor."""
 
-    def __init__(self, actor: Any, name: str) -> None:
+    def __init__(self, actor: Any, name: str, *, place: _Place) -> None:
         self._actor = actor
         self.name = name
-        self._node, self._process, self._mark = self._locate()
+        self._place = place
         self._closed = False
 
     @property
     def pid(self) -> int:
         """The actor's process on its node."""
-        return self._process.pid
+        return self._place.process.pid
 
     async def call(self, method: str, *, arguments: Sequence[Any] = ()) -> Any:
         """Call a method and await it. Errors of ours arrive as themselves; a dead actor is FleetError (ACTOR_LOST)."""
@@ -69,41 +107,27 @@ class ActorHandle:
         if self._closed:
             return
         self._closed = True
-        below = self._on_node(children_of, self.pid) or ()
+        below = _on_node(self._place.node, children_of, self.pid) or ()
         with contextlib.suppress(FleetError):  # it is dead, or does not answer: killed all the same
             self.call_blocking("close", timeout=CLOSE_SECONDS)
         ray.kill(self._actor, no_restart=True)
-        # below an actor that died before nobody is found by parent, hence the mark
-        self._on_node(_end_left, (self._process, *below), self._mark)
-
-    def _locate(self) -> tuple[str, Process, str]:
-        try:
-            place: tuple[str, Process, str] = ray.get(self._actor.__ray_call__.remote(_where))
-        except RayError as error:
-            raise _ours(error, self.name) from error
-        return place
-
-    def _on_node(self, work: Any, *arguments: Any) -> Any:
-        """Run ``work`` on the actor's node; None where that node is gone, and the processes with it."""
-        place = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        task = ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
-        try:
-            return ray.get(task.remote(*arguments), timeout=3 * CLOSE_SECONDS)
-        except RayError:
-            return None
+        # children of an actor that died before have another parent now: they are found by the mark
+        _on_node(self._place.node, _end_left, (self._place.process, *below), self._place.mark)
 
 
 class EngineHandle(ActorHandle):
     """An engine's actor, seen from the driver; methods as ``EngineWorker``'s."""
 
-    def __init__(self, actor: Any, name: str, *, config: EngineConfig, shard: int, options: Mapping[str, Any]) -> None:
-        super().__init__(actor, name)
-        self._config, self._shard, self._options = config, shard, dict(options)
+    def __init__(
+        self, actor: Any, name: str, *, place: _Place, config: EngineConfig, shard: int, options: ActorOptions
+    ) -> None:
+        super().__init__(actor, name, place=place)
+        self._config, self._shard, self._options = config, shard, options
         self._reserved: EndpointState | None = None
 
     async def reserve(self) -> EndpointState:
         """Listen now; the URL is known from here on."""
-        state: EndpointState = await self.call("reserve", arguments=[self._port()])
+        state: EndpointState = await self.call("reserve", arguments=[self._port(), self._place.address])
         self._reserved = state
         return state
 
@@ -116,6 +140,11 @@ class EngineHandle(ActorHandle):
         status: EngineStatus = await self.call("serve")
         return status
 
+    async def state(self) -> EndpointState:
+        """URL and state of the shard now; ``degraded`` once its engine or its server is gone."""
+        found: EndpointState = await self.call("state")
+        return found
+
     async def drain(self, timeout: float) -> int:
         """Wait for what is in flight; how many requests are left."""
         return int(await self.call("drain", arguments=[timeout]))
@@ -123,8 +152,8 @@ class EngineHandle(ActorHandle):
     async def restart(self) -> EngineStatus:
         """End what is left of the engine, and bring up another in its place, at its old URL."""
         await asyncio.to_thread(self.close)
-        again = await asyncio.to_thread(start_engine, self._config, self._shard, name=self.name, options=self._options)
-        self._actor, self._node, self._process, self._mark = again._actor, again._node, again._process, again._mark
+        again = await start_engine(self._config, self._shard, name=self.name, options=self._options)
+        self._actor, self._place = again._actor, again._place
         self._closed = False
         await self.reserve()
         await self.load()
@@ -139,8 +168,8 @@ class EngineHandle(ActorHandle):
 class EnvironmentHandle(ActorHandle):
     """An environment's actor that was started and has its tokenizer. ``config``: what it was built with."""
 
-    def __init__(self, actor: Any, name: str, *, config: EnvironmentConfig) -> None:
-        super().__init__(actor, name)
+    def __init__(self, actor: Any, name: str, *, place: _Place, config: EnvironmentConfig) -> None:
+        super().__init__(actor, name, place=place)
         self.config = config
 
     async def rollout(self, example: Any) -> Any:
@@ -154,75 +183,132 @@ class EnvironmentHandle(ActorHandle):
         return bool(await self.call("is_healthy"))
 
 
-def start_actor(worker: type, arguments: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
-    """A Ray actor of ``worker(*arguments)``; ``options`` are Ray's (resources, scheduling_strategy, runtime_env).
+async def start_actor(
+    worker: type, arguments: Sequence[Any], *, name: str, options: ActorOptions = _DEFAULTS
+) -> ActorHandle:
+    """The handle of a Ray actor of ``worker(*arguments)``, once it is placed and answers. The caller closes it.
 
-    Actors are not restarted behind our back: a restarted one would have lost its engine, its socket and its state.
-    Each bears a mark of its own in its environment, by which whatever it started is found once it is gone.
+    Actors are not restarted by Ray: a restarted one would have lost its engine, its socket and its state. Where this
+    raises, or is cancelled, the actor is gone. Raises FleetError: NOT_READY after ``options.timeout`` seconds,
+    ACTOR_LOST where it cannot be placed or died.
     """
-    environment = dict((options or {}).get("runtime_env") or {})
-    environment["env_vars"] = {**environment.get("env_vars", {}), MARK: uuid.uuid4().hex}
-    fixed = {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
-    settings = {"num_cpus": 0, **(options or {}), **fixed}
-    return ray.remote(worker).options(**settings).remote(*arguments)
+    actor, place = await _started(worker, arguments, name, options)
+    return ActorHandle(actor, name, place=place)
 
 
-def start_engine(
-    config: EngineConfig, shard: int, *, name: str | None = None, options: Mapping[str, Any] | None = None
+async def start_engine(
+    config: EngineConfig, shard: int, *, name: str | None = None, options: ActorOptions = _DEFAULTS
 ) -> EngineHandle:
-    """The actor of one engine shard, not reserved yet. The caller closes the handle."""
+    """The actor of one engine shard, not reserved yet. Raises as ``start_actor``. The caller closes the handle."""
     title = name or f"engine-{shard}"
-    actor = start_actor(EngineWorker, [config, shard], options=options)
-    return EngineHandle(actor, title, config=config, shard=shard, options=options or {})
+    actor, place = await _started(EngineWorker, [config, shard], title, options)
+    return EngineHandle(actor, title, place=place, config=config, shard=shard, options=options)
 
 
 async def build_environment_actor(
-    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
     endpoints: Endpoints,
     *,
     factory: str,
     captured: RouteSpec | None,
-    known: Collection[str] | None = None,
     tokenizer: Any = None,
-    venv: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: ActorOptions = _DEFAULTS,
     name: str = "environment",
 ) -> EnvironmentHandle:
     """Configuration, runtime environment, placement, start and tokenizer of an environment actor, for every set-up.
 
-    ``config``, ``endpoints``, ``captured``, ``known``: as ``build_config``; URLs of engines that still load are fine.
-    ``factory``: as EnvironmentWorker. ``tokenizer``: pickled once and installed once. ``venv``: the *root* of the
-    virtual environment that child servers use, default this interpreter's; set as VIRTUAL_ENV and
-    UV_PROJECT_ENVIRONMENT, and nothing else of the driver's environment is copied. ``options``: Ray's, kept as given (a
-    scheduling strategy above all), their ``runtime_env`` merged.
+    ``settings``, ``endpoints``, ``captured``: as ``build_config``; URLs of engines that still load are fine.
+    ``factory``: as EnvironmentWorker. ``tokenizer``: pickled once and installed once. VIRTUAL_ENV and
+    UV_PROJECT_ENVIRONMENT are set to ``options.venv``; nothing else of the driver's environment is copied by this
+    function.
 
     The caller closes the handle. If anything fails here, the actor is gone, and the first error is the one that is
     raised; what its teardown said stands beside it as a note.
     """
-    built = build_config(config, endpoints, captured=captured, known=known)
-    actor = start_actor(
-        EnvironmentWorker,
-        [built, factory],
-        options={"max_concurrency": MAX_ROLLOUTS, **(options or {}), "runtime_env": _runtime_env(options, venv)},
-    )
-    handle = await asyncio.to_thread(EnvironmentHandle, actor, name, config=built)
+    built = build_config(settings, endpoints, captured=captured)
+    root = options.venv or sys.prefix
+    variables = {"VIRTUAL_ENV": root, "UV_PROJECT_ENVIRONMENT": root}
+    own = ActorOptions(ray={"max_concurrency": MAX_ROLLOUTS, **_with_variables(options.ray, variables)})
+    actor, place = await _started(EnvironmentWorker, [built, factory], name, replace(own, timeout=options.timeout))
+    handle = EnvironmentHandle(actor, name, place=place, config=built)
     try:
         await handle.call("start")
         if tokenizer is not None:
             await handle.call("set_tokenizer", arguments=[pickle.dumps(tokenizer)])
     except BaseException:
-        handle.close()
+        await _finish(asyncio.to_thread(handle.close))
         raise
     return handle
 
 
-def _runtime_env(options: Mapping[str, Any] | None, venv: str | None) -> dict[str, Any]:
-    given = dict((options or {}).get("runtime_env") or {})
-    root = venv or sys.prefix
-    return {
-        **given,
-        "env_vars": {"VIRTUAL_ENV": root, "UV_PROJECT_ENVIRONMENT": root, **given.get("env_vars", {})},
-    }
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where an actor runs: its node, the node's address, its process, and the mark that its descendants bear."""
+
+    node: str
+    address: str
+    process: Process
+    mark: str
+
+
+async def _started(worker: type, arguments: Sequence[Any], name: str, options: ActorOptions) -> tuple[Any, _Place]:
+    """An actor that answers, and its place. Each bears a mark of its own in its environment."""
+    mark = uuid.uuid4().hex
+    fixed = {"max_restarts": 0, "max_task_retries": 0}
+    settings = {"num_cpus": 0, **_with_variables(options.ray, {MARK: mark}), **fixed}
+    actor = ray.remote(worker).options(**settings).remote(*arguments)
+    try:
+        async with asyncio.timeout(options.timeout):
+            node, address, process = await actor.__ray_call__.remote(_where)
+    except TimeoutError as error:
+        await _finish(asyncio.to_thread(_end_unplaced, actor, mark))
+        wanted = {key: value for key, value in options.ray.items() if key != "runtime_env"}
+        raise FleetError(
+            f"expected actor {name} to be placed and to answer within {options.timeout} s, got no answer "
+            f"(asked of Ray: {wanted or 'nothing'})",
+            kind=ErrorKind.NOT_READY,
+        ) from error
+    except RayError as error:
+        await _finish(asyncio.to_thread(_end_unplaced, actor, mark))
+        raise _ours(error, name) from error
+    except BaseException:  # cancelled, above all
+        await _finish(asyncio.to_thread(_end_unplaced, actor, mark))
+        raise
+    return actor, _Place(node=node, address=address, process=process, mark=mark)
+
+
+async def _finish(work: Awaitable[object]) -> None:
+    """Await work that must end although this task is cancelled, perhaps repeatedly."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+
+
+def _end_unplaced(actor: Any, mark: str) -> None:
+    """End an actor whose place is not known, and what it started, on every node that is alive."""
+    ray.kill(actor, no_restart=True)
+    for node in ray.nodes():
+        if node["Alive"]:
+            _on_node(node["NodeID"], _end_left, (), mark)
+
+
+def _on_node(node: str, work: Any, *arguments: Any) -> Any:
+    """Run ``work`` on a node; None where that node is gone, and its processes with it."""
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+    try:
+        return ray.get(task.remote(*arguments), timeout=3 * CLOSE_SECONDS)
+    except RayError:
+        return None
+
+
+def _with_variables(options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's options with variables added to the actor's environment; the user's own win, but for the mark."""
+    environment = dict(options.get("runtime_env") or {})
+    given = dict(environment.get("env_vars") or {})
+    own = {MARK: variables[MARK]} if MARK in variables else {}
+    return {**options, "runtime_env": {**environment, "env_vars": {**variables, **given, **own}}}
 
 
 def _ours(error: RayError, name: str) -> RouteplaneError:
@@ -236,14 +322,12 @@ def _ours(error: RayError, name: str) -> RouteplaneError:
     return FleetError(f"expected {name} to answer, got {type(cause).__name__}: {error}", kind=ErrorKind.ACTOR_FAILED)
 
 
-def _where(_: Any) -> tuple[str, Process, str]:
-    context = ray.get_runtime_context()
+def _where(_: Any) -> tuple[str, str, Process]:
     pid = os.getpid()
-    # started=0 where there is no /proc: nobody is found by it, and nobody is ended by it
+    # started=0 where the machine has no /proc: it matches no process, so none is ended by it
     process = process_of(pid) or Process(pid=pid, started=0)
-    return context.get_node_id(), process, context.runtime_env.get("env_vars", {}).get(MARK, "")
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), process
 
 
 def _end_left(left: tuple[Process, ...], mark: str) -> int:
-    # an actor that somebody else made bears no mark
-    return len(end_processes((*left, *(marked_with(mark) if mark else ()))))
+    return len(end_processes((*left, *marked_with(mark))))

@@ -1,7 +1,7 @@
 """Endpoints that exist before their servers: a listening socket, held from the first second and never rebound.
 
 Owns the socket, the answer that callers get until the server takes over, and the states of a fleet's endpoints. Knows
-no server: whoever serves is handed the socket itself (uvicorn: ``Server.serve(sockets=[...])``), so that no other
+no server: the server is handed the socket itself (uvicorn: ``Server.serve(sockets=[...])``), so that no other
 process can take the port in between. No third party.
 
 Between ``reserve`` and ``hand_over`` a thread answers every request with 503 and Retry-After: a bare listening socket
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 from routeplane.errors import ErrorKind, FleetError, refused
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"]
+__all__ = ["WILDCARDS", "Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"]
 
-#: What the kernel keeps of connections that nobody accepted yet; the size that uvicorn asks for.
+#: What the kernel keeps of connections that no server accepted yet; the size that uvicorn asks for.
 _BACKLOG = 2048
 #: Seconds that a caller is told to wait, and that one is given to send its request.
 _RETRY_AFTER = 1
@@ -35,6 +36,10 @@ _REQUEST_TIMEOUT = 5.0
 _DRAIN_BYTES, _DRAIN_STEP = 64 << 20, 1 << 16
 #: How often the answering thread looks whether it should end; bounds how long ``hand_over`` takes.
 _POLL_SECONDS = 0.02
+
+
+#: Addresses that bind all interfaces, and that no caller can connect to from elsewhere.
+WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class ServerState(StrEnum):
@@ -69,13 +74,25 @@ class Endpoints:
         shards = [state.shard for state in self.states]
         if shards != list(range(len(shards))):
             raise refused("shards 0, 1, ... in order", f"{shards}")
+        for url in self.urls:
+            _check_url(url)
         urls = self.urls
         if len(set(urls)) != len(urls):
             raise refused("a URL of its own for every shard", f"{list(urls)}")
 
     @classmethod
     def of(cls, urls: Iterable[str], *, state: ServerState = ServerState.RESERVED) -> Endpoints:
-        """Endpoints that are all in one state, shard numbers in the order of ``urls``."""
+        """Endpoints that are all in one state, shard numbers in the order of ``urls``.
+
+        Raises UsageError (ARGUMENT) for one string in place of several, and for what is not an http URL with a host.
+
+        Example::
+
+            >>> Endpoints.of(["http://127.0.0.1:21000/v1"]).urls
+            ('http://127.0.0.1:21000/v1',)
+        """
+        if isinstance(urls, str):
+            raise refused("a sequence of URLs", f"one string, {urls!r}")
         return cls(states=tuple(EndpointState(shard=shard, url=url, state=state) for shard, url in enumerate(urls)))
 
     def __len__(self) -> int:
@@ -99,6 +116,16 @@ class Endpoints:
         return Endpoints(states=(*self.states[:shard], changed, *self.states[shard + 1 :]))
 
 
+def _check_url(url: object) -> None:
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        usable = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise refused("URLs like http://host:port/v1", repr(url))
+
+
 def reserve(
     host: str, port_range: tuple[int, int], *, advertise: str | None = None, path: str = "/v1", port: int | None = None
 ) -> Endpoint:
@@ -114,8 +141,8 @@ def reserve(
         raise refused("a port range 0 < first < stop <= 65536", f"{port_range}")
     if port is not None and not first <= port < stop:
         raise refused(f"a port in [{first}, {stop})", f"{port}")
-    if not (advertise or host):
-        raise refused("a host to advertise, as the address binds all interfaces", "none")
+    if advertise is None and host in WILDCARDS:
+        raise refused(f"a host to advertise, as {host!r} binds all interfaces", "none")
     last: OSError | None = None
     for candidate in (port,) if port is not None else range(first, stop):
         try:
@@ -187,7 +214,7 @@ class Endpoint:
         return self._socket
 
     def mark_serving(self) -> None:
-        """Say that the server accepts; wakes whoever waits. Raises FleetError (CLOSED) before ``hand_over``."""
+        """Say that the server accepts; wakes what waits. Raises FleetError (CLOSED) before ``hand_over``."""
         with self._lock:
             if self._responder is not None or self._state is ServerState.CLOSED:
                 raise FleetError(
@@ -225,7 +252,7 @@ class Endpoint:
         self.close()
 
 
-class _NotYet(BaseHTTPRequestHandler):
+class _ReservedHandler(BaseHTTPRequestHandler):
     """503 for everything, whatever the method."""
 
     timeout = _REQUEST_TIMEOUT  # of the socket: a caller that sends nothing holds its thread no longer
@@ -267,18 +294,18 @@ class _NotYet(BaseHTTPRequestHandler):
         """Say nothing: a caller that polls would fill the log."""
 
 
-class _Answering(ThreadingHTTPServer):
+class _ReservedServer(ThreadingHTTPServer):
     """The standard library's server on a socket that it does not own."""
 
     daemon_threads = True
 
     def __init__(self, listening: socket.socket) -> None:
-        super().__init__(listening.getsockname()[:2], _NotYet, bind_and_activate=False)
+        super().__init__(listening.getsockname()[:2], _ReservedHandler, bind_and_activate=False)
         self.socket.close()  # the one that the base class made, never bound
         self.socket = listening
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A caller that hangs up early is none of our concern."""
+        """A caller that hangs up early needs no answer."""
 
 
 class _Responder:
@@ -287,7 +314,7 @@ class _Responder:
     def __init__(self, listening: socket.socket) -> None:
         # accept() would block for good where a caller left the backlog between select and accept
         listening.setblocking(False)
-        self._server = _Answering(listening)
+        self._server = _ReservedServer(listening)
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": _POLL_SECONDS},

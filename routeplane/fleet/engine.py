@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from routeplane.errors import ErrorKind, FleetError, UsageError
-from routeplane.fleet.endpoints import Endpoint, EndpointState, ServerState, reserve
+from routeplane.fleet.endpoints import WILDCARDS, Endpoint, EndpointState, ServerState, reserve
 from routeplane.fleet.processes import Process, children_of
 from routeplane.fleet.serving import ServedApp, serve_app
 
@@ -34,15 +34,17 @@ class EngineConfig:
     """One shard of an engine.
 
     ``model``: a folder as ``save_pretrained`` writes it. ``spec``: what its routes mean; None captures nothing, and
-    then nobody may demand routes. ``host``, ``port_range``: where it listens. ``options``: further arguments of vLLM's
-    server. ``middleware``: dotted name of ``make(app, spec, shard) -> app``, such as one that ships routes. ``hook``:
-    dotted name of a function that vLLM runs in *every* worker process after the load (``collective_rpc``), not in
-    rank 0 alone. ``min_agreement``: as in ``probe``.
+    then no environment may demand routes. ``host``, ``port_range``: where it listens. ``advertise``: the host in its
+    URL; None: ``host``, or the address of the engine's node where ``host`` binds all interfaces. ``options``: further
+    arguments of vLLM's server. ``middleware``: dotted name of ``make(app, spec, shard) -> app``, such as one that ships
+    routes. ``hook``: dotted name of a function that vLLM runs in *every* worker process after the load
+    (``collective_rpc``), not in rank 0 alone. ``min_agreement``: as in ``probe``.
     """
 
     model: str
     spec: RouteSpec | None
     host: str = "127.0.0.1"
+    advertise: str | None = None
     port_range: tuple[int, int] = (20_000, 21_000)
     served_name: str = "policy"
     options: Mapping[str, Any] = field(default_factory=_nothing)
@@ -79,10 +81,12 @@ class EngineWorker:
         self._served: ServedApp | None = None
         self._probe: Any = None
 
-    async def reserve(self, port: int | None) -> EndpointState:
+    async def reserve(self, port: int | None, node_address: str) -> EndpointState:
         """Listen now, answer 503 until ``serve``. ``port``: the old one, for an engine that comes back to its URL."""
         if self._endpoint is None:
-            self._endpoint = reserve(self._config.host, self._config.port_range, port=port)
+            config = self._config
+            advertise = config.advertise or (node_address if config.host in WILDCARDS else None)
+            self._endpoint = reserve(config.host, config.port_range, advertise=advertise, port=port)
         return self._state()
 
     async def state(self) -> EndpointState:
@@ -99,9 +103,9 @@ class EngineWorker:
     async def load(self) -> None:
         """Load the weights, run the hook in every worker, and probe: routes come back as promised, before step 0.
 
-        Raises as ``capture.vllm.serving.load_engine`` and ``probe`` do.
+        Raises as ``capture.vllm.load_engine`` and ``probe`` do.
         """
-        from routeplane.capture.vllm.serving import load_engine
+        from routeplane.capture.vllm.api_server import load_engine
 
         config = self._config
         self._engine = await load_engine(

@@ -1,6 +1,6 @@
 """The environment server: its configuration, built in one place, and the worker that runs it.
 
-``build_config`` splits what a user wrote into ours and the environment's, and copies; it reads nothing else and changes
+``build_config`` copies what a user wrote and adds what follows from the engine; it reads nothing else and changes
 nothing. ``EnvironmentWorker`` runs in an actor's process. Any environment fits that is made of a configuration and
 answers rollouts (``Environment``). Knows no Ray: ``actors`` makes an actor of it.
 """
@@ -16,32 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from routeplane.errors import ErrorKind, FleetError, RouteplaneError, UsageError
+from routeplane.errors import ErrorKind, FleetError, RouteplaneError, UsageError, refused
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.record.spec import RouteSpec
 
-__all__ = [
-    "MAX_ROLLOUTS",
-    "OUR_KEYS",
-    "Environment",
-    "EnvironmentConfig",
-    "EnvironmentWorker",
-    "build_config",
-    "carry_dtype",
-]
+__all__ = ["ALL_KEYS", "MAX_ROLLOUTS", "Environment", "EnvironmentConfig", "EnvironmentWorker", "build_config"]
 
-#: Keys of a user's mapping that steer the actor rather than the environment (the names that NeMo RL's set-ups use).
-OUR_KEYS = (
-    "tokenizer_config",
-    "pad_dynamic_image_shapes",
-    "invalid_tool_call_patterns",
-    "thinking_tags",
-    "use_fastokens",
-)
+#: What a factory declares that passes every key on to a part which checks them itself.
+ALL_KEYS = "all keys"
 #: Rollouts that an environment answers at a time.
 MAX_ROLLOUTS = 256
-#: Largest expert id that an int8 holds; NeMo Gym carries wider ids as int16.
-_INT8_MAX = 127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +33,13 @@ class EnvironmentConfig:
     """What an environment is started with. Every value is a copy.
 
     ``endpoints``: of the engine, in shard order; empty where there is none. ``require_routes``: whether a rollout
-    without routes is an error, which follows from what the engine captures and from nothing else. ``routes_dtype``:
-    what ids travel as. ``environment``: the environment's own mapping.
+    without routes is an error, which follows from what the engine captures and from nothing else. ``settings``: the
+    environment's own mapping, of which every key is one that its factory declared.
     """
 
     endpoints: Endpoints
     require_routes: bool
-    routes_dtype: str
-    tokenizer_config: Mapping[str, Any] | None = None
-    pad_dynamic_image_shapes: bool = False
-    invalid_tool_call_patterns: tuple[str, ...] = ()
-    thinking_tags: tuple[str, ...] = ()
-    use_fastokens: bool = False
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -69,6 +47,9 @@ class Environment(Protocol):
 
     def start(self) -> None:
         """Bring it up; heavy."""
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Keep a tokenizer; only called where one is given, and then required."""
 
     def rollout(self, example: Any) -> Any:
         """Answer one example; several may run at once."""
@@ -80,81 +61,38 @@ class Environment(Protocol):
         """Take it down. Idempotent, and safe after a ``start`` that failed."""
 
 
-def build_config(
-    config: Mapping[str, Any],
-    endpoints: Endpoints,
-    *,
-    captured: RouteSpec | None,
-    known: Collection[str] | None = None,
-) -> EnvironmentConfig:
-    """Split ``config`` into OUR_KEYS and the environment's part, as deep copies; the caller's mapping is not changed.
+def build_config(settings: Mapping[str, Any], endpoints: Endpoints, *, captured: RouteSpec | None) -> EnvironmentConfig:
+    """Put together what an environment is started with. A pure function; the caller's mapping is copied deeply.
 
     ``captured``: the spec that the engine was configured to capture, None where it captures none (a distillation
-    set-up): then no routes are demanded. ``known``: the keys that the environment consumes, None to take all that are
-    not ours. Raises UsageError (ARGUMENT), naming them, for keys that neither side consumes and for values of ours of
-    another type; (PLAN) for routes that are captured and no endpoint to ask.
+    set-up): then no routes are demanded. Raises UsageError: PLAN for routes that are captured and no endpoint to ask,
+    ARGUMENT for keys that are not strings. That the environment consumes every key is checked where its factory is.
+
+    Example::
+
+        >>> from routeplane import RouteSpec
+        >>> spec = RouteSpec(num_experts=64, top_k=2, layer_ids=(0, 1))
+        >>> config = build_config({"max_steps": 8}, Endpoints.of(["http://127.0.0.1:21000/v1"]), captured=spec)
+        >>> config.require_routes, config.settings
+        (True, {'max_steps': 8})
     """
-    strangers = sorted(key for key in config if key not in OUR_KEYS and known is not None and key not in known)
-    if strangers:
-        raise UsageError(
-            f"expected keys of ours ({', '.join(OUR_KEYS)}) or the environment's "
-            f"({', '.join(sorted(known or ()))}), got {', '.join(strangers)}",
-            kind=ErrorKind.ARGUMENT,
-        )
     if captured is not None and not endpoints:
         raise UsageError("expected an endpoint of the engine whose routes are captured, got none", kind=ErrorKind.PLAN)
-    tokenizer = config.get("tokenizer_config")
+    strange = [key for key in settings if not isinstance(key, str)]
+    if strange:
+        raise refused("settings with strings as keys", f"{strange}")
     return EnvironmentConfig(
-        endpoints=endpoints,
-        require_routes=captured is not None,
-        routes_dtype=carry_dtype(captured),
-        tokenizer_config=None
-        if tokenizer is None
-        else copy.deepcopy(dict(_typed(tokenizer, Mapping, "tokenizer_config"))),
-        pad_dynamic_image_shapes=_typed(
-            config.get("pad_dynamic_image_shapes", False), bool, "pad_dynamic_image_shapes"
-        ),
-        invalid_tool_call_patterns=_texts(config, "invalid_tool_call_patterns"),
-        thinking_tags=_texts(config, "thinking_tags"),
-        use_fastokens=_typed(config.get("use_fastokens", False), bool, "use_fastokens"),
-        environment=copy.deepcopy({key: value for key, value in config.items() if key not in OUR_KEYS}),
+        endpoints=endpoints, require_routes=captured is not None, settings=copy.deepcopy(dict(settings))
     )
-
-
-def carry_dtype(spec: RouteSpec | None) -> str:
-    """What ids of a spec travel as in HTTP bodies of NeMo's form: int8 up to 128 experts, else int16.
-
-    Resolved from the one spec that engine and environment share, never from a model's name a second time: two
-    resolutions that disagree wrap ids silently. int16 where nothing is captured.
-    """
-    if spec is None:
-        return "int16"
-    return "int8" if max(spec.experts_per_layer) - 1 <= _INT8_MAX else "int16"
-
-
-def _copied(value: Any, key: str) -> dict[str, Any]:
-    return copy.deepcopy(dict(_typed(value, Mapping, key)))
-
-
-def _texts(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    values = config.get(key) or ()
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
-        raise UsageError(f"expected {key} as a list of texts, got {values!r}", kind=ErrorKind.ARGUMENT)
-    return tuple(values)
-
-
-def _typed(value: Any, kind: type, key: str) -> Any:
-    if not isinstance(value, kind):
-        raise UsageError(f"expected {key} as {kind.__name__}, got {value!r}", kind=ErrorKind.ARGUMENT)
-    return value
 
 
 class EnvironmentWorker:
     """Runs one environment. ``start`` once, ``set_tokenizer`` once, ``rollout`` as often as wanted, ``close``.
 
-    ``factory``: dotted name ``package.module:function`` of ``make(config) -> Environment``, found in this process.
-    Errors leave as ours and pickle: RouteplaneError as it is (data is at fault), anything else as FleetError
-    (ENVIRONMENT) with its words.
+    ``factory``: dotted name ``package.module:function`` of ``make(config) -> Environment``, found in this process. The
+    function declares what it consumes, ``make.consumes = {"max_steps", ...}`` or ALL_KEYS; a key that it does not
+    consume is refused before anything is made. Errors leave as ours and pickle: RouteplaneError as it is (data is at
+    fault), anything else as FleetError (ENVIRONMENT) with its words.
     """
 
     def __init__(self, config: EnvironmentConfig, factory: str) -> None:
@@ -178,14 +116,14 @@ class EnvironmentWorker:
     def set_tokenizer(self, pickled: bytes) -> None:
         """Install a tokenizer for the life of this actor: megabytes that must not cross with every call.
 
-        Raises FleetError (ENVIRONMENT) a second time.
+        Raises FleetError (ENVIRONMENT) a second time, UsageError (ARGUMENT) where the environment does not take one.
         """
         if self._tokenizer is not None:
             raise FleetError("expected one tokenizer, got a second", kind=ErrorKind.ENVIRONMENT)
+        if not hasattr(self._up(), "set_tokenizer"):
+            raise refused("an environment with set_tokenizer, since a tokenizer is given", f"{self._factory}")
         self._tokenizer = pickle.loads(pickled)
-        install = getattr(self._up(), "set_tokenizer", None)
-        if install is not None:
-            self._ours("installing the tokenizer", install, self._tokenizer)
+        self._ours("installing the tokenizer", self._up().set_tokenizer, self._tokenizer)
 
     def rollout(self, example: Any) -> Any:
         """Answer one example."""
@@ -203,7 +141,9 @@ class EnvironmentWorker:
         self._threads.shutdown(wait=False)
 
     def _make(self, module: str, attribute: str) -> Environment:
-        made: Environment = getattr(importlib.import_module(module), attribute)(self.config)
+        factory = getattr(importlib.import_module(module), attribute)
+        _check_keys(self.config.settings, getattr(factory, "consumes", None), self._factory)
+        made: Environment = factory(self.config)
         return made
 
     def _up(self) -> Environment:
@@ -225,4 +165,20 @@ class EnvironmentWorker:
         words = "".join(traceback.format_exception(error)).strip()
         raise FleetError(
             f"expected {what} to succeed, got {type(error).__name__}: {error}\n{words}", kind=ErrorKind.ENVIRONMENT
+        )
+
+
+def _check_keys(settings: Mapping[str, Any], consumed: Collection[str] | str | None, factory: str) -> None:
+    """Raise UsageError (ARGUMENT) for keys that the factory did not declare, and for a factory that declares none."""
+    if consumed == ALL_KEYS:
+        return
+    if consumed is None or isinstance(consumed, str):
+        raise refused(
+            f"{factory} to declare the keys that it consumes (an attribute `consumes` of the function)",
+            "none" if consumed is None else repr(consumed),
+        )
+    unknown = sorted(set(settings) - set(consumed))
+    if unknown:
+        raise refused(
+            f"keys that {factory} consumes ({', '.join(sorted(consumed)) or 'none'})", f"{', '.join(unknown)}"
         )

@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from routeplane.capture.wire import decode
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
-from routeplane.fleet.environment import EnvironmentConfig
+from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig
 from routeplane.fleet.processes import Process, children_of, end_processes
+from routeplane.record.spec import MISSING
 
-__all__ = ["GymEnvironment", "gym_config", "make_environment"]
+__all__ = ["GymEnvironment", "check_routes", "gym_config", "make_environment"]
 
 #: Keys of the environment's mapping that are for this file; all others are Gym's configuration.
 _OWN_KEYS = ("gym_python", "gym_folder", "gym_start_seconds", "gym_rollout_seconds")
@@ -40,6 +42,10 @@ def make_environment(config: EnvironmentConfig) -> GymEnvironment:
     return GymEnvironment(config)
 
 
+#: Gym and its servers check their own configuration.
+make_environment.consumes = ALL_KEYS  # type: ignore[attr-defined]
+
+
 def gym_config(config: EnvironmentConfig) -> dict[str, Any]:
     """Gym's configuration: the environment's mapping without what is ours, and the engine's URLs, as a copy.
 
@@ -47,7 +53,7 @@ def gym_config(config: EnvironmentConfig) -> dict[str, Any]:
     told to return token ids and to ask for routes, unless the mapping says otherwise. Raises UsageError (ARGUMENT)
     where the mapping names other URLs of its own: two resolutions would drift apart.
     """
-    built = {key: copy.deepcopy(value) for key, value in config.environment.items() if key not in _OWN_KEYS}
+    built = {key: copy.deepcopy(value) for key, value in config.settings.items() if key not in _OWN_KEYS}
     if "policy_base_url" in built:
         raise UsageError(
             f"expected the engine's URLs from its endpoints alone, got policy_base_url {built['policy_base_url']!r}",
@@ -74,7 +80,7 @@ class GymEnvironment:
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        own = config.environment
+        own = config.settings
         self._require_routes = config.require_routes
         self._gym = gym_config(config)
         self._python = str(own.get("gym_python") or sys.executable)
@@ -104,8 +110,9 @@ class GymEnvironment:
     def rollout(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """One rollout by Gym's agent: ``example`` as a row of Gym's data, with ``agent_ref``; what its ``run`` answers.
 
-        Raises UsageError (ARGUMENT) for an agent that is no server, DataError (ROUTES_MISSING) where routes are
-        required and a model call has none, FleetError (ENVIRONMENT) with the server's words.
+        Raises UsageError (ARGUMENT) for an agent that is not one of the servers, DataError (ROUTES_MISSING) where
+        routes are required and a model call has none, or rows that are all MISSING, FleetError (ENVIRONMENT) with the
+        server's words.
         """
         agent = str((example.get("agent_ref") or {}).get("name"))
         if agent not in self._urls:
@@ -114,7 +121,7 @@ class GymEnvironment:
             )
         answer = self._post(f"{self._urls[agent]}/run", example)
         if self._require_routes:
-            _check_routes(answer)
+            check_routes(answer)
         return answer
 
     def is_healthy(self) -> bool:
@@ -180,16 +187,28 @@ class GymEnvironment:
             raise FleetError(f"expected a rollout from {url}, got {error}", kind=ErrorKind.ENVIRONMENT) from error
 
 
-def _check_routes(answer: Mapping[str, Any]) -> None:
+def check_routes(answer: Mapping[str, Any]) -> None:
+    """Raise DataError (ROUTES_MISSING) unless every model call of a rollout carries rows that hold ids.
+
+    A payload whose rows are all MISSING has the field and no content; a row that is there in any form counts. Raises
+    DataError as ``capture.wire.decode`` for a payload that cannot be read.
+
+    Example::
+
+        >>> check_routes({"response": {"output": [{"generation_token_ids": [7], "routed_experts": [[[0, 1]]]}]}})
+    """
     calls = [
         (place, item)
         for place, item in enumerate(answer.get("response", {}).get("output", ()))
         if item.get("generation_token_ids")
     ]
     without = [place for place, item in calls if item.get("routed_experts") is None]
-    if without or not calls:
+    held = {place: item["routed_experts"] for place, item in calls if place not in without}
+    empty = [place for place, value in held.items() if not (decode(value).routes != MISSING).any()]
+    if without or empty or not calls:
         raise DataError(
-            f"expected routes with every model call of a rollout, got {len(calls)} calls, none @ items {without}",
+            f"expected rows of ids with every model call of a rollout, got {len(calls)} calls, "
+            f"no routes @ items {without}, only MISSING rows @ items {empty}",
             kind=ErrorKind.ROUTES_MISSING,
         )
 

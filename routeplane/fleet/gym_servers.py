@@ -2,7 +2,7 @@
 
 Reads one line of JSON from stdin, Gym's configuration. Writes one line of JSON to stdout once all servers answer, their
 URLs by name; whatever Gym and its servers print goes to stderr. Ends them when stdin does, so that servers never
-outlive whoever started this. Imports nothing of routeplane, which need not be installed there.
+outlive the process that started this. Imports nothing of routeplane, which need not be installed there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes of this machine, as the kernel lists them: whose child is whose, who bears a mark, and whether it is gone.
 
-Reads ``/proc``; knows no actor. Used so that a fleet that was taken down leaves nobody behind. A mark is a variable of
-the environment that a process was started with: its descendants inherit it, and keep it where it dies before them.
+Reads ``/proc``; knows no actor. Used so that a fleet that was taken down leaves no process behind. A mark is a variable
+of the environment that a process was started with: its descendants inherit it, and keep it where it dies before them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def marked_with(value: str) -> tuple[Process, ...]:
 
 
 def is_alive(process: Process) -> bool:
-    """Whether it still runs; one that ended and that nobody waited for does not."""
+    """Whether it still runs; a zombie, which ended and was not waited for, does not."""
     entry = _entry(process.pid)
     return entry is not None and entry.process == process and not entry.ended
 

@@ -1,29 +1,35 @@
 """Plans: tasks with needs and resources, run as early as both allow, and taken down as one.
 
-Owns order, cancellation and the timeline. Knows neither Ray nor engines: a task is a coroutine function that brings
-something up and says how it is taken down. No third party; asyncio does the concurrency.
+Owns order, cancellation and the timeline (what waited for what, and for how long). Knows neither Ray nor engines: a
+task is a coroutine function that brings something up and says how it is taken down. No third party; asyncio does the
+concurrency.
 
-What makes it safe: a task registers how to undo a thing at the moment the thing exists (``context.defer``), not when
-the task ends, so that failure, cancellation and interrupt at any phase find everything that is up.
+What makes it safe: a thing is registered with its closer at the moment it exists (``context.acquire``), not when its
+task ends, so that failure, cancellation and interrupt at any phase find everything that is up. ``teardown`` closes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from routeplane.errors import ErrorKind, FleetError, Problem, UsageError
-from routeplane.fleet.timeline import Outcome, TaskTimes, Timeline
+from routeplane.fleet.teardown import CLOSE_SECONDS, Closers, interrupts_noted
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Fleet", "Plan", "Task", "TaskContext", "start", "start_async"]
+__all__ = ["Fleet", "Plan", "Task", "TaskContext", "TaskTimes", "Timeline", "start", "start_async"]
+
+Outcome = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+#: Seconds that a cancelled task has to end; one that takes longer is told beside the error, and not waited for.
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +52,7 @@ class Task:
 class Plan:
     """Tasks in the order in which those that share a resource run. Pure value; nothing runs yet.
 
-    Raises UsageError (PLAN) for no task, a name that comes twice, a need that is no task, and needs that form a circle.
+    Raises UsageError (PLAN) for no task, a name that comes twice, a need that is not a task, and needs in a circle.
     """
 
     tasks: tuple[Task, ...]
@@ -97,27 +103,131 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TaskTimes:
+    """One task; times in seconds since the start-up began, None where it has not come to that.
+
+    ``waits``: the tasks that had to end first; ``waited_for``: the one of them that ended last, None if it waited for
+    none.
+    """
+
+    name: str
+    waits: tuple[str, ...] = ()
+    waited_for: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    outcome: Outcome = "waiting"
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran; 0.0 if it has not ended."""
+        return 0.0 if self.started is None or self.ended is None else self.ended - self.started
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, times to the millisecond."""
+        return {
+            "name": self.name,
+            "waits": list(self.waits),
+            "waited_for": self.waited_for,
+            "started": None if self.started is None else round(self.started, 3),
+            "ended": None if self.ended is None else round(self.ended, 3),
+            "outcome": self.outcome,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """All tasks of a start-up, in the order in which they could run."""
+
+    tasks: tuple[TaskTimes, ...] = ()
+
+    def __getitem__(self, name: str) -> TaskTimes:
+        return next(task for task in self.tasks if task.name == name)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time until the last task ended."""
+        return max((task.ended for task in self.tasks if task.ended is not None), default=0.0)
+
+    @property
+    def serial_seconds(self) -> float:
+        """What the tasks took together: the wall time had they run one after another."""
+        return sum(task.seconds for task in self.tasks)
+
+    def critical_path(self) -> tuple[str, ...]:
+        """The chain of tasks that decided the wall time, first to last: each started when the one before it ended."""
+        times = {task.name: task for task in self.tasks}
+        last = max((task for task in self.tasks if task.ended is not None), key=_ended, default=None)
+        chain: list[str] = []
+        while last is not None:
+            chain.append(last.name)
+            last = times[last.waited_for] if last.waited_for is not None else None
+        return tuple(reversed(chain))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "serial_seconds": round(self.serial_seconds, 3),
+            "critical_path": list(self.critical_path()),
+            "tasks": [task.to_dict() for task in self.tasks],
+        }
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger: seconds in all, and by task."""
+        return {
+            f"{prefix}fleet_start_seconds": self.seconds,
+            f"{prefix}fleet_start_serial_seconds": self.serial_seconds,
+            **{f"{prefix}fleet_start_{task.name}_seconds": task.seconds for task in self.tasks},
+        }
+
+
+def _ended(task: TaskTimes) -> float:
+    return task.ended or 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TaskContext:
     """What a running task is given. ``results``: of the tasks that it needs, by name; read-only."""
 
     name: str
     results: Mapping[str, Any]
-    _closers: list[tuple[str, Callable[[], object]]] = field(repr=False)
+    _closers: Closers = field(repr=False)
 
-    def defer(self, close: Callable[[], object], *, what: str | None = None) -> None:
-        """Call ``close`` when the fleet comes down, whyever; the last deferred goes first.
+    async def acquire(
+        self,
+        make: Callable[[], Any],
+        close: Callable[[Any], object],
+        *,
+        what: str | None = None,
+        timeout: float = CLOSE_SECONDS,
+    ) -> Any:
+        """Make a thing and register how to close it, at the moment it exists. Returns the thing.
 
-        To be called as soon as the thing exists, before anything else is awaited. ``close`` blocks for seconds at most
-        and may raise; it runs in a thread of its own. What it raises is told beside, never instead of, what brought the
+        ``make``: a function, which runs in a thread of its own, or a coroutine function, which undoes its own half-made
+        work when it is cancelled. Where the task is cancelled while the thread runs, teardown waits for the thing and
+        closes it. ``close(thing)``: a function or a coroutine function; it has ``timeout`` seconds. Raises what
+        ``make`` raises.
+
+        Example::
+
+            endpoint = await context.acquire(lambda: reserve("127.0.0.1", (21_000, 22_000)), Endpoint.close)
+        """
+        return await self._closers.acquire(make, close, what=what or self.name, timeout=timeout)
+
+    def defer(self, close: Callable[[], object], *, what: str | None = None, timeout: float = CLOSE_SECONDS) -> None:
+        """Call ``close`` when the fleet comes down, for whatever reason; the last deferred goes first.
+
+        For a thing that exists already: call it before anything else is awaited. ``close`` may be a coroutine function
+        and may raise; it has ``timeout`` seconds. What it raises is told beside, never instead of, what brought the
         fleet down.
         """
-        self._closers.append((what or self.name, close))
+        self._closers.add(close, what=what or self.name, timeout=timeout)
 
 
 class Fleet:
     """What a plan brought up: ``results`` by task name, and the ``timeline``. Leaving ``with`` takes all of it down."""
 
-    def __init__(self, results: Mapping[str, Any], timeline: Timeline, *, closers: _Closers) -> None:
+    def __init__(self, results: Mapping[str, Any], timeline: Timeline, *, closers: Closers) -> None:
         self.results: Mapping[str, Any] = MappingProxyType(dict(results))
         self.timeline = timeline
         self._closers = closers
@@ -126,12 +236,15 @@ class Fleet:
         return self.results[name]
 
     def close(self) -> None:
-        """Take everything down, last first. Idempotent. Every closer runs; raises FleetError (CLOSED) naming those that
-        failed.
+        """Take everything down, last first. Idempotent. Every closer runs, also where SIGINT comes meanwhile.
+
+        Raises FleetError (CLOSED) naming what failed to close or did not end in its time.
         """
-        failed = _take_down(self._closers)
-        if failed:
-            raise FleetError.from_problems(failed, what="expected a clean shutdown, got")
+        _require_clean(self._closers.take_down())
+
+    async def aclose(self) -> None:
+        """The same inside an event loop, which coroutine functions among the closers may need."""
+        _require_clean(await self._closers.take_down_in_loop())
 
     def __enter__(self) -> Self:
         return self
@@ -141,39 +254,91 @@ class Fleet:
     ) -> None:
         if error is None:
             self.close()
-            return
-        for problem in _take_down(self._closers):
-            error.add_note(f"while taking the fleet down: {problem}")
+        else:
+            _note(error, self._closers.take_down())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        else:
+            _note(error, await self._closers.take_down_in_loop())
 
 
-_Closers = list[tuple[str, Callable[[], object]]]
+def _require_clean(problems: list[Problem]) -> None:
+    if problems:
+        raise FleetError.from_problems(problems, what="expected a clean shutdown, got")
+
+
+def _note(error: BaseException, problems: list[Problem]) -> None:
+    for problem in problems:
+        error.add_note(f"while taking the fleet down: {problem}")
 
 
 def start(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) -> Fleet:
-    """Run a plan from a program without an event loop. See ``start_async``; SIGINT takes down what is up."""
-    return asyncio.run(start_async(plan, on_change=on_change))
+    """Run a plan from a program without an event loop. Returns the fleet; raises as ``start_async``.
+
+    SIGINT cancels the start, takes down what is up and ends in KeyboardInterrupt; further ones are noted and end
+    nothing. Threads that a task left in the loop's default executor (``asyncio.to_thread``) are not waited for:
+    ``context.acquire`` runs work in threads that are.
+    """
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Fleet]]] = []
+
+    def cancel() -> None:
+        for loop, main in begun:
+            loop.call_soon_threadsafe(main.cancel)
+
+    with interrupts_noted(on_first=cancel) as noted:
+        loop = asyncio.new_event_loop()
+        main = loop.create_task(start_async(plan, on_change=on_change))
+        begun.append((loop, main))
+        if noted:  # it came before there was a task to cancel
+            main.cancel()
+        try:
+            fleet = loop.run_until_complete(main)
+        except asyncio.CancelledError as error:
+            if not noted:
+                raise
+            interrupt = KeyboardInterrupt()
+            for note in getattr(error, "__notes__", ()):
+                interrupt.add_note(note)
+            raise interrupt from None
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+    if noted:  # it came when everything was up
+        fleet.close()
+        raise KeyboardInterrupt
+    return fleet
 
 
 async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) -> Fleet:
     """Run every task as soon as what it waits for has ended; the fleet, once all are up.
 
     ``on_change``: called with the timeline so far when a task starts or ends, for a progress display. Where a task
-    fails, the others are cancelled, everything deferred so far is closed, last first, and FleetError (START_FAILED) is
-    raised with one problem for each task that failed of itself, from an ExceptionGroup of what they raised. Cancelled
-    from outside, it closes in the same way.
+    fails, the others are cancelled, everything acquired or deferred so far is closed, last first, and FleetError
+    (START_FAILED) is raised with one problem for each task that failed of itself, from an ExceptionGroup of what they
+    raised. Cancelled from outside, it closes in the same way.
     """
     run = _Run(plan, on_change)
     tasks = [asyncio.create_task(run.carry_out(task), name=task.name) for task in run.ordered]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         await _end(tasks)
-        failed = {task.get_name(): error for task in tasks if not task.cancelled() and (error := task.exception())}
+        ended = [task for task in tasks if task.done() and not task.cancelled()]
+        failed = {task.get_name(): error for task in ended if (error := task.exception())}
         if failed:
             raise run.failure(failed) from BaseExceptionGroup("what the tasks raised", tuple(failed.values()))
     except BaseException as error:
         await _end(tasks)
-        for problem in _take_down(run.closers):
-            error.add_note(f"while taking the fleet down: {problem}")
+        for task in tasks:
+            if not task.done():
+                error.add_note(f"task {task.get_name()} did not end within {_END_SECONDS} s of its cancellation")
+        _note(error, await run.closers.take_down_in_loop())
         raise
     return Fleet(run.results, run.timeline(), closers=run.closers)
 
@@ -182,7 +347,8 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     """Cancel what still runs and wait for its end; what the tasks raised stays with them."""
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks)
+    with contextlib.suppress(asyncio.CancelledError):  # the start is being cancelled already
+        await asyncio.wait(tasks, timeout=_END_SECONDS)
 
 
 class _Run:
@@ -191,7 +357,7 @@ class _Run:
     def __init__(self, plan: Plan, on_change: Callable[[Timeline], object] | None) -> None:
         self.ordered = plan.ordered()
         self.results: dict[str, Any] = {}
-        self.closers: _Closers = []
+        self.closers = Closers(loop=asyncio.get_running_loop())
         self._waits = plan.waits()
         self._ended = {task.name: asyncio.Event() for task in self.ordered}
         self._times = {task.name: TaskTimes(name=task.name, waits=self._waits[task.name]) for task in self.ordered}
@@ -260,15 +426,3 @@ class _Run:
         self._times[task.name] = replace(self._times[task.name], **changes)
         if self._on_change is not None:
             self._on_change(self.timeline())
-
-
-def _take_down(closers: _Closers) -> list[Problem]:
-    """Run every closer, last first, and empty the list; what failed. Whatever one of them raises, the others run."""
-    failed = []
-    with ThreadPoolExecutor(1, thread_name_prefix="routeplane-close") as thread:
-        while closers:
-            what, close = closers.pop()
-            error = thread.submit(close).exception()
-            if error is not None:
-                failed.append(Problem(kind=ErrorKind.CLOSED, message=f"{what}: {type(error).__name__}: {error}"))
-    return failed

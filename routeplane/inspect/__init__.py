@@ -1,1 +1,63 @@
-"""Looking at routes: summaries and checks of streams at rest. Reads, reports, changes nothing."""
+"""Look at recorded routes: what a run holds, whether it is healthy, and where it is not.
+
+``summarise`` and ``check`` look at one source, ``collect`` counts, ``compare`` sets two sources side by side,
+``explain`` follows one token, ``diagnose`` names causes, ``write_report`` makes one page of all. Names that need an
+extra load on first use: the report (``routeplane[report]``) and the Ray Data set (``routeplane[ray]``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from routeplane.inspect.compare import Divergence, RouteDiff, compare, compare_records
+from routeplane.inspect.diagnose import Finding, find_findings
+from routeplane.inspect.explain import Explanation, explain
+from routeplane.inspect.inputs import SourceSet, find_sources
+from routeplane.inspect.look import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
+from routeplane.inspect.statistics import Collector, RouteStatistics, collect
+
+if TYPE_CHECKING:
+    from routeplane.inspect.ray_data import collect_on_ray, dataset, filter_batches, records_of
+    from routeplane.inspect.report import render_report, view_sample, write_report
+
+__all__ = [
+    "ArchiveSummary",
+    "Collector",
+    "Divergence",
+    "Explanation",
+    "Finding",
+    "RouteDiff",
+    "RouteStatistics",
+    "SourceSet",
+    "StreamCheck",
+    "StreamSummary",
+    "check",
+    "collect",
+    "collect_on_ray",
+    "compare",
+    "compare_records",
+    "dataset",
+    "explain",
+    "filter_batches",
+    "find_findings",
+    "find_sources",
+    "records_of",
+    "render_report",
+    "summarise",
+    "view_sample",
+    "write_report",
+]
+
+#: Names that load an extra, and their module.
+_ON_FIRST_USE = {
+    **dict.fromkeys(("collect_on_ray", "dataset", "filter_batches", "records_of"), "routeplane.inspect.ray_data"),
+    **dict.fromkeys(("render_report", "view_sample", "write_report"), "routeplane.inspect.report"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name that needs an extra. Raises MissingExtraError (an ImportError) where that is not installed."""
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)

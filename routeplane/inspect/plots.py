@@ -15,8 +15,7 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from routeplane.inspect import measures
-from routeplane.inspect.statistics import KIND_NAMES, POSITION_BIN, RouteStatistics
+from routeplane.inspect.statistics import KIND_NAMES, POSITION_BIN, RouteStatistics, effective_experts, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-    from routeplane.inspect.diff import RouteDiff
+    from routeplane.inspect.compare import RouteDiff
 
 __all__ = ["draw_pictures", "draw_timeline", "encode"]
 
@@ -68,7 +67,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 def _load(statistics: RouteStatistics) -> Figure:
     """Load over balance, layers by experts; white where an expert does not exist or was never chosen."""
     load_LE = statistics.load_of()
-    relative_LE = measures.shares(load_LE) * statistics.experts_L[:, None]
+    relative_LE = shares(load_LE) * statistics.experts_L[:, None]
     # NaN is drawn as nothing
     shown = np.where(relative_LE > 0.0, relative_LE, np.nan)
     figure, axes = _figure(min(1.5 + 0.16 * len(load_LE), 9.0))
@@ -90,7 +89,7 @@ def _effective(statistics: RouteStatistics) -> Figure:
     for kind, colour, marker in zip(KIND_NAMES, (_ORANGE, _BLUE), "so", strict=True):
         load_LE = statistics.load_of(kind=kind)
         if load_LE.any():
-            share_L = measures.effective_experts(load_LE) / statistics.experts_L
+            share_L = effective_experts(load_LE) / statistics.experts_L
             axes.plot(share_L, color=colour, marker=marker, markersize=3.5, linewidth=1.2, label=kind)
     _layers(axes.xaxis, statistics.spec.layer_ids)
     axes.set(ylim=(0, 1.02), xlabel="layer", ylabel="share of the experts")

@@ -17,8 +17,8 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.inspect.diff import RouteDiff, align
-from routeplane.inspect.findings import Finding, find_findings
+from routeplane.inspect.compare import RouteDiff, align
+from routeplane.inspect.diagnose import Finding, find_findings
 from routeplane.inspect.plots import draw_pictures, encode
 from routeplane.inspect.statistics import RouteStatistics
 from routeplane.inspect.tally import shared_ids

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.record.kernels.compiling import compiled
+from routeplane.record.kernels.vectors import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

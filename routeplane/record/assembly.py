@@ -13,12 +13,13 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.calls import ModelCall
+from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES, Capture, CaptureState, Span
@@ -38,34 +39,24 @@ _ABSENT, _SOME, _WHOLE = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AssemblyReport:
+class AssemblyReport(Counts):
     """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer."""
 
+    SCOPE: ClassVar[str] = "assembly_"
+
     calls: int = 0
-    records: int = 0
-    breaks: int = 0  # prompts that did not extend what came before
+    records: int = field(default=0, metadata=rule(scalar=None))  # as the coverage has them
+    breaks: int = field(
+        default=0, metadata=rule(scalar="context_breaks")
+    )  # prompts that did not extend what came before
     overlap_rows: int = 0  # captured twice and compared
     drift_rows: int = 0  # ... and different as sets
     boundary_tokens: int = 0  # tokens whose row an earlier call lacked and a later one brought
     coverage: Coverage = field(default_factory=Coverage)
 
-    def merge(self, other: AssemblyReport) -> AssemblyReport:
-        """The counts of both."""
-        names = ("calls", "records", "breaks", "overlap_rows", "drift_rows", "boundary_tokens")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return AssemblyReport(**sums, coverage=self.coverage.merge(other.coverage))
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            f"{prefix}assembly_calls": float(self.calls),
-            f"{prefix}assembly_context_breaks": float(self.breaks),
-            f"{prefix}assembly_overlap_rows": float(self.overlap_rows),
-            f"{prefix}assembly_drift_rows": float(self.drift_rows),
-            f"{prefix}assembly_drift_share": self.drift_rows / self.overlap_rows if self.overlap_rows else 0.0,
-            f"{prefix}assembly_boundary_tokens": float(self.boundary_tokens),
-            **self.coverage.scalars(prefix=f"{prefix}assembly_"),
-        }
+    def derived(self) -> dict[str, float]:
+        """The share of compared rows that differ."""
+        return {"drift_share": self.drift_rows / self.overlap_rows if self.overlap_rows else 0.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routeplane.errors import ErrorKind, Problem, UsageError
+from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState
 from routeplane.record.validate import missing_rows
 
@@ -24,17 +25,26 @@ __all__ = ["Coverage", "coverage_problems", "lose_rows", "partial_states", "sett
 # by the number of yes-answers to: is any layer missing? are all?
 _SETTLED = np.asarray([STATES.index(state) for state in ("captured", "partial", "not_captured")], dtype=np.int8)
 
+_STATES = frozenset(STATES)
+
 
 def _no_rows() -> Mapping[str, int]:
     return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Coverage:
-    """Rows by capture state, counted in tokens (one token is one row in each layer). Merges over records and ranks."""
+class Coverage(Counts):
+    """Rows by capture state, counted in tokens (one token is one row in each layer).
+
+    ``rows``: counts by state, read-only. Raises UsageError (ARGUMENT) for a state that is not in STATES.
+    """
 
     records: int = 0
-    rows: Mapping[str, int] = field(default_factory=_no_rows)
+    rows: Mapping[str, int] = field(default_factory=_no_rows, metadata=rule(scalar=None, merge=add_by_key))
+
+    def __post_init__(self) -> None:
+        if not self.rows.keys() <= _STATES:
+            raise UsageError(f"expected counts by state of {STATES}, got {sorted(self.rows)}", kind=ErrorKind.ARGUMENT)
 
     @classmethod
     def of(cls, captures: Iterable[Capture]) -> Coverage:
@@ -45,12 +55,12 @@ class Coverage:
     def of_records(cls, records: Iterable[Iterable[Capture]]) -> Coverage:
         """Count the rows of records, each given by its captures: their merged counts, in one go."""
         rows: dict[str, int] = dict.fromkeys(STATES, 0)
-        count = 0
+        number = 0
         for captures in records:
-            count += 1
+            number += 1
             for capture in captures:
                 rows[capture.state] += capture.stop - capture.start
-        return cls(records=count, rows=MappingProxyType(dict(rows))) if count else cls()
+        return cls(records=number, rows=MappingProxyType(rows)) if number else cls()
 
     def count(self, state: CaptureState) -> int:
         """Rows in one state."""
@@ -76,28 +86,10 @@ class Coverage:
         """``missing / fed``; 0.0 where nothing was fed."""
         return self.missing / self.fed if self.fed else 0.0
 
-    def merge(self, other: Coverage) -> Coverage:
-        """The counts of both."""
-        rows: dict[str, int] = {state: self.count(state) + other.count(state) for state in STATES}
-        return Coverage(records=self.records + other.records, rows=MappingProxyType(rows))
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        found: dict[str, float] = {f"{prefix}rows_{state}": float(self.count(state)) for state in STATES}
-        found[f"{prefix}records"] = float(self.records)
-        found[f"{prefix}rows"] = float(self.total)
-        found[f"{prefix}missing_share"] = self.missing_share
-        return found
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # a mappingproxy does not pickle, and coverage crosses processes
-        return _rebuild_coverage, (self.records, dict(self.rows))
-
-
-def _rebuild_coverage(records: int, rows: dict[str, int]) -> Coverage:
-    if any(state not in STATES for state in rows):
-        raise UsageError(f"expected counts by state of {STATES}, got {sorted(rows)}", kind=ErrorKind.ARGUMENT)
-    return Coverage(records=records, rows=MappingProxyType(rows))
+    def derived(self) -> dict[str, float]:
+        """Rows by state, all rows, and the share that is missing."""
+        states: dict[str, float] = {f"rows_{state}": float(self.count(state)) for state in STATES}
+        return states | {"rows": float(self.total), "missing_share": self.missing_share}
 
 
 def coverage_problems(

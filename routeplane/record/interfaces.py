@@ -1,31 +1,38 @@
-"""How records come and go, as types: the sink, the source, and the ticket that names rows from afar.
+"""The types of transfer: sink, source, blocks with their positions, and the ticket that names rows from elsewhere.
 
-Interfaces only. ``stream`` and ``archive`` implement them; ``capture`` and ``batch`` are given them.
+Interfaces and values only. ``stream`` and ``archive`` implement them; ``capture`` and ``batch`` are given them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.record.coverage import Coverage
 from routeplane.record.parse import check_count, check_text
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from routeplane.record.spec import RouteSpec
-
-
-from routeplane.errors import Problem
-from routeplane.record.coverage import Coverage
-from routeplane.record.spec import RouteSpec
-
-__all__ = ["MAX_TICKET_BYTES", "Admission", "Report", "RouteSink", "RouteSource", "RouteTicket", "admit"]
+__all__ = [
+    "MAX_TICKET_BYTES",
+    "Admission",
+    "BlockName",
+    "BlockSource",
+    "Position",
+    "Report",
+    "RouteSink",
+    "RouteSource",
+    "RouteTicket",
+    "admit",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +131,116 @@ class RouteSource(Protocol):
 
     def report(self) -> Report:
         """What was read so far."""
+
+
+class BlockName(NamedTuple):
+    """The name of a sealed block: its producer, and its number among that producer's blocks.
+
+    >>> str(BlockName("engine-0", 7))
+    'engine-0/000000007'
+    """
+
+    producer: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.producer}/{self.number:09d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a reader stands in a place of blocks: before which block of every producer.
+
+    Attributes:
+        place: identifier of the place, made when it was created; a position of another place is refused.
+        next: producer -> number of the first block that is not behind the reader; absent producers stand at 0.
+        last: the producer whose block was passed last; it decides whose turn comes next.
+
+    >>> start = Position(place="5f2c")
+    >>> after = start.after(BlockName("engine-0", 0))
+    >>> after.number("engine-0"), after.number("engine-1")
+    (1, 0)
+    >>> Position.from_json(after.to_json()) == after
+    True
+    """
+
+    place: str
+    next: Mapping[str, int] = field(default_factory=dict)
+    last: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "next", MappingProxyType(dict(sorted(self.next.items()))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Position.from_json, (self.to_json(),)  # a mapping proxy does not pickle
+
+    def number(self, producer: str) -> int:
+        """Return the number of the producer's first block that is not behind the reader."""
+        return self.next.get(producer, 0)
+
+    def after(self, name: BlockName) -> Position:
+        """Return the position behind a block."""
+        return Position(place=self.place, next={**self.next, name.producer: name.number + 1}, last=name.producer)
+
+    def to_json(self) -> str:
+        """Return compact JSON with sorted keys."""
+        document = {"last": self.last, "next": dict(self.next), "place": self.place}
+        return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Position:
+        """Parse what ``to_json`` wrote. Raises UsageError for anything else."""
+        try:
+            document: Any = json.loads(text)
+            if set(document) != {"last", "next", "place"}:
+                raise ValueError(f"keys {sorted(document)}")
+            place, last = check_text(document["place"], "place"), document["last"]
+            if last is not None:
+                check_text(last, "last")
+            numbers = {
+                check_text(producer, "producer"): check_count(number, f"next[{producer!r}]", below=2**63)
+                for producer, number in document["next"].items()
+            }
+        except (AttributeError, DataError, RecursionError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"expected a position as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
+            ) from None
+        return cls(place=place, next=numbers, last=last)
+
+
+class BlockSource(Protocol):
+    """Sealed blocks under names, in a place that may grow. Pickles; each process opens blocks itself."""
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry of the records."""
+
+    def names(self, *, position: Position | None = None) -> Iterator[BlockName]:
+        """The blocks behind a position (None: the acknowledged one), in an order that the position alone decides.
+
+        Waits for blocks that are still to come, and ends where every expected producer has ended. Raises DataError
+        (EXPIRED) where a block behind the position is gone, TruncatedError for a producer that ended otherwise than by
+        ``close``.
+        """
+
+    def open(self, name: BlockName) -> RouteSource:
+        """One block as a source, under the reader's policy."""
+
+    def fetch(
+        self,
+        name: BlockName,
+        *,
+        keys: Sequence[RecordKey] | None = None,
+        layer_ids: Sequence[int] | None = None,
+        tokens: tuple[int, int] | None = None,
+    ) -> list[RouteRecord]:
+        """Records of one block, cut where the data lies, with prefixes resolved."""
+
+    def position(self) -> Position:
+        """What is acknowledged: where a reader that starts now would begin."""
+
+    def acknowledge(self, position: Position) -> None:
+        """State that everything before a position is done with; blocks that no group needs may be deleted."""
 
 
 def _is_key(value: object) -> bool:

@@ -6,39 +6,25 @@ Knows records only; where they came from, and go to, is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind
+from routeplane.record.counts import Counts, rule
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
 
 __all__ = ["PromptReport", "SharedPrompts", "resolve", "share_prompts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptReport:
+class PromptReport(Counts):
     """What sharing prompts did. ``own``: records of a group whose prompt rows were like no other's."""
 
-    shared: int = 0
-    own: int = 0
-    rows: int = 0
-    nbytes: int = 0
-
-    def merge(self, other: PromptReport) -> PromptReport:
-        """The sums of both."""
-        return PromptReport(
-            **{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(PromptReport)}
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            f"{prefix}prompts_shared": float(self.shared),
-            f"{prefix}prompts_own": float(self.own),
-            f"{prefix}prompt_rows_saved": float(self.rows),
-            f"{prefix}prompt_bytes_saved": float(self.nbytes),
-        }
+    shared: int = field(default=0, metadata=rule(scalar="prompts_shared"))
+    own: int = field(default=0, metadata=rule(scalar="prompts_own"))
+    rows: int = field(default=0, metadata=rule(scalar="prompt_rows_saved"))
+    nbytes: int = field(default=0, metadata=rule(scalar="prompt_bytes_saved"))
 
 
 @dataclass(frozen=True, kw_only=True)

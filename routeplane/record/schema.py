@@ -37,7 +37,7 @@ Encoding = Literal["plain", "narrow"]
 
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 
-_FORMAT_KEY, _SPEC_KEY, _ENCODING_KEY = b"routeplane.format", b"routeplane.record.spec", b"routeplane.encoding"
+_FORMAT_KEY, _SPEC_KEY, _ENCODING_KEY = b"routeplane.format", b"routeplane.spec", b"routeplane.encoding"
 
 #: Who sampled: one entry of ``spans``.
 SPAN_TYPE = pa.struct(
@@ -147,7 +147,7 @@ def parse_schema(schema: pa.Schema) -> StreamHeader:
     try:
         spec = RouteSpec.from_json(metadata[_SPEC_KEY])
     except SpecError as error:
-        raise FormatError(f"schema metadata routeplane.record.spec: {error}", kind=ErrorKind.SCHEMA) from error
+        raise FormatError(f"schema metadata routeplane.spec: {error}", kind=ErrorKind.SCHEMA) from error
     encoding = _check_encoding(metadata[_ENCODING_KEY], spec)
     try:
         columns = _check_fields(schema, arrow_schema(spec, encoding))

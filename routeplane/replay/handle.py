@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 
+from routeplane.batch.batch import RouteBatch, check_rows
 from routeplane.capture.gates import Gate
 from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
 from routeplane.record.spec import MISSING
@@ -96,7 +97,7 @@ class ReplayPolicy:
 
 
 class ReplayBatch(Protocol):
-    """What replay asks of a batch; ``routeplane.batch.collation.RouteBatch`` answers."""
+    """What replay asks of a batch; ``routeplane.batch.RouteBatch`` answers. Rows of any other class are checked."""
 
     @property
     def spec(self) -> RouteSpec:
@@ -170,12 +171,14 @@ class ReplayHandle:
         """Force the batch's rows on every forward inside; on leaving, check that each gate consumed them.
 
         A MISSING row is decided by the gate's first forward inside and keeps that choice. Nothing here waits for the
-        device. Enable activation checkpointing before entering.
+        device, except that the rows of a batch that is not a RouteBatch are checked on entering. Enable activation
+        checkpointing before entering.
 
         Raises, on entering: ReplayError (DETACHED, SPEC_MISMATCH, SHAPE, DTYPE), DataError (ROUTES_MISSING, where
-        ``on_missing="raise"`` and a fed token has no row), UsageError where another ``replaying`` or ``recording`` of
-        this handle is open. From inside a forward: ReplayError (ROW_COUNT, NO_SEAM, GATE_FIRED). On leaving without
-        another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED; ROW_COUNT of a compiled forward).
+        ``on_missing="raise"`` and a fed token has no row; and an illegal row of a batch of the caller's own:
+        ``RouteBatch.from_tensors`` makes one that is checked once), UsageError where another ``replaying`` or
+        ``recording`` of this handle is open. From inside a forward: ReplayError (ROW_COUNT, NO_SEAM, GATE_FIRED). On
+        leaving without another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED; ROW_COUNT of a compiled forward).
         """
         self._refuse_unusable()
         self._settle_tokens()
@@ -288,10 +291,14 @@ class ReplayHandle:
             )
         # what was recorded is in the gates' order already
         order_N = None if isinstance(batch, RecordedRoutes) else self._row_order(batch)
+        # a RouteBatch was checked when it was made, and what was recorded are gates' own choices
+        own = not isinstance(batch, RouteBatch | RecordedRoutes)
         rows = {}
         for hook in self._hooks:
             routes_NK = batch.layer(hook.gate.layer_id)
             _check_rows(hook.gate, routes_NK, batch.num_rows)
+            if own:
+                check_rows(routes_NK[:, None], self.spec.select([hook.gate.layer_id]))
             ordered_NK = routes_NK if order_N is None else routes_NK[order_N.to(routes_NK.device)]
             observe = self.policy.mode == "observe"
             rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK, observe=observe)

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from routeplane.errors import refused
 from routeplane.record.interfaces import RouteSink
+from routeplane.record.policy import ReadPolicy, StreamReport
 from routeplane.record.schema import choose_encoding
 from routeplane.record.spec import RouteSpec
+from routeplane.record.transfer import RecordReader, check_max_bytes
 from routeplane.stream.addresses import Acknowledge, SinkOptions, SourceOptions, Transport, parse_address
 from routeplane.stream.batching import DEFAULT_MAX_BYTES
 from routeplane.stream.delivery import DEFAULT_GROUP
-from routeplane.stream.endpoints import RecordReader, check_max_bytes
 from routeplane.stream.files import frames_of, target_of
 from routeplane.stream.ipc import IpcReader, IpcWriter
 from routeplane.stream.memory import MemoryStream
-from routeplane.stream.protocol import ReadPolicy, StreamReport
 
 __all__ = ["IpcReader", "IpcWriter", "MemoryStream", "StreamReport", "new_stream", "open_stream"]
 

@@ -15,9 +15,9 @@ from routeplane.errors import refused
 from routeplane.stream.delivery import DEFAULT_GROUP
 
 if TYPE_CHECKING:
+    from routeplane.record.policy import ReadPolicy
     from routeplane.record.spec import RouteSpec
-    from routeplane.stream.endpoints import RecordReader, RecordWriter
-    from routeplane.stream.protocol import ReadPolicy
+    from routeplane.record.transfer import RecordReader, RecordWriter
 
 __all__ = ["Acknowledge", "Address", "SinkOptions", "SourceOptions", "Transport", "parse_address", "yes_or_no"]
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record.codec import read_records, salvage
+from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import StreamHeader
 from routeplane.record.spec import RouteSpec
-from routeplane.stream.protocol import Quarantined, ReadPolicy, StreamReport
 
 __all__ = ["BatchRecords", "RecordsOfBatches", "decoded"]
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from routeplane.record.codec import write_batch
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.schema import parse_schema
 from routeplane.stream.batches import decoded
+from routeplane.stream.batching import TRAILER_KEY, TrailerCounter
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
-from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, TrailerCounter
 
 if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord

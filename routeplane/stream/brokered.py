@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, TruncatedError, UsageError, refused
 from routeplane.record.record import RouteRecord
+from routeplane.record.transfer import RecordReader, RecordWriter
 from routeplane.stream.delivery import Block, Outbox, Session
-from routeplane.stream.endpoints import RecordReader, RecordWriter
 
 if TYPE_CHECKING:
+    from routeplane.record.policy import ReadPolicy, StreamReport
     from routeplane.record.spec import RouteSpec
     from routeplane.stream.addresses import SourceOptions
     from routeplane.stream.broker import ConsumerPort, ProducerPort
     from routeplane.stream.delivery import Membership, Progress
-    from routeplane.stream.protocol import ReadPolicy, StreamReport
 
 __all__ = ["BlockReader", "BrokeredReader", "BrokeredWriter", "Codec"]
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError, TransportError, TruncatedError
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream.blocks import trailer_batch
 from routeplane.stream.ipc import IpcReader, IpcWriter
-from routeplane.stream.protocol import ReadPolicy
 
 if TYPE_CHECKING:
     from routeplane.record.schema import Encoding

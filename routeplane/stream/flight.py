@@ -20,6 +20,7 @@ import pyarrow.flight as fl
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.codec import write_batch
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import Encoding, choose_encoding, parse_schema
 from routeplane.record.spec import RouteSpec
@@ -28,7 +29,6 @@ from routeplane.stream.addresses import yes_or_no
 from routeplane.stream.batches import RecordsOfBatches
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter
 from routeplane.stream.delivery import Block, Membership, Session, Taken, Totals
-from routeplane.stream.protocol import ReadPolicy
 from routeplane.stream.selection import Selection
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.record.codec import column_types
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
+from routeplane.record.transfer import RecordReader
 from routeplane.stream.batches import BatchRecords, decoded
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, BatchWriter
-from routeplane.stream.endpoints import RecordReader
+from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.frames import Frame
-from routeplane.stream.protocol import TRAILER_KEY, ReadPolicy, Trailer, TrailerCounter
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec

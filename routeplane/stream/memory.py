@@ -18,13 +18,13 @@ import pyarrow as pa
 
 from routeplane.errors import ChecksumError, ErrorKind, UsageError
 from routeplane.record.codec import write_batch
+from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
 from routeplane.record.record import RouteRecord
 from routeplane.stream.addresses import SinkOptions, SourceOptions
 from routeplane.stream.broker import Broker
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter, Codec
 from routeplane.stream.delivery import DEFAULT_GROUP, DeliveryReport
 from routeplane.stream.ledger import Ledger
-from routeplane.stream.protocol import Quarantined, ReadPolicy, StreamReport
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec

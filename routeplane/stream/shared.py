@@ -34,9 +34,9 @@ from routeplane.stream.pool import BufferPool, Lease, lend
 from routeplane.stream.sockets import Listener, SocketBack, SocketLine, call, connected, filler, lost
 
 if TYPE_CHECKING:
+    from routeplane.record.policy import ReadPolicy
     from routeplane.record.record import RecordKey
     from routeplane.record.spec import RouteSpec
-    from routeplane.stream.protocol import ReadPolicy
 
 __all__ = ["Extents", "SharedListener", "listen", "transport"]
 

@@ -23,9 +23,9 @@ from routeplane.stream.frames import frames_received
 from routeplane.stream.pool import BufferPool
 
 if TYPE_CHECKING:
+    from routeplane.record.policy import ReadPolicy
     from routeplane.record.record import RecordKey
     from routeplane.record.spec import RouteSpec
-    from routeplane.stream.protocol import ReadPolicy
 
 __all__ = ["Listener", "SocketBack", "SocketLine", "call", "filler", "listen", "listening", "lost", "transport"]
 

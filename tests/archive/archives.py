@@ -51,8 +51,9 @@ def saved(where: Path, records: Sequence[RouteRecord], *, spec: RouteSpec = SPEC
 
 
 def run_folder(where: Path, run: str = "run") -> Path:
-    """The folder of a run."""
-    return where / "runs" / run
+    """The folder of a run; the name of a folder is the run's and a suffix."""
+    (found,) = (where / "runs").glob(f"{run}-????????????")
+    return found
 
 
 def files(where: Path) -> list[Path]:

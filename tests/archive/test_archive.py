@@ -10,14 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import duckdb
 import numpy as np
 import polars
 import pytest
+import xarray
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routeplane.archive import Archive, new_run, open_archive, save_archive
+from routeplane.archive import ARCHIVE_VERSION, Archive, delete, new_run, open_archive, save_archive
 from routeplane.batch import collate, microbatches
 from routeplane.batch.dataset import RecordDataset
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
@@ -278,56 +280,62 @@ def read_all(where: Path) -> list[dict[str, Any]]:
 
 
 def test_plain_zarr_opens_it(tmp_path: Path) -> None:
-    """Without this library: the geometry in the attributes, the rows by the places in ``records``, fill values that are
-    no expert, and a walk over all members that meets nothing unknown."""
+    """Without this library: the geometry in the attributes, the rows by the places in the record table, fill values
+    that are never an expert, and a walk over all members that meets nothing unknown."""
     records = sized([300, 700, 20])
     where = saved(tmp_path / "a", records, shard_bytes=1)
     group: Any = zarr.open_group(where, mode="r")
-    run = group["runs/run"]
+    run = group[open_archive(where).group("run")]
     ours = dict(group.attrs)["routeplane"]
+    table = polars.read_parquet(run_folder(where) / "records" / "*.parquet")
 
-    assert ("1.0", FORMAT_VERSION, json.loads(SPEC.to_json())) == (ours["archive"], ours["format"], ours["spec"])
-    for item, (token_start, num_tokens, row_start, routes_start) in zip(records, run["records"][:], strict=True):
-        rows = run["routes"][row_start : row_start + num_tokens - routes_start].astype(np.int16)
+    assert (ARCHIVE_VERSION, FORMAT_VERSION, json.loads(SPEC.to_json())) == (
+        ours["archive"], ours["format"], ours["spec"]
+    )  # fmt: skip
+    for item, row in zip(records, table.to_dicts(), strict=True):
+        rows = run["routes"][row["row_start"] : row["row_start"] + row["num_tokens"] - row["routes_start"]]
+        rows = rows.astype(np.int16)
         assert np.array_equal(item.routes, np.where(rows == 255, -1, rows))
-        assert np.array_equal(item.token_ids, run["token_ids"][token_start : token_start + num_tokens])
+        assert np.array_equal(
+            item.token_ids, run["token_ids"][row["token_start"] : row["token_start"] + row["num_tokens"]]
+        )
     assert (np.uint8, 255, (512, 1, 2), ("rows", "layers", "topk")) == (
         run["routes"].dtype, run["routes"].fill_value, run["routes"].chunks, run["routes"].metadata.dimension_names
     )  # fmt: skip
-    assert {"commits", "runs", "runs/run", "runs/run/records", "runs/run/routes", "runs/run/token_ids"} == {
+    folder = f"runs/{run_folder(where).name}"
+    assert {"commits", "runs", folder, f"{folder}/records", f"{folder}/routes", f"{folder}/token_ids"} == {
         name for name, _ in group.members(max_depth=None)
     }
 
 
-def test_zarr_stays_as_it_was_configured(tmp_path: Path) -> None:
-    """The pipeline is chosen for the arrays read here, and for no other."""
-    before = dict(zarr.config.config)
-    records = sized([600])
-    archive = open_archive(saved(tmp_path / "a", records))
-    assert contents(records) == contents(archive.values())
-
-    assert before == dict(zarr.config.config)
-    other: Any = zarr.create_array({}, shape=(4,), dtype="uint8", chunks=(2,))
-    assert "BatchedCodecPipeline" == type(other.async_array.codec_pipeline).__name__
-
-
-def test_a_configuration_without_checksums_is_refused(tmp_path: Path) -> None:
-    """Nothing but an explicit argument turns a check off."""
-    archive = open_archive(saved(tmp_path / "a", sized([6])))
-    with zarr.config.set({"codec_pipeline.validate_checksums": False}), pytest.raises(UsageError):
-        list(archive.values())
-
-
-def test_the_record_table_is_plain_parquet(tmp_path: Path) -> None:
-    """Keys, spans, captures and attributes open with any Parquet reader."""
+def test_xarray_opens_a_run(tmp_path: Path) -> None:
+    """The arrays of a run are one data set with named dimensions; the fill value is what MISSING is stored as."""
     records = rich_records()
     where = saved(tmp_path / "a", records)
-    table = polars.read_parquet(run_folder(where) / "records" / "00000.parquet")
+    found = xarray.open_zarr(where / open_archive(where).group("run"), consolidated=False)
+    rows = found["routes"][:7].to_numpy().astype(np.int16)
 
-    assert [item.sample_id for item in records] == table["sample_id"].to_list()
-    assert [item.checksum for item in records] == table["checksum"].to_list()
+    assert {"rows": 18, "layers": 3, "topk": 2, "tokens": 21, "files": 0} == dict(found.sizes)
+    assert np.array_equal(records[0].routes, np.where(rows == 255, -1, rows))
+    assert np.array_equal(records[0].token_ids, found["token_ids"][:7])
+
+
+def test_the_record_table_opens_in_polars_and_duckdb(tmp_path: Path) -> None:
+    """All runs together as an Arrow table, and the files of one run as plain Parquet, without deleted records."""
+    records = rich_records()
+    where = saved(tmp_path / "a", records)
+    save_archive(sized([5, 6], first=8), where, spec=SPEC, run="second")
+    delete(where, keys=[("sample-8", 0, 0)])
+    table = open_archive(where).table()
+    files = polars.read_parquet(run_folder(where) / "records" / "00000.parquet")
+    database = duckdb.connect().register("all_records", table)
+    counts = database.execute("select count(*), sum(num_tokens), max(run) from all_records").fetchone()
+
+    assert (4, 27, "second") == counts
+    assert [item.checksum for item in records] == polars.DataFrame(table)["checksum"].to_list()[:3]
+    assert [item.sample_id for item in records] == files["sample_id"].to_list()
     assert [[span.call for span in item.spans] for item in records] == [
-        [span["call"] for span in spans] for spans in table["spans"].to_list()
+        [span["call"] for span in spans] for spans in files["spans"].to_list()
     ]
 
 
@@ -336,19 +344,13 @@ def test_the_record_table_is_plain_parquet(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_url_is_a_place(tmp_path: Path) -> None:
-    """The same verbs over fsspec; ``file://`` is a path."""
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    """The same folder under both names; object stores are `test_object_store`'s."""
     records = sized([300, 700, 20])
-    for where in (f"memory://{tmp_path.name}/a", f"file://{tmp_path}/b"):
-        save_archive(records[:2], where, spec=SPEC, shard_bytes=1)
-        save_archive(records[2:], where, spec=SPEC, shard_bytes=1)
-        archive = open_archive(where)
-
-        assert contents(records) == contents(archive.values())
-        assert content(records[1].slice(500, 600)) == content(archive.read(records[1].key, tokens=(500, 600)))
-        with pytest.raises(DataError):
-            save_archive(records[:1], where, spec=SPEC)
+    save_archive(records, f"file://{tmp_path}/b", spec=SPEC)
     assert contents(records) == contents(open_archive(tmp_path / "b").values())
+    with pytest.raises(UsageError):
+        open_archive(tmp_path / "b", options={"region": "nowhere"})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,7 +367,7 @@ def test_a_key_is_there_once(tmp_path: Path) -> None:
             save_archive(bad, where, spec=SPEC)
         assert ErrorKind.DUPLICATE_KEY == caught.value.kind
     assert contents(records) == contents(open_archive(where).values())
-    assert ["run", "zarr.json"] == sorted(path.name for path in (where / "runs").iterdir())
+    assert [run_folder(where).name, "zarr.json"] == sorted(path.name for path in (where / "runs").iterdir())
 
 
 def test_records_of_a_run_have_the_same_token_columns(tmp_path: Path) -> None:
@@ -395,13 +397,13 @@ def test_an_archive_holds_one_spec(tmp_path: Path, spec: RouteSpec) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 101, "zarr.json"])
-def test_a_run_name_is_no_path(tmp_path: Path, name: str) -> None:
+def test_a_run_name_is_not_a_path(tmp_path: Path, name: str) -> None:
     """A name that could leave the archive, or hide in it, is refused."""
     with pytest.raises(UsageError):
         save_archive([], tmp_path / "a", spec=SPEC, run=name)
 
 
-def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     """Nothing at all, a folder of others, another zarr group, a file: each says what it is, and nothing is written."""
     with pytest.raises(FileNotFoundError):
         open_archive(tmp_path / "absent")
@@ -418,15 +420,16 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
     assert ["notes.txt"] == [path.name for path in foreign.iterdir()]
 
 
-def test_a_url_that_nobody_knows_is_refused() -> None:
-    """A protocol that fsspec does not have is the caller's mistake, named."""
-    with pytest.raises(UsageError, match="nothing-such") as caught:
-        open_archive("nothing-such://a/b")
-    assert caught.value.kind == ErrorKind.ARGUMENT
+def test_an_unknown_url_is_refused() -> None:
+    """A protocol that obstore does not have, or a store that is gone with its process, is the caller's mistake."""
+    for url in ("nothing-such://a/b", "memory://a/b"):
+        with pytest.raises(UsageError, match=url) as caught:
+            open_archive(url)
+        assert caught.value.kind == ErrorKind.ARGUMENT
 
 
-def test_a_key_that_no_text_can_be_is_absent(tmp_path: Path) -> None:
-    """A lone surrogate is in no record's id; asking for it is no error."""
+def test_a_key_that_is_not_text_is_absent(tmp_path: Path) -> None:
+    """A lone surrogate is in no record's id; asking for it is not an error."""
     assert ("\ud800", 0, 0) not in open_archive(saved(tmp_path / "a.zarr", sized([5])))
 
 

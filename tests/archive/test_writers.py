@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +17,18 @@ from typing import IO
 
 import pytest
 
-from routeplane.archive import new_run, open_archive, save_archive, verify
+from routeplane.archive import compact, new_run, open_archive, save_archive, verify
 from routeplane.archive.writer import ArchiveWriter
 from routeplane.errors import DataError, ErrorKind, StoreError, TruncatedError, UsageError
-from tests.archive.archives import SPEC, files, run_folder, saved, sized
+from tests.archive.archives import SPEC, files, saved, sized
+from tests.archive.writers import start
 from tests.stream.streams import contents, record
-
-PROGRAM = Path(__file__).with_name("writers.py")
 
 
 @contextmanager
 def writer(where: Path, *, first: int, count: int = 0, tokens: int = 300, run: str = "killed") -> Iterator[IO[str]]:
     """A process that writes; gives what it prints. Killed at the end, wherever it is then."""
-    command = [sys.executable, str(PROGRAM), str(where), str(first), str(count), str(tokens), run]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with start("write", where, first, count, tokens, run) as process:
         assert process.stdout is not None
         try:
             yield process.stdout
@@ -46,21 +42,22 @@ def writer(where: Path, *, first: int, count: int = 0, tokens: int = 300, run: s
 
 
 def test_a_killed_writer_leaves_the_last_commit(tmp_path: Path) -> None:
-    """Killed in the middle of a run, and again: what was committed reads whole, what was left over is told, another
-    writer of the same run begins anew."""
+    """Killed in the middle of a run, and again: what was committed reads whole, what was left over is listed, another
+    writer of the same run is not disturbed, and compaction deletes what is left over."""
     records = sized([300, 5])
     where = saved(tmp_path / "a", records)
-    for _ in range(2):
+    for count in (1, 2):
         with writer(where, first=100) as told:
             for _ in range(12):
                 told.readline()
 
         assert contents(records) == contents(open_archive(where).values())
-        assert [("writer", "alarm")] == [(str(item.kind), item.severity) for item in verify(where).problems]
-        assert len(files(run_folder(where, "killed"))) >= 2
+        assert [("writer", "alarm")] * count == [(str(item.kind), item.severity) for item in verify(where).problems]
     later = sized([7], first=100)
     save_archive(later, where, spec=SPEC, run="killed")
 
+    assert () == compact(where).folders
+    assert 2 == len(compact(where, grace_s=0).folders)
     assert contents([*records, *later]) == contents(open_archive(where).values())
     assert () == verify(where).problems
 
@@ -117,7 +114,11 @@ def test_the_next_writer_makes_what_the_first_died_before(tmp_path: Path, gone: 
         (cut / name).unlink()
     for where in (whole, cut):
         saved(where, sized([5]))
-    assert [path.relative_to(whole) for path in files(whole)] == [path.relative_to(cut) for path in files(cut)]
+    expected, found = (
+        [path.relative_to(where).as_posix() for path in files(where) if "run-" not in path.as_posix()]
+        for where in (whole, cut)
+    )
+    assert expected == found
 
 
 @pytest.mark.slow
@@ -163,30 +164,40 @@ def test_a_writer_that_ended_takes_no_more(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_one_writer_per_run(tmp_path: Path) -> None:
-    """While a process writes a run, no other can; when it died, another can; when it committed, none ever."""
+def test_one_run_per_name(tmp_path: Path) -> None:
+    """Of two writers of one name the later one to commit is refused, and leaves nothing; a dead one is in no way."""
     where = tmp_path / "a"
     with writer(where, first=0, run="one") as told:
         told.readline()
+    first, second = new_run(where, SPEC, run="one"), new_run(where, SPEC, run="one")
+    for index, sink in enumerate((first, second)):
+        sink.write(record(index, 5, spec=SPEC))
+    second.close()
+    for attempt in (first.close, lambda: new_run(where, SPEC, run="one")):
         with pytest.raises(StoreError) as caught:
-            new_run(where, SPEC, run="one")
+            attempt()
         assert ErrorKind.WRITER == caught.value.kind
         assert isinstance(caught.value, OSError)
-    save_archive(sized([5]), where, spec=SPEC, run="one")
+
+    assert ["sample-1"] == [key.sample_id for key in open_archive(where)]
+    compact(where, grace_s=0)
+    assert ["one"] == [path.name.rpartition("-")[0] for path in (where / "runs").glob("*-*")]
+
+
+def test_files_deleted_before_the_commit_are_not_committed(tmp_path: Path) -> None:
+    """A writer that was silent for so long that compaction took it for dead finds out when it commits."""
+    where = saved(tmp_path / "a", sized([5]))
+    sink = new_run(where, SPEC, run="slow", shard_bytes=1)
+    sink.write(record(1, 900, spec=SPEC))
+    assert 1 == len(compact(where, grace_s=0).folders)
     with pytest.raises(StoreError) as caught:
-        new_run(where, SPEC, run="one")
+        sink.close()
     assert ErrorKind.WRITER == caught.value.kind
-
-
-def test_one_writer_per_run_of_a_url(tmp_path: Path) -> None:
-    """The same where there are no locks."""
-    where = f"memory://{tmp_path.name}/b"
-    with new_run(where, SPEC, run="one"), pytest.raises(StoreError):
-        new_run(where, SPEC, run="one")
+    assert () == verify(where).problems
 
 
 def test_writers_of_different_runs_both_commit(tmp_path: Path) -> None:
-    """Begun at the same commit, ended one after the other: nobody's records are lost."""
+    """Begun at the same commit, ended one after the other: no records are lost."""
     where = saved(tmp_path / "a", sized([5]))
     first, second = new_run(where, SPEC, run="first"), new_run(where, SPEC, run="second")
     first.write(record(1, 6, spec=SPEC))
@@ -231,7 +242,7 @@ def test_a_writer_that_is_far_behind_loses_nothing(tmp_path: Path) -> None:
 
     assert (10, 10) == (archive.commit, len(archive))
     assert contents(archive.values())[-1]["sample_id"] == "sample-99"
-    assert 4 == len(list((where / "commits").glob("*.json"))) - 1
+    assert 4 == len(list((where / "commits").glob("0*.json")))
 
 
 def test_a_failure_behind_the_commit_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +276,7 @@ def test_the_same_record_by_two_writers_is_refused(tmp_path: Path) -> None:
 
     assert ErrorKind.DUPLICATE_KEY == caught.value.kind
     assert ["run", "first"] == [run.name for run in open_archive(where).runs]
-    assert not run_folder(where, "second").exists()
+    assert not list((where / "runs").glob("second-*"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -290,7 +301,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_a_typed_error(small_disk: Path) -> None:
-    """What was committed stays readable, the run leaves nothing, and there is room again for a smaller one."""
+    """What was committed stays readable, the run leaves nothing, and there is space again for a smaller one."""
     records = sized([300])
     where = saved(small_disk / "a", records)
     before = files(where)

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from routeplane import new_stream, open_stream
-from routeplane.batch import RouteBatch, microbatches
-from routeplane.batch.budget import RankCounts, budget_groups
+from routeplane.batch import BatchOptions, RouteBatch, microbatches
 from routeplane.batch.dataset import RecordDataset
-from routeplane.batch.plan import PlanOptions
+from routeplane.batch.plan import RankCounts, budget_groups
 from routeplane.batch.pool import BatchBuffers
 from routeplane.batch.shard import Shard
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.testing.builders import watermarked_record, watermarked_spec
+from tests.batch.laid_out import laid_out
 from tests.batch.test_batch_ranks import make as model_record
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +76,8 @@ def keys_of(batches: list[RouteBatch]) -> list[str]:
 )
 def test_the_count_is_that_of_the_groups(dealt: list[tuple[int, int]], options: dict[str, Any], held: int) -> None:
     """The fullest rank's number of groups, made rank by rank with ``budget_groups``, at every moment."""
-    plain = PlanOptions(**options)
-    counts = RankCounts(3, tokens=32, options=plain, held=held)
+    plain: dict[str, Any] = {"layout": options["layout"], "options": laid_out(options)["options"]}
+    counts = RankCounts(3, tokens=32, held=held, **plain)
     lengths: list[list[int]] = [[], [], []]
     for rank, length in dealt:
         counts.add(rank, length)
@@ -85,7 +85,7 @@ def test_the_count_is_that_of_the_groups(dealt: list[tuple[int, int]], options: 
         expected = []
         for own in lengths:
             windows = [own] if held == 1 else [own[at : at + held] for at in range(0, len(own), held)]
-            groups = [budget_groups(each, tokens=32, options=plain, sort=held > 1) for each in windows if each]
+            groups = [budget_groups(each, tokens=32, sort=held > 1, **plain) for each in windows if each]
             expected.append(sum(map(len, groups)))
 
         assert max(expected) == counts.most()
@@ -110,8 +110,8 @@ def test_every_rank_makes_as_many_batches(lengths: list[int], options: dict[str,
     for rank in range(world):
         shard = Shard(data_parallel=(rank, world))
         common: dict[str, Any] = {"tokens": 32, "spec": SPEC, "sort_within": held, **options}
-        ranks.append(list(microbatches(records, batches="even", shard=shard, **common)))
-        alone = list(microbatches(records[rank::world], **common))
+        ranks.append(list(microbatches(records, batches="even", shard=shard, **laid_out(common))))
+        alone = list(microbatches(records[rank::world], **laid_out(common)))
         made = ranks[-1][: len(alone)]
 
         assert [batch.keys for batch in alone] == [batch.keys for batch in made]
@@ -129,7 +129,7 @@ def test_a_batch_of_padding_is_like_the_others(options: dict[str, Any], cut: dic
     the cut allows; it counts nothing."""
     shard = Shard(**cut)
     records = make(5, 9, turn=True)
-    first, empty = microbatches(records, tokens=64, spec=SPEC, batches=2, shard=shard, **options)
+    first, empty = microbatches(records, tokens=64, spec=SPEC, batches=2, shard=shard, **laid_out(options))
 
     for name in ("routes", "token_ids", "position_ids", "pad_mask", "generation_mask", "states"):
         ours, theirs = getattr(empty, name), getattr(first, name)
@@ -150,7 +150,13 @@ def test_a_batch_of_padding_is_like_the_others(options: dict[str, Any], cut: dic
 def test_a_batch_of_padding_is_filled_and_pooled_like_the_others() -> None:
     """Balanced filler stands in it, and a pool takes it back."""
     pool = BatchBuffers()
-    source = microbatches(make(4), tokens=8, spec=SPEC, batches=3, fill="balanced", buffers=pool, pad_to_multiple_of=4)
+    source = microbatches(
+        make(4),
+        tokens=8,
+        spec=SPEC,
+        batches=3,
+        options=BatchOptions(fill="balanced", buffers=pool, pad_to_multiple_of=4),
+    )
     seen = [(len(batch.keys), int(batch.routes.min())) for batch in pool.releasing(source)]
 
     assert [1, 0, 0] == [keys for keys, _ in seen]

@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 
-from routeplane.batch import RouteBatch, collate, token_logprobs
+from routeplane.batch import BatchOptions, RouteBatch, collate, token_logprobs
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.testing.builders import watermarked_record, watermarked_spec
+from tests.batch.laid_out import laid_out
 
 SPEC = watermarked_spec(layers=(0, 1), top_k=2)
 VOCABULARY = 64
@@ -106,7 +107,7 @@ def plain_logprobs(logits_NV: torch.Tensor, token_ids: list[int]) -> list[float]
 @layouts
 def test_each_token_sees_its_own_sequence_alone(options: dict[str, Any], attention: str) -> None:
     """Logits of real tokens are those of the unpadded single sequences; no neighbour and no padding leaks in."""
-    batch = collate(records(), SPEC, pad_token_id=3, **options)
+    batch = collate(records(), SPEC, **laid_out(options, pad_token_id=3))
 
     torch.testing.assert_close(
         real_rows(answer(batch, attention), batch), torch.cat(alone(attention)), rtol=0, atol=TOLERANCE
@@ -153,7 +154,7 @@ def test_the_inputs_of_each_layout() -> None:
 @layouts
 def test_token_logprobs_are_those_of_single_sequences(options: dict[str, Any]) -> None:
     """Each token has its log-probability given its own sequence's tokens before; first tokens and padding have NaN."""
-    batch = collate(records(), SPEC, **options)
+    batch = collate(records(), SPEC, **laid_out(options))
     found = token_logprobs(answer(batch, "sdpa"), batch)
     expected = [
         score
@@ -182,7 +183,7 @@ def test_token_logprobs_do_not_depend_on_the_step() -> None:
 
 def test_token_logprobs_have_gradients_for_what_they_used() -> None:
     """The gradient of a masked sum is finite, and zero for logits that govern no chosen token."""
-    batch = collate(records(), SPEC, padding_side="left")
+    batch = collate(records(), SPEC, options=BatchOptions(padding_side="left"))
     logits = torch.randn((*batch.token_ids.shape, VOCABULARY), generator=torch.Generator().manual_seed(0))
     logits.requires_grad_()
 
@@ -205,7 +206,7 @@ def test_token_logprobs_of_single_tokens_are_nan() -> None:
 def test_a_token_whose_predecessor_was_cut_off_is_nan() -> None:
     """The engine scored it; here the logits that predict it are missing, be it a token that the policy sampled."""
     record = max(records(), key=lambda each: each.num_tokens)
-    batch = collate([record], SPEC, layout="packed", max_length=3, truncate="left")
+    batch = collate([record], SPEC, layout="packed", options=BatchOptions(max_length=3, truncate="left"))
     scores = token_logprobs(torch.zeros((1, 3, VOCABULARY)), batch)
 
     assert batch.generation_mask.all()

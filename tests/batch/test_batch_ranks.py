@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from routeplane import Capture, RouteRecord, RouteSpec, Span, new_stream
-from routeplane.batch import collate
+from routeplane.batch import BatchOptions, collate
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2
@@ -153,7 +153,7 @@ def test_two_ranks_hold_the_batch_between_them(tmp_path: Path) -> None:
 
     assert 2 == len(answer)
     for part, (start, stop) in zip(answer, pairwise((0, 3, 5)), strict=True):
-        whole = collate(records[start:stop], SPEC, layout="packed", pad_to_multiple_of=4)
+        whole = collate(records[start:stop], SPEC, layout="packed", options=BatchOptions(pad_to_multiple_of=4))
         hidden, forced = alone["through_experts"](whole)
         names = (whole.plan.record_N * 100 + whole.plan.token_N).tolist()
         found = part["rows"].tolist()

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import RouteBatch, collate, microbatches
+from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.batch.columns import prompt_tokens
 from routeplane.batch.plan import TokenPlan
 from routeplane.batch.shard import Shard, stage_layers
@@ -26,6 +26,7 @@ from routeplane.record.coverage import Coverage
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
+from tests.batch.laid_out import laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,7 @@ def zigzag(dense: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_cp4_sp2_pp3_by_slicing(options: dict[str, Any]) -> None:
     """Each of 24 ranks has what slicing the dense tensor gives it, and together they have all of it, once."""
-    whole = collate(RECORDS, SPEC, **options, pad_to_multiple_of=16)
+    whole = collate(RECORDS, SPEC, **laid_out(options, pad_to_multiple_of=16))
     edges = whole.cu_seqlens_padded.tolist()
     dense_NLK = whole.routes.reshape(whole.num_rows, *SPEC.row_shape)
     rebuilt_NLK = torch.full_like(dense_NLK, -2)
@@ -93,7 +94,7 @@ def test_cp4_sp2_pp3_by_slicing(options: dict[str, Any]) -> None:
                 halves = [rows.chunk(2)[part] for rows in local] if whole.layout == "padded" else []
                 rows = torch.cat(halves) if halves else torch.cat(local).chunk(2)[part]
                 shard = Shard(context_parallel=(context, 4), sequence_parallel=(part, 2), layers=layers)
-                found = collate(RECORDS, SPEC, **options, pad_to_multiple_of=16, shard=shard)
+                found = collate(RECORDS, SPEC, **laid_out(options, pad_to_multiple_of=16), shard=shard)
 
                 assert torch.equal(dense_NLK[rows][:, slots], found.routes.reshape(-1, len(slots), 3))
                 for name in BY_ROW:
@@ -107,7 +108,7 @@ def test_cp4_sp2_pp3_by_slicing(options: dict[str, Any]) -> None:
                     merged.append(found.coverage())
 
     assert torch.equal(dense_NLK, rebuilt_NLK)
-    first = collate(RECORDS, SPEC.select([1]), **options)
+    first = collate(RECORDS, SPEC.select([1]), **laid_out(options))
     assert first.coverage() == reduce(Coverage.merge, merged)
 
 
@@ -136,8 +137,8 @@ def test_a_shard_made_alone_is_the_shard_cut_out(
         "layers": None if layers is None else tuple(sorted(layers)),
     }
     shard = Shard(**cuts)
-    alone = collate(RECORDS, SPEC, **options, shard=shard)
-    whole = collate(RECORDS, SPEC, **options, pad_to_multiple_of=shard.multiple)
+    alone = collate(RECORDS, SPEC, **laid_out(options), shard=shard)
+    whole = collate(RECORDS, SPEC, **laid_out(options, pad_to_multiple_of=shard.multiple))
 
     require_equal(whole.shard(**cuts), alone)
 
@@ -154,10 +155,10 @@ def test_a_rank_makes_its_own_rows_and_layers_alone() -> None:
     """One rank of 4 x 3 peaks far below the whole batch, and no array of its batch is a view of a larger one."""
     records = [watermarked_record(sample, num_tokens=2_048, spec=SPEC) for sample in range(4)]
     options: dict[str, Any] = {"layout": "packed", "pad_to_multiple_of": 8}
-    whole = collate(records, SPEC, **options)
+    whole = collate(records, SPEC, **laid_out(options))
     size = sum(value.nbytes for value in tensors(whole).values())
     tracemalloc.start()
-    batch = collate(records, SPEC, **options, shard=Shard(context_parallel=(1, 4), layers=(3, 5)))
+    batch = collate(records, SPEC, **laid_out(options), shard=Shard(context_parallel=(1, 4), layers=(3, 5)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     own = sum(value.nbytes for value in tensors(batch).values())
@@ -208,7 +209,7 @@ def test_sorting_groups_like_lengths() -> None:
     def padding(**options: Any) -> int:
         return sum(
             int(batch.pad_mask.sum())
-            for batch in microbatches(records, tokens=16, spec=SPEC, layout="padded", **options)
+            for batch in microbatches(records, tokens=16, spec=SPEC, layout="padded", **laid_out(options))
         )
 
     assert (28, 0) == (padding(), padding(sort_within=8))
@@ -216,7 +217,7 @@ def test_sorting_groups_like_lengths() -> None:
 
 def test_truncation_cuts_every_tensor_alike() -> None:
     """The last tokens stay, with their own ids, routes and states; the batch says what was dropped."""
-    batch = collate([make(0, 6)], SPEC, layout="packed", max_length=4, truncate="left")
+    batch = collate([make(0, 6)], SPEC, layout="packed", options=BatchOptions(max_length=4, truncate="left"))
 
     assert [3, 4, 5, 6] == batch.token_ids.tolist()
     assert [2] == batch.plan.dropped.tolist()
@@ -230,12 +231,14 @@ def test_prompts_and_responses_meet_at_one_position() -> None:
     records = [make(0, 6, prompt_tokens=2), make(1, 5, prompt_tokens=4)]
     prompts = [prompt_tokens(record) for record in records]
     plan = TokenPlan.prompt_response(prompts, [4, 1], prompt_len=5, response_len=5)
-    batch = collate(records, SPEC, plan=plan, pad_token_id=7)
+    batch = collate(records, SPEC, plan=plan, options=BatchOptions(pad_token_id=7))
 
     assert [[7, 7, 7, 1, 2, 3, 4, 5, 6, 7], [7, 1001, 1002, 1003, 1004, 1005, 7, 7, 7, 7]] == batch.token_ids.tolist()
     assert [[False] * 5 + [True] * 4 + [False], [False] * 5 + [True] + [False] * 4] == batch.generation_mask.tolist()
     assert watermark(0, 1, layer=2, k=np.arange(3)).tolist() == batch.routes[0, 4, 1].tolist()
-    alone = collate(records, SPEC, plan=plan, pad_token_id=7, shard=Shard(sequence_parallel=(1, 2)))
+    alone = collate(
+        records, SPEC, plan=plan, shard=Shard(sequence_parallel=(1, 2)), options=BatchOptions(pad_token_id=7)
+    )
     require_equal(batch.shard(sequence_parallel=(1, 2)), alone)
 
 
@@ -252,9 +255,13 @@ def test_filler_is_numbered_after_the_cut_and_touches_padding_alone() -> None:
         for sample in range(2)
     ]
     shard = Shard(context_parallel=(0, 2))
-    bare = collate(records, spec, layout="packed", pad_to_multiple_of=16, shard=shard)
+    bare = collate(records, spec, layout="packed", shard=shard, options=BatchOptions(pad_to_multiple_of=16))
     filled = collate(
-        records, spec, layout="packed", pad_to_multiple_of=16, shard=shard, fill="balanced", expert_parallel=8
+        records,
+        spec,
+        layout="packed",
+        shard=shard,
+        options=BatchOptions(pad_to_multiple_of=16, fill="balanced", expert_parallel=8),
     )
     pads = bare.pad_mask
 
@@ -293,12 +300,12 @@ REFUSED: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
         "divides, got 1",
     ),
     "seq_len": (
-        lambda: collate([make(0, 2)], SPEC, seq_len=6, shard=Shard(context_parallel=(0, 2))),
+        lambda: collate([make(0, 2)], SPEC, shard=Shard(context_parallel=(0, 2)), options=BatchOptions(seq_len=6)),
         ErrorKind.ARGUMENT,
         "multiple of 4, got 6",
     ),
     "plan_and_options": (
-        lambda: collate([make(0, 2)], SPEC, seq_len=2, plan=TokenPlan.padded([2])),
+        lambda: collate([make(0, 2)], SPEC, plan=TokenPlan.padded([2]), options=BatchOptions(seq_len=2)),
         ErrorKind.ARGUMENT,
         "got both",
     ),
@@ -307,13 +314,17 @@ REFUSED: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
         ErrorKind.ARGUMENT,
         r"records of \[2\] tokens",
     ),
-    "fill": (lambda: collate([make(0, 2)], SPEC, fill="zero"), ErrorKind.ARGUMENT, "'zero'"),  # type: ignore[arg-type]
+    "fill": (lambda: collate([make(0, 2)], SPEC, options=BatchOptions(fill="zero")), ErrorKind.ARGUMENT, "'zero'"),  # type: ignore[arg-type]
     "ranks_of_experts": (
-        lambda: collate([make(0, 2)], SPEC, fill="balanced", expert_parallel=8),
+        lambda: collate([make(0, 2)], SPEC, options=BatchOptions(fill="balanced", expert_parallel=8)),
         ErrorKind.ARGUMENT,
         "expert_parallel=8 divides",
     ),
-    "max_length": (lambda: collate([make(0, 5)], SPEC, max_length=4), ErrorKind.TOO_LONG, "max_length=4.*sample-0"),
+    "max_length": (
+        lambda: collate([make(0, 5)], SPEC, options=BatchOptions(max_length=4)),
+        ErrorKind.TOO_LONG,
+        "max_length=4.*sample-0",
+    ),
     "held": (lambda: microbatches([], tokens=8, spec=SPEC, sort_within=0), ErrorKind.ARGUMENT, "sort_within"),
 }
 

@@ -18,12 +18,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import RouteBatch, collate, microbatches
+from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
 from routeplane.record.coverage import Coverage
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
+from tests.batch.laid_out import laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def test_every_row_is_its_token_in_every_tensor(shapes: list[tuple[int, set[int]
         make(sample, length, missing=[token for token in lost if token < length])
         for sample, (length, lost) in enumerate(shapes)
     ]
-    batch = collate(records, SPEC, pad_token_id=7, **options)
+    batch = collate(records, SPEC, **laid_out(options, pad_token_id=7))
     by_layer = {layer: batch.layer(layer) for layer in SPEC.layer_ids}
     logprobs = torch.full((batch.num_rows,), torch.nan) if batch.logprobs is None else batch.logprobs.view(-1)
 
@@ -143,8 +144,8 @@ def test_a_subset_of_layers_equals_records_that_had_no_others(layers: set[int], 
     records = [make(0, 5, missing=[(0, 1), (0, 2), (2, 9)]), make(1, 3, missing=[(1, 5), 0])]
     spec = SPEC.select(layers)
 
-    found = collate(records, spec, **options)
-    expected = collate([record.select(layers) for record in records], spec, **options)
+    found = collate(records, spec, **laid_out(options))
+    expected = collate([record.select(layers) for record in records], spec, **laid_out(options))
 
     assert torch.equal(expected.routes, found.routes)
     assert spec == found.spec
@@ -157,7 +158,7 @@ def test_a_subset_of_layers_equals_records_that_had_no_others(layers: set[int], 
 def test_missing_rows_are_counted_by_reason() -> None:
     """Lost and partial tokens are unexplained; final tokens and padding are not."""
     records = [make(0, 5, missing=[1, (2, 9)]), make(1, 3)]
-    batch = collate(records, SPEC, seq_len=8)
+    batch = collate(records, SPEC, options=BatchOptions(seq_len=8))
 
     assert reduce(Coverage.merge, [record.coverage() for record in records]) == batch.coverage()
     assert (8, 2, 2) == (batch.coverage().total, batch.coverage().count("not_fed"), batch.unexplained_missing)
@@ -183,7 +184,7 @@ def test_token_columns_are_cut_with_the_tokens() -> None:
     records = [
         replace(make(sample, len(extra["use"])), columns=extra, checksum=None) for sample, extra in enumerate(columns)
     ]
-    found = collate(records, SPEC, padding_side="left").columns
+    found = collate(records, SPEC, options=BatchOptions(padding_side="left")).columns
 
     assert ["reward", "turn", "use"] == sorted(found)
     assert [[0, 1, 2], [0, 0, 0]] == found["turn"].tolist()
@@ -196,7 +197,7 @@ def test_token_columns_are_cut_with_the_tokens() -> None:
 def test_a_batch_owns_its_memory(options: dict[str, Any]) -> None:
     """Writing through every tensor changes no record and no plan, a single exact-size record's included."""
     record = make(0, 20)
-    batch = collate([record], SPEC, **options)
+    batch = collate([record], SPEC, **laid_out(options))
     for item in fields(batch):
         if isinstance(value := getattr(batch, item.name), torch.Tensor):
             value.zero_()
@@ -265,14 +266,14 @@ def test_a_batch_pickles() -> None:
 def test_microbatches_are_full_and_in_order(lengths: list[int], tokens: int, options: dict[str, Any]) -> None:
     """All records come, in order, in batches within the budget, none of which could have taken the next record."""
     given = source(*lengths)
-    found = list(microbatches(given, tokens=tokens, **options))
+    found = list(microbatches(given, tokens=tokens, **laid_out(options)))
 
     assert [record.key for record in given.records] == [key for batch in found for key in batch.keys]
     assert all(batch.num_rows <= tokens for batch in found)
     at = 0
     for batch in found[:-1]:
         stop = at + len(batch.keys)
-        wider = collate(given.records[at : stop + 1], SPEC, **{"layout": "packed", **options})
+        wider = collate(given.records[at : stop + 1], SPEC, **laid_out({"layout": "packed", **options}))
         assert wider.num_rows > tokens
         at = stop
 
@@ -330,7 +331,7 @@ PREFIX: Kind = (DataError, ErrorKind.PREFIX)
 REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
     "empty": (lambda: collate([], SPEC), ARGUMENT, "at least one record, got none"),
     "long": (
-        lambda: collate([make(0, 2), make(1, 5)], SPEC, seq_len=4),
+        lambda: collate([make(0, 2), make(1, 5)], SPEC, options=BatchOptions(seq_len=4)),
         TOO_LONG,
         "seq_len=4 tokens, got 5 @ sample sample-1/0/0",
     ),
@@ -346,13 +347,25 @@ REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
         r"\(turn int32\), got \(none\) @ sample sample-2",
     ),
     "column_type": (lambda: collate([column("turn", "i4"), column("turn", "i8")], SPEC), COLUMN, "got .turn int64"),
-    "pad_token": (lambda: collate([make(0, 2)], SPEC, pad_token_id=-100), ARGUMENT, "-100"),
-    "packed_seq_len": (lambda: collate([make(0, 2)], SPEC, layout="packed", seq_len=4), ARGUMENT, "no seq_len"),
+    "pad_token": (lambda: collate([make(0, 2)], SPEC, options=BatchOptions(pad_token_id=-100)), ARGUMENT, "-100"),
+    "packed_seq_len": (
+        lambda: collate([make(0, 2)], SPEC, layout="packed", options=BatchOptions(seq_len=4)),
+        ARGUMENT,
+        "no seq_len",
+    ),
     # at the call, before a batch is asked for
     "budget": (lambda: microbatches(source(2), tokens=0), ARGUMENT, "tokens as a positive"),
     "no_spec": (lambda: microbatches([], tokens=8), ARGUMENT, "spec="),
-    "options": (lambda: microbatches(source(2), tokens=8, padding_side="left"), ARGUMENT, "'right'"),
-    "microbatch_pad_token": (lambda: microbatches(source(2), tokens=8, pad_token_id=True), ARGUMENT, "True"),
+    "options": (
+        lambda: microbatches(source(2), tokens=8, options=BatchOptions(padding_side="left")),
+        ARGUMENT,
+        "'right'",
+    ),
+    "microbatch_pad_token": (
+        lambda: microbatches(source(2), tokens=8, options=BatchOptions(pad_token_id=True)),
+        ARGUMENT,
+        "True",
+    ),
     # as records come
     "beyond_budget": (
         lambda: list(microbatches(source(2, 9), tokens=8)),
@@ -360,12 +373,12 @@ REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
         "at most 8 rows, got 9 @ sample sample-1/0/0",
     ),
     "padded_beyond_budget": (
-        lambda: list(microbatches(source(5), tokens=7, pad_to_multiple_of=4)),
+        lambda: list(microbatches(source(5), tokens=7, options=BatchOptions(pad_to_multiple_of=4))),
         TOO_LONG,
         "at most 7 rows, got 8",
     ),
     "beyond_seq_len": (
-        lambda: list(microbatches(source(5), tokens=8, layout="padded", seq_len=4)),
+        lambda: list(microbatches(source(5), tokens=8, layout="padded", options=BatchOptions(seq_len=4))),
         TOO_LONG,
         "seq_len=4",
     ),

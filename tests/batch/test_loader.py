@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import RouteBatch, collate, microbatches
+from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.batch.loader import PrefetchReport, prefetch
 from routeplane.batch.pool import BatchBuffers
 from routeplane.errors import DataError, ErrorKind, UsageError
@@ -125,7 +125,7 @@ def test_prefetched_batches_take_turns_in_a_pool() -> None:
     pool = BatchBuffers()
     records = [watermarked_record(sample, num_tokens=4 + sample % 3, spec=SPEC) for sample in range(12)]
     fresh = list(microbatches(records, tokens=10, spec=SPEC))
-    ahead = prefetch(microbatches(records, tokens=10, spec=SPEC, buffers=pool))
+    ahead = prefetch(microbatches(records, tokens=10, spec=SPEC, options=BatchOptions(buffers=pool)))
 
     for expected, got in zip(fresh, pool.releasing(ahead), strict=True):
         assert expected.keys == got.keys

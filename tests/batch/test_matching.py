@@ -15,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import collate
+from routeplane.batch import BatchOptions, collate
 from routeplane.batch.matching import join
 from routeplane.batch.shard import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spans import Capture
 from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 
@@ -68,7 +69,7 @@ def test_routes_go_where_the_trainer_has_the_tokens(shapes: list[tuple[int, int]
     batch = place(chosen, [shapes[index][1] for index in order], 10)
 
     joined = join(batch.ids, records, sample_ids=[record.sample_id for record in chosen], pad_mask=batch.pads)
-    found = collate(joined.records, SPEC, plan=joined.plan, pad_token_id=PAD)
+    found = collate(joined.records, SPEC, plan=joined.plan, options=BatchOptions(pad_token_id=PAD))
 
     assert batch.ids.tolist() == found.token_ids.tolist()
     assert batch.pads.tolist() == found.pad_mask.tolist()
@@ -124,7 +125,13 @@ def test_a_packed_batch_is_cut_as_the_trainer_cuts_it(rank: int) -> None:
         own += [*parts[rank], *parts[3 - rank]]
 
     found = join(ids, records, sample_ids=["sample-0", "sample-1", "sample-2"], cu_seqlens=edges, lengths=[5, 7, 12])
-    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD, shard=Shard(context_parallel=(rank, 2)))
+    batch = collate(
+        found.records,
+        SPEC,
+        plan=found.plan,
+        shard=Shard(context_parallel=(rank, 2)),
+        options=BatchOptions(pad_token_id=PAD),
+    )
 
     assert own == batch.token_ids.tolist()
     assert edges == batch.cu_seqlens_padded.tolist()
@@ -151,7 +158,7 @@ def test_padding_may_stand_between_tokens() -> None:
     records = [make(0, 3)]
 
     found = join([[1, 2, PAD, PAD, 3, PAD]], records, sample_ids=["sample-0"], pad_mask=pads)
-    batch = collate(found.records, SPEC, plan=found.plan, pad_token_id=PAD)
+    batch = collate(found.records, SPEC, plan=found.plan, options=BatchOptions(pad_token_id=PAD))
 
     assert [0, 1, -1, -1, 2, -1] == found.plan.token_N.tolist()
     assert [0, 1, 2] == batch.position_ids[~batch.pad_mask].tolist()
@@ -175,6 +182,64 @@ def test_every_finding_is_named() -> None:
 
     assert [("sample-0", 1), ("sample-2", 2)] == [(each.sample, each.token) for each in caught.value.problems]
     assert {ErrorKind.TOKEN_MISMATCH} == {each.kind for each in caught.value.problems}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    limit=st.integers(1, 6),
+    side=st.sampled_from(("left", "right")),
+    extra=st.integers(0, 2),
+)
+def test_truncated_rows_get_the_routes_of_their_tokens(lengths: list[int], limit: int, side: Any, extra: int) -> None:
+    """A trainer cuts either end, appends an end of sequence and adds a dummy row: tokens keep their own routes."""
+    records = [make(sample, length) for sample, length in enumerate(lengths)]
+    kept = [record.token_ids[:limit] if side == "right" else record.token_ids[-limit:] for record in records]
+    whole = [record.num_tokens <= limit for record in records]
+    rows = [[*ids, *[PAD] * (extra if all_there else 0)] for ids, all_there in zip(kept, whole, strict=True)]
+    packed = [np.asarray(row) for row in [*rows, [7, 7]]]
+
+    names = [*(record.sample_id for record in records), None]
+    found = join(packed, records, sample_ids=names, truncated=side, suffix="allow")
+    batch = collate(found.records, SPEC, plan=found.plan)
+    routes, pads = batch.routes.view(-1, *SPEC.row_shape), batch.pad_mask.view(-1)
+
+    start = 0
+    for record, ids, row in zip(records, kept, rows, strict=True):
+        first = 0 if side == "right" else record.num_tokens - len(ids)
+        expected = record.routes[first : first + len(ids)]
+        assert expected.tolist() == routes[start : start + len(ids)].tolist()
+        assert pads[start + len(ids) : start + len(row)].all()
+        start += len(row)
+    assert [*map(len, kept), 0] == found.plan.lengths.tolist()
+    assert len(records) == found.report.sequences
+    assert 1 == found.report.dummies
+    assert sum(record.num_tokens for record in records) - sum(map(len, kept)) == found.report.truncated_tokens
+    assert extra * sum(whole) == found.report.suffix_tokens
+    assert found.report.scalars()["routeplane/join_truncated"] == len(whole) - sum(whole)
+
+
+def test_a_suffix_does_not_hide_rows_that_were_lost() -> None:
+    """A record that ends in rows the engine lost is not whole: what follows may be the tokens that are lost too."""
+    routes = make(0, 3).routes.copy()
+    routes[2] = -1
+    captures = (
+        Capture(start=0, stop=2, call="call-0", weights_version=None, state="captured"),
+        Capture(start=2, stop=3, call="call-0", weights_version=None, state="lost"),
+    )
+    cut = replace(make(0, 3), routes=routes, captures=captures, checksum=None)
+    with pytest.raises(DataError, match="whose last token is lost can have no suffix"):
+        join([[1, 2, 3, 4]], [cut], sample_ids=["sample-0"], suffix="allow")
+
+
+def test_nested_tensors_are_packed() -> None:
+    """A jagged tensor brings its own offsets; integer masks are masks."""
+    records = [make(0, 3), make(1, 2)]
+    nested = torch.nested.nested_tensor([torch.tensor(list(each.token_ids)) for each in records], layout=torch.jagged)
+    names = ["sample-0", "sample-1"]
+
+    assert [0, 3, 5] == join(nested, records, sample_ids=names).plan.cu_seqlens.tolist()
+    padded, mask = torch.tensor([[1, 2, 3], [1001, 1002, 0]]), torch.tensor([[0, 0, 0], [0, 0, 1]])
+    assert [3, 2] == join(padded, records, sample_ids=names, pad_mask=mask).plan.lengths.tolist()
 
 
 IDS = [[1, 2, 3]]
@@ -207,7 +272,11 @@ REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
     "float_ids": (lambda: joined([[1.0]]), ARGUMENT, "integers"),
     "no_offsets": (lambda: joined([1, 2, 3]), ARGUMENT, "cu_seqlens with packed ids"),
     "offsets": (lambda: joined([1, 2, 3], cu_seqlens=[0, 2]), ARGUMENT, "rising from 0 to 3"),
-    "mask": (lambda: joined(pad_mask=[[0, 0, 0]]), ARGUMENT, "pad_mask as bool"),
+    "mask": (lambda: joined(pad_mask=[[0, 0, 2]]), ARGUMENT, "pad_mask as bool"),
+    "cut_elsewhere": (lambda: joined([[2, 3]], truncated="right"), MISMATCH, "id 1 .* got id 2"),
+    "suffix": (lambda: joined([[1, 2, 9, 4]], suffix="allow"), MISMATCH, "id 3 .* got id 9"),
+    "policy": (lambda: joined(truncated="outer"), ARGUMENT, "outer"),
+    "nested_offsets": (lambda: joined([[1, 2, 3], [4]], cu_seqlens=[0, 3, 4]), ARGUMENT, "its own"),
     "both": (lambda: joined(pad_mask=[[False] * 3], lengths=[3]), ARGUMENT, "got both"),
     "lengths": (lambda: joined(lengths=[4]), ARGUMENT, "within their"),
 }

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch.plan import PADDING, PaddingSide, PlanOptions, TokenPlan
+from routeplane.batch.plan import PADDING, Layout, PaddingSide, PlanOptions, TokenPlan
 from routeplane.errors import ErrorKind, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,12 @@ class Case:
     """Lengths and options, with the rows that they should give, sequence by sequence."""
 
     lengths: list[int]
+    layout: Layout
     options: PlanOptions
+
+    def plan(self) -> TokenPlan:
+        """The plan under test."""
+        return self.options.plan(self.lengths, layout=self.layout)
 
     def kept(self, length: int) -> list[int]:
         """Tokens that truncation leaves."""
@@ -50,7 +55,7 @@ class Case:
         multiple = self.options.pad_to_multiple_of
         kept = [self.kept(length) for length in self.lengths]
         widths = [len(tokens) + (-len(tokens)) % multiple for tokens in kept]
-        if self.options.layout == "padded":
+        if self.layout == "padded":
             widths = [self.options.seq_len or max(widths)] * len(widths)
         slots = []
         for record, (kept_tokens, width) in enumerate(zip(kept, widths, strict=True)):
@@ -67,7 +72,7 @@ class Case:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the output."""
-        return (len(self.slots), len(self.slots[0])) if self.options.layout == "padded" else (len(self.rows),)
+        return (len(self.slots), len(self.slots[0])) if self.layout == "padded" else (len(self.rows),)
 
 
 @st.composite
@@ -78,12 +83,12 @@ def cases(draw: st.DrawFn) -> Case:
     end = draw(st.sampled_from((None, "left", "right")))
     cut: dict[str, Any] = {} if end is None else {"max_length": 4, "truncate": end}
     if draw(st.booleans()):
-        return Case(lengths=lengths, options=PlanOptions(layout="packed", pad_to_multiple_of=multiple, **cut))
+        return Case(lengths=lengths, layout="packed", options=PlanOptions(pad_to_multiple_of=multiple, **cut))
     longest = max(lengths) + (-max(lengths)) % multiple
     seq_len = draw(st.none() | st.integers(0, 3).map(lambda extra: longest + extra * multiple))
     side: PaddingSide = draw(st.sampled_from(("right", "left")))
-    options = PlanOptions(layout="padded", seq_len=seq_len, pad_to_multiple_of=multiple, padding_side=side, **cut)
-    return Case(lengths=lengths, options=options)
+    options = PlanOptions(seq_len=seq_len, pad_to_multiple_of=multiple, padding_side=side, **cut)
+    return Case(lengths=lengths, layout="padded", options=options)
 
 
 @st.composite
@@ -137,7 +142,7 @@ def marked(lengths: list[int], trailing: tuple[int, ...]) -> list[NDArray[np.int
 @given(case=cases())
 def test_a_plan_names_the_token_of_every_row(case: Case) -> None:
     """Records, tokens, shape, padding and offsets are those of laying out one row after another."""
-    plan = case.options.plan(case.lengths)
+    plan = case.plan()
 
     assert case.rows == rows_of(plan)
     assert case.shape == plan.shape
@@ -151,7 +156,7 @@ def test_a_plan_names_the_token_of_every_row(case: Case) -> None:
     assert np.cumsum([0, *map(len, case.slots)]).tolist() == plan.cu_seqlens_padded.tolist()
 
 
-@given(plan=any_seams() | cases().map(lambda case: case.options.plan(case.lengths)))
+@given(plan=any_seams() | cases().map(lambda case: case.plan()))
 def test_what_a_plan_knows_beforehand_is_what_its_rows_say(plan: TokenPlan) -> None:
     """A plan of slots passes the checks of one made by hand, which finds the same runs by looking at each row."""
     by_hand = TokenPlan(**{item.name: getattr(plan, item.name) for item in fields(plan)})
@@ -167,10 +172,10 @@ def test_positions_restart_at_each_sequence_and_run_on_through_its_padding(case:
         first = next(index for index, row in enumerate(slot) if row != PAD)
         expected += [max(0, index - first) for index in range(len(slot))]
 
-    assert expected == case.options.plan(case.lengths).positions().reshape(-1).tolist()
+    assert expected == case.plan().positions().reshape(-1).tolist()
 
 
-@given(plan=any_plans() | cases().map(lambda case: case.options.plan(case.lengths)))
+@given(plan=any_plans() | cases().map(lambda case: case.plan()))
 def test_a_predecessor_is_the_row_before_that_holds_the_token_before(plan: TokenPlan) -> None:
     """A row's predecessor holds the same record's previous token, in the row next to it, or there is none."""
     rows = rows_of(plan)
@@ -186,7 +191,6 @@ def test_a_predecessor_is_the_row_before_that_holds_the_token_before(plan: Token
 def test_rows_are_counted_before_a_plan_exists(case: Case, length: int) -> None:
     """What ``rows_after`` says of one more sequence is what the plan with it has."""
     options = PlanOptions(
-        layout=case.options.layout,
         pad_to_multiple_of=case.options.pad_to_multiple_of,
         padding_side=case.options.padding_side,
         max_length=case.options.max_length,
@@ -194,9 +198,9 @@ def test_rows_are_counted_before_a_plan_exists(case: Case, length: int) -> None:
     )
     rows = 0
     for count, each in enumerate([*case.lengths, length]):
-        rows = options.rows_after(each, rows=rows, count=count)
+        rows = options.rows_after(each, layout=case.layout, rows=rows, count=count)
 
-        assert options.plan([*case.lengths, length][: count + 1]).num_rows == rows
+        assert options.plan([*case.lengths, length][: count + 1], layout=case.layout).num_rows == rows
 
 
 @given(
@@ -233,8 +237,8 @@ def test_the_longest_parts_need_no_widths() -> None:
 
 def test_the_two_constructors_are_the_options_by_name() -> None:
     """``padded`` and ``packed`` give the plans that the same options give."""
-    padded = TokenPlan.padded([3, 1], seq_len=8, pad_to_multiple_of=4, padding_side="left")
-    packed = TokenPlan.packed([3, 1], pad_to_multiple_of=2)
+    padded = TokenPlan.padded([3, 1], options=PlanOptions(seq_len=8, pad_to_multiple_of=4, padding_side="left"))
+    packed = TokenPlan.packed([3, 1], options=PlanOptions(pad_to_multiple_of=2))
 
     assert (2, 8) == padded.shape
     assert [PAD] * 5 + [(0, 0), (0, 1), (0, 2)] + [PAD] * 7 + [(1, 0)] == rows_of(padded)
@@ -255,7 +259,7 @@ def test_a_plan_cannot_be_written_to() -> None:
 
 def test_a_plan_pickles() -> None:
     """A plan that crossed a process gathers the same."""
-    plan = TokenPlan.packed([3, 1], pad_to_multiple_of=2)
+    plan = TokenPlan.packed([3, 1], options=PlanOptions(pad_to_multiple_of=2))
     columns = marked([3, 1], (2,))
     expected = plan.gather(columns, fill=0)
 
@@ -268,7 +272,7 @@ def test_a_plan_pickles() -> None:
 
 
 @given(
-    plan=any_plans() | cases().map(lambda case: case.options.plan(case.lengths)),
+    plan=any_plans() | cases().map(lambda case: case.plan()),
     trailing=st.sampled_from(((), (3,), (4, 2))),
     data=st.data(),
 )
@@ -312,7 +316,7 @@ def test_gathering_reads_foreign_and_frozen_arrays() -> None:
 @pytest.mark.parametrize(("fill", "dtype"), [(np.nan, np.float32), (False, np.bool_), (-1, np.int16), (255, np.uint8)])
 def test_a_fill_that_fits_is_kept(fill: float, dtype: type[np.generic]) -> None:
     """Padding holds the fill itself."""
-    found = TokenPlan.padded([1], seq_len=2).gather([np.ones(1, dtype=dtype)], fill=fill)
+    found = TokenPlan.padded([1], options=PlanOptions(seq_len=2)).gather([np.ones(1, dtype=dtype)], fill=fill)
 
     np.testing.assert_array_equal([[1, fill]], found)
 
@@ -328,7 +332,11 @@ BAD_PLANS: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
     "negative": (lambda: TokenPlan.packed([2, -1]), ErrorKind.ARGUMENT, "at least one token, got -1 @ sequence 1"),
     "float": (lambda: TokenPlan.packed(np.ones(2)), ErrorKind.ARGUMENT, "whole numbers"),  # type: ignore[arg-type]
     "rank": (lambda: TokenPlan.packed(np.ones((2, 1), dtype=int)), ErrorKind.ARGUMENT, "whole numbers"),
-    "long": (lambda: TokenPlan.padded([2, 5], seq_len=4), ErrorKind.TOO_LONG, "at most 4 tokens, got 5 @ sequence 1"),
+    "long": (
+        lambda: TokenPlan.padded([2, 5], options=PlanOptions(seq_len=4)),
+        ErrorKind.TOO_LONG,
+        "at most 4 tokens, got 5 @ sequence 1",
+    ),
     "beyond_int32": (lambda: TokenPlan.packed([2**31]), ErrorKind.TOO_LONG, "2147483647 tokens, got 2147483648"),
     "beyond_int32_in_all": (lambda: TokenPlan.packed([2**30, 2**30]), ErrorKind.TOO_LONG, "2147483647 rows in all"),
     "beyond_int32_by_padding": (
@@ -336,22 +344,54 @@ BAD_PLANS: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
         ErrorKind.TOO_LONG,
         r"shape \[3, 1073741824\]",
     ),
-    "beyond_int64": (lambda: TokenPlan.padded([1] * 4, seq_len=2**62), ErrorKind.TOO_LONG, "2147483647 rows in all"),
-    "no_multiple": (lambda: TokenPlan.packed([1], pad_to_multiple_of=0), ErrorKind.ARGUMENT, "pad_to_multiple_of"),
-    "bool_multiple": (lambda: TokenPlan.packed([1], pad_to_multiple_of=True), ErrorKind.ARGUMENT, "got True"),
-    "no_seq_len": (lambda: TokenPlan.padded([1], seq_len=-1), ErrorKind.ARGUMENT, "seq_len as a positive"),
+    "beyond_int64": (
+        lambda: TokenPlan.padded([1] * 4, options=PlanOptions(seq_len=2**62)),
+        ErrorKind.TOO_LONG,
+        "2147483647 rows in all",
+    ),
+    "no_multiple": (
+        lambda: TokenPlan.packed([1], options=PlanOptions(pad_to_multiple_of=0)),
+        ErrorKind.ARGUMENT,
+        "pad_to_multiple_of",
+    ),
+    "bool_multiple": (
+        lambda: TokenPlan.packed([1], options=PlanOptions(pad_to_multiple_of=True)),
+        ErrorKind.ARGUMENT,
+        "got True",
+    ),
+    "no_seq_len": (
+        lambda: TokenPlan.padded([1], options=PlanOptions(seq_len=-1)),
+        ErrorKind.ARGUMENT,
+        "seq_len as a positive",
+    ),
     "odd_seq_len": (
-        lambda: TokenPlan.padded([1], seq_len=6, pad_to_multiple_of=4),
+        lambda: TokenPlan.padded([1], options=PlanOptions(seq_len=6, pad_to_multiple_of=4)),
         ErrorKind.ARGUMENT,
         "seq_len as a multiple of 4, got 6",
     ),
-    "side": (lambda: TokenPlan.padded([1], padding_side="top"), ErrorKind.ARGUMENT, "got 'top'"),  # type: ignore[arg-type]
-    "layout": (lambda: PlanOptions(layout="ragged"), ErrorKind.ARGUMENT, "got 'ragged'"),  # type: ignore[arg-type]
-    "packed_seq_len": (lambda: PlanOptions(layout="packed", seq_len=4), ErrorKind.ARGUMENT, "no seq_len"),
-    "truncate": (lambda: TokenPlan.padded([1], truncate="middle"), ErrorKind.ARGUMENT, "got 'middle'"),  # type: ignore[arg-type]
-    "truncate_to": (lambda: TokenPlan.packed([1], truncate="left"), ErrorKind.ARGUMENT, "max_length or seq_len"),
-    "max_length": (lambda: TokenPlan.packed([1], max_length=0), ErrorKind.ARGUMENT, "max_length as a positive"),
-    "packed_long": (lambda: TokenPlan.packed([5], max_length=4), ErrorKind.TOO_LONG, "4 tokens, got 5 @ sequence 0"),
+    "side": (lambda: TokenPlan.padded([1], options=PlanOptions(padding_side="top")), ErrorKind.ARGUMENT, "got 'top'"),  # type: ignore[arg-type]
+    "layout": (lambda: PlanOptions().plan([1], layout="ragged"), ErrorKind.ARGUMENT, "got 'ragged'"),  # type: ignore[arg-type]
+    "packed_seq_len": (lambda: TokenPlan.packed([1], options=PlanOptions(seq_len=4)), ErrorKind.ARGUMENT, "no seq_len"),
+    "truncate": (
+        lambda: TokenPlan.padded([1], options=PlanOptions(truncate="middle")),  # type: ignore[arg-type]
+        ErrorKind.ARGUMENT,
+        "got 'middle'",
+    ),
+    "truncate_to": (
+        lambda: TokenPlan.packed([1], options=PlanOptions(truncate="left")),
+        ErrorKind.ARGUMENT,
+        "max_length or seq_len",
+    ),
+    "max_length": (
+        lambda: TokenPlan.packed([1], options=PlanOptions(max_length=0)),
+        ErrorKind.ARGUMENT,
+        "max_length as a positive",
+    ),
+    "packed_long": (
+        lambda: TokenPlan.packed([5], options=PlanOptions(max_length=4)),
+        ErrorKind.TOO_LONG,
+        "4 tokens, got 5 @ sequence 0",
+    ),
     "prompt_long": (
         lambda: TokenPlan.prompt_response([1, 3], [1, 1], prompt_len=2),
         ErrorKind.TOO_LONG,
@@ -370,7 +410,11 @@ BAD_PLANS: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
         ErrorKind.ARGUMENT,
         "'outer'",
     ),
-    "packed_left": (lambda: PlanOptions(layout="packed", padding_side="left"), ErrorKind.ARGUMENT, "'right'"),
+    "packed_left": (
+        lambda: TokenPlan.packed([1], options=PlanOptions(padding_side="left")),
+        ErrorKind.ARGUMENT,
+        "'right'",
+    ),
 }
 
 
@@ -386,7 +430,7 @@ def test_a_plan_that_cannot_be_is_refused(make: Callable[[], object], kind: Erro
 def test_rows_beyond_the_limit_are_refused_where_padding_makes_them() -> None:
     """Rounding up may not pass the limit that the lengths kept."""
     with pytest.raises(UsageError, match="rows in all") as caught:
-        TokenPlan.packed([2**31 - 1], pad_to_multiple_of=2)
+        TokenPlan.packed([2**31 - 1], options=PlanOptions(pad_to_multiple_of=2))
 
     assert ErrorKind.TOO_LONG == caught.value.kind
 

@@ -16,10 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import RouteBatch, collate, microbatches
+from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.batch.pool import BatchBuffers
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.testing.builders import watermarked_record, watermarked_spec
+from tests.batch.laid_out import laid_out
 
 if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
@@ -90,7 +91,9 @@ def test_pooled_batches_equal_fresh_ones_whatever_was_there_before(plans: list[A
     live: list[tuple[RouteBatch, RouteBatch]] = []
     for lengths, options, scored, turn, layers in plans:
         records, spec = make(*lengths, scored=scored, turn=turn), SPEC.select(layers)
-        live.append((collate(records, spec, **options), collate(records, spec, buffers=pool, **options)))
+        live.append(
+            (collate(records, spec, **laid_out(options)), collate(records, spec, **laid_out(options, buffers=pool)))
+        )
         while len(live) > kept + 1:
             pool.release(live.pop(0)[1])
         for fresh, pooled in live:
@@ -101,8 +104,8 @@ def test_pooled_batches_equal_fresh_ones_whatever_was_there_before(plans: list[A
 def test_pooled_microbatches_equal_fresh_ones(lengths: list[int], options: dict[str, Any]) -> None:
     """A loop over batches that take turns in one pool sees what it would see without."""
     pool, records = BatchBuffers(), make(*lengths)
-    fresh = list(microbatches(records, tokens=16, spec=SPEC, **options))
-    pooled = pool.releasing(microbatches(records, tokens=16, spec=SPEC, buffers=pool, **options))
+    fresh = list(microbatches(records, tokens=16, spec=SPEC, **laid_out(options)))
+    pooled = pool.releasing(microbatches(records, tokens=16, spec=SPEC, **laid_out(options, buffers=pool)))
 
     seen = 0
     for expected, got in zip(fresh, pooled, strict=True):
@@ -121,11 +124,11 @@ POOLED = ("routes", "token_ids", "generation_mask", "logprobs", "turn")
 def test_a_released_batch_passes_its_memory_on() -> None:
     """The next batch, if it is no larger, stands at the same addresses, and the pool does not grow."""
     pool = BatchBuffers()
-    first = collate(make(9, 5, turn="i4"), SPEC, buffers=pool)
+    first = collate(make(9, 5, turn="i4"), SPEC, options=BatchOptions(buffers=pool))
     addresses, held = {name: tensors(first)[name].data_ptr() for name in POOLED}, pool.nbytes
     assert held == sum(tensors(first)[name].nbytes for name in POOLED)
     pool.release(first)
-    second = collate(make(8, 7, turn="i4"), SPEC, buffers=pool)
+    second = collate(make(8, 7, turn="i4"), SPEC, options=BatchOptions(buffers=pool))
 
     assert addresses == {name: tensors(second)[name].data_ptr() for name in POOLED}
     assert held == pool.nbytes
@@ -135,7 +138,7 @@ def test_a_larger_batch_grows_the_pool_and_keeps_nothing_of_the_smaller() -> Non
     """The pool holds the largest batch, not the sum of all."""
     pool = BatchBuffers()
     for lengths in ([3], [9, 9], [5]):
-        pool.release(collate(make(*lengths), SPEC, buffers=pool))
+        pool.release(collate(make(*lengths), SPEC, options=BatchOptions(buffers=pool)))
     largest = collate(make(9, 9), SPEC)
 
     assert sum(tensors(largest)[name].nbytes for name in POOLED if name != "turn") == pool.nbytes
@@ -147,7 +150,7 @@ def test_live_batches_never_share_memory(steps: list[tuple[int, int]]) -> None:
     pool = BatchBuffers()
     live: list[RouteBatch] = []
     for length, release in steps:
-        live.append(collate(make(length, 3), SPEC, buffers=pool))
+        live.append(collate(make(length, 3), SPEC, options=BatchOptions(buffers=pool)))
         if release < len(live):
             pool.release(live.pop(release))
         spans = sorted(span(tensor) for batch in live for tensor in tensors(batch).values())
@@ -157,12 +160,12 @@ def test_live_batches_never_share_memory(steps: list[tuple[int, int]]) -> None:
 def test_a_dropped_batch_takes_its_memory_along() -> None:
     """A batch that nobody releases is not kept alive by its pool, and its memory goes to nobody else."""
     pool = BatchBuffers()
-    batch = collate(make(9), SPEC, buffers=pool)
+    batch = collate(make(9), SPEC, options=BatchOptions(buffers=pool))
     routes, content = batch.routes, batch.routes.clone()
     del batch
     gc.collect()
     assert 0 == pool.nbytes
-    collate(make(9), SPEC, buffers=pool).routes.zero_()
+    collate(make(9), SPEC, options=BatchOptions(buffers=pool)).routes.zero_()
 
     assert torch.equal(content, routes)
 
@@ -175,7 +178,7 @@ def test_a_dropped_batch_takes_its_memory_along() -> None:
 def test_a_released_batch_is_empty() -> None:
     """Every tensor lets go of its memory, also for those who share it, so that a late use cannot read another batch."""
     pool = BatchBuffers()
-    batch = collate(make(4, turn="i4"), SPEC, buffers=pool)
+    batch = collate(make(4, turn="i4"), SPEC, options=BatchOptions(buffers=pool))
     shared = batch.to("cpu")
     pool.release(batch)
 
@@ -186,7 +189,7 @@ def test_a_released_batch_is_empty() -> None:
 def test_a_release_before_the_backward_pass_is_seen() -> None:
     """What autograd saved of a batch is not silently exchanged for another batch's."""
     pool, table = BatchBuffers(), torch.nn.Embedding(10, 2)
-    batch = collate(make(4), SPEC, buffers=pool)
+    batch = collate(make(4), SPEC, options=BatchOptions(buffers=pool))
     loss = table(batch.token_ids).sum()
     pool.release(batch)
 
@@ -198,7 +201,7 @@ def test_a_batch_of_inference_mode_can_be_released_outside_of_it() -> None:
     """Where a batch was made does not matter to where it is released."""
     pool = BatchBuffers()
     with torch.inference_mode():
-        batch = collate(make(4), SPEC, buffers=pool)
+        batch = collate(make(4), SPEC, options=BatchOptions(buffers=pool))
     pool.release(batch)
 
     assert 0 == batch.routes.numel()
@@ -208,12 +211,12 @@ def test_a_batch_of_inference_mode_can_be_released_outside_of_it() -> None:
 def test_what_a_pool_did_not_lend_is_not_released(case: str) -> None:
     """A second release, a batch of fresh memory, a copy and another pool's batch are refused."""
     pool, other = BatchBuffers(), BatchBuffers()
-    batch = collate(make(4), SPEC, buffers=pool)
+    batch = collate(make(4), SPEC, options=BatchOptions(buffers=pool))
     wrong = {
         "twice": batch,
         "fresh": collate(make(4), SPEC),
         "moved": batch.to("cpu"),
-        "another_pool": collate(make(4), SPEC, buffers=other),
+        "another_pool": collate(make(4), SPEC, options=BatchOptions(buffers=other)),
     }[case]
     if case == "twice":
         pool.release(batch)
@@ -227,7 +230,7 @@ def test_releasing_lets_go_on_break_and_on_error() -> None:
     """A loop that ends early has released the batch that it had."""
     pool = BatchBuffers()
     for ending in ("break", "error"):
-        batches = pool.releasing(microbatches(make(4, 4), tokens=4, spec=SPEC, buffers=pool))
+        batches = pool.releasing(microbatches(make(4, 4), tokens=4, spec=SPEC, options=BatchOptions(buffers=pool)))
         batch = next(batches)
         if ending == "break":
             batches.close()
@@ -240,10 +243,10 @@ def test_releasing_lets_go_on_break_and_on_error() -> None:
 def test_a_refused_batch_costs_the_pool_nothing() -> None:
     """Records that cannot be batched are refused before memory is taken."""
     pool = BatchBuffers()
-    pool.release(collate(make(9), SPEC, buffers=pool))
+    pool.release(collate(make(9), SPEC, options=BatchOptions(buffers=pool)))
     held = pool.nbytes
     with pytest.raises(DataError):
-        collate([*make(9, turn="i4"), *make(9)], SPEC, buffers=pool)
+        collate([*make(9, turn="i4"), *make(9)], SPEC, options=BatchOptions(buffers=pool))
 
     assert held == pool.nbytes
 
@@ -273,7 +276,7 @@ def test_pinned_pools_make_their_memory_where_torch_pins_it(monkeypatch: pytest.
     monkeypatch.setattr("routeplane.batch.pool.pinned_bytes", pinned)
     pool = BatchBuffers(pin=True)
     records = make(5, 9, turn="int32")
-    batch, plain = collate(records, SPEC, buffers=pool), collate(records, SPEC)
+    batch, plain = collate(records, SPEC, options=BatchOptions(buffers=pool)), collate(records, SPEC)
     held = [(block.ctypes.data, block.ctypes.data + block.nbytes) for block in asked]
 
     assert all(

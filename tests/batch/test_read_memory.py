@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from routeplane import Capture, RouteRecord, Span, new_stream, open_stream
-from routeplane.batch import microbatches
+from routeplane.batch import BatchOptions, microbatches
 from routeplane.batch.pool import BatchBuffers
 from routeplane.batch.shard import Shard
 from routeplane.record.spec import RouteSpec
@@ -57,7 +57,9 @@ def test_reading_holds_little_besides_a_microbatch(
     def read() -> int:
         largest = 0
         with open_stream(path) as reader:
-            for batch in pool.releasing(microbatches(reader, tokens=ROWS, buffers=pool, shard=shard)):
+            for batch in pool.releasing(
+                microbatches(reader, tokens=ROWS, shard=shard, options=BatchOptions(buffers=pool))
+            ):
                 largest = max(largest, batch.routes.nbytes)
         return largest
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch.plan import PlanOptions, TokenPlan
+from routeplane.batch.plan import Layout, PlanOptions, TokenPlan
 from routeplane.batch.shard import ContextLayout, Shard, records_of_rank, stage_layers
 from routeplane.errors import ErrorKind, UsageError
 
@@ -66,6 +66,7 @@ def dense_cut(plan: TokenPlan, shard: Shard) -> list[Row]:
     return [row for rows in cut for row in rows]
 
 
+Rule = tuple[Layout, PlanOptions]
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 ranks = st.integers(1, 4).flatmap(lambda world: st.tuples(st.integers(0, world - 1), st.just(world)))
 shards = st.builds(
@@ -77,11 +78,11 @@ shards = st.builds(
 )
 layouts = st.sampled_from(
     (
-        PlanOptions(layout="packed"),
-        PlanOptions(layout="packed", pad_to_multiple_of=3, max_length=5, truncate="left"),
-        PlanOptions(layout="padded"),
-        PlanOptions(layout="padded", padding_side="left", pad_to_multiple_of=2),
-        PlanOptions(layout="padded", max_length=4, truncate="right"),
+        ("packed", PlanOptions()),
+        ("packed", PlanOptions(pad_to_multiple_of=3, max_length=5, truncate="left")),
+        ("padded", PlanOptions()),
+        ("padded", PlanOptions(padding_side="left", pad_to_multiple_of=2)),
+        ("padded", PlanOptions(max_length=4, truncate="right")),
     )
 )
 
@@ -90,12 +91,12 @@ layouts = st.sampled_from(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@given(lengths=lengths, options=layouts, shard=shards)
-def test_a_shard_is_the_dense_cut(lengths: list[int], options: PlanOptions, shard: Shard) -> None:
+@given(lengths=lengths, rule=layouts, shard=shards)
+def test_a_shard_is_the_dense_cut(lengths: list[int], rule: Rule, shard: Shard) -> None:
     """Made for the rank alone, or cut out of the whole plan: both are what cutting lists of rows gives."""
-    padded = options.for_shard(shard)
-    whole = padded.plan(lengths)
-    alone = padded.plan(lengths, shard=shard)
+    layout, padded = rule[0], rule[1].for_shard(shard)
+    whole = padded.plan(lengths, layout=layout)
+    alone = padded.plan(lengths, layout=layout, shard=shard)
     cut = whole.cut(shard)
 
     assert dense_cut(whole, shard) == rows_of(alone)
@@ -106,10 +107,10 @@ def test_a_shard_is_the_dense_cut(lengths: list[int], options: PlanOptions, shar
         assert getattr(whole, name).tolist() == getattr(alone, name).tolist()
 
 
-@given(lengths=lengths, options=layouts, shard=shards)
-def test_ranks_share_all_rows_and_none_twice(lengths: list[int], options: PlanOptions, shard: Shard) -> None:
+@given(lengths=lengths, rule=layouts, shard=shards)
+def test_ranks_share_all_rows_and_none_twice(lengths: list[int], rule: Rule, shard: Shard) -> None:
     """The rows of all ranks of both groups are those of the whole plan."""
-    whole = options.for_shard(shard).plan(lengths)
+    whole = rule[1].for_shard(shard).plan(lengths, layout=rule[0])
     taken = [
         row
         for context in range(shard.context_parallel[1])
@@ -127,24 +128,23 @@ def test_ranks_share_all_rows_and_none_twice(lengths: list[int], options: PlanOp
     assert list(range(whole.num_rows)) == sorted(taken)
 
 
-@given(lengths=lengths, options=layouts, shard=shards)
-def test_the_padding_for_a_shard_is_the_least_that_is_needed(
-    lengths: list[int], options: PlanOptions, shard: Shard
-) -> None:
+@given(lengths=lengths, rule=layouts, shard=shards)
+def test_the_padding_for_a_shard_is_the_least_that_is_needed(lengths: list[int], rule: Rule, shard: Shard) -> None:
     """Every slot is a multiple of what the cuts and the caller asked for, and less than one multiple too long."""
+    layout, options = rule
     padded = options.for_shard(shard)
-    widths = np.diff(padded.plan(lengths).cu_seqlens_padded)
-    kept = options.plan(lengths).lengths
+    widths = np.diff(padded.plan(lengths, layout=layout).cu_seqlens_padded)
+    kept = options.plan(lengths, layout=layout).lengths
 
     assert 0 == padded.pad_to_multiple_of % shard.multiple == padded.pad_to_multiple_of % options.pad_to_multiple_of
     assert np.all(widths % padded.pad_to_multiple_of == 0)
-    longest = kept if options.layout == "packed" else kept.max()
+    longest = kept if layout == "packed" else kept.max()
     assert np.all(widths - longest < padded.pad_to_multiple_of)
 
 
 def test_zigzag_by_hand() -> None:
     """Rank 1 of 2 takes chunks 1 and 2 of 4, of every sequence."""
-    plan = TokenPlan.packed([8, 3], pad_to_multiple_of=4)
+    plan = TokenPlan.packed([8, 3], options=PlanOptions(pad_to_multiple_of=4))
 
     assert [2, 3, 4, 5, 9, 10] == plan.shard_rows(Shard(context_parallel=(1, 2))).tolist()
     assert [0, 1, 6, 7, 8, 11] == plan.shard_rows(Shard(context_parallel=(0, 2))).tolist()
@@ -165,11 +165,11 @@ def test_a_rank_beyond_the_rows_has_none() -> None:
 def test_a_rank_allocates_its_own_rows_alone() -> None:
     """The plan of one rank of 64 peaks below a quarter of what the whole plan's arrays hold."""
     lengths = [65_536] * 8
-    options = PlanOptions(layout="packed")
-    whole = options.plan(lengths)
+    options = PlanOptions()
+    whole = options.plan(lengths, layout="packed")
     size = whole.record_N.nbytes + whole.token_N.nbytes + whole.position_N.nbytes
     tracemalloc.start()
-    options.plan(lengths, shard=Shard(context_parallel=(3, 32), sequence_parallel=(1, 2)))
+    options.plan(lengths, layout="packed", shard=Shard(context_parallel=(3, 32), sequence_parallel=(1, 2)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
@@ -263,10 +263,9 @@ def test_a_cut_that_does_not_come_out_even_is_refused(call: Callable[[], Any], m
 
 def test_a_refused_world_allocates_nothing() -> None:
     """The answer comes from the offsets, before the rows of a batch of a hundred million are numbered."""
-    options = PlanOptions(layout="packed")
     tracemalloc.start()
     with pytest.raises(UsageError, match="equal chunks"):
-        options.plan([100_000_001], shard=Shard(context_parallel=(0, 2)))
+        PlanOptions().plan([100_000_001], layout="packed", shard=Shard(context_parallel=(0, 2)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.capture.envelopes import encode_nrlre1, encode_prime, encode_sglang
-from routeplane.capture.forms import WireForm
-from routeplane.capture.inline import INLINE_PREFIX, encode_inline
+from routeplane.capture.wire import WireForm, encode
 from routeplane.errors import ErrorKind
 from routeplane.record.spec import RouteSpec
 
@@ -85,7 +83,6 @@ def malformed() -> Iterator[Malformed]:
     yield from _objects()
     yield from _lists()
     yield from _plain()
-    yield from _inline()
     yield Malformed(name="no form: null", payload=None)
     yield Malformed(name="no form: a number", payload=7)
     yield Malformed(name="no form: other text", payload="A" * 100_000)
@@ -93,7 +90,7 @@ def malformed() -> Iterator[Malformed]:
 
 
 def _envelopes() -> Iterator[Malformed]:
-    good = encode_nrlre1(engine_rows().astype(np.int16))
+    good = encode(engine_rows().astype(np.int16), form="nrlre1")
     head, _, body = good.rpartition(":")
     headers = {
         "blank in a count": f"nrlre1:int16: {ROWS}x4x4",
@@ -144,9 +141,9 @@ def _envelopes() -> Iterator[Malformed]:
         ("dense layer -1 beside ids", (7, 1), -1, ErrorKind.DENSE_SLOT),
         ("row that nobody wrote", (9, 3), 0, ErrorKind.UNCAPTURED_SLOT),
     ):
-        yield Malformed(name=f"nrlre1: {name}", payload=encode_nrlre1(changed(ids, place, value)), kind=kind)
-    yield Malformed(name="nrlre1: MoE layers alone", payload=encode_nrlre1(ids[:, :3]), kind=ErrorKind.LAYERS)
-    yield Malformed(name="nrlre1: other top-k", payload=encode_nrlre1(ids[:, :, :3]), kind=ErrorKind.SHAPE)
+        yield Malformed(name=f"nrlre1: {name}", payload=encode(changed(ids, place, value), form="nrlre1"), kind=kind)
+    yield Malformed(name="nrlre1: MoE layers alone", payload=encode(ids[:, :3], form="nrlre1"), kind=ErrorKind.LAYERS)
+    yield Malformed(name="nrlre1: other top-k", payload=encode(ids[:, :, :3], form="nrlre1"), kind=ErrorKind.SHAPE)
 
 
 def _files() -> Iterator[Malformed]:
@@ -167,7 +164,7 @@ def _files() -> Iterator[Malformed]:
 
 
 def _objects() -> Iterator[Malformed]:
-    good = encode_prime(engine_rows())
+    good = encode(engine_rows(), form="prime")
     fields: dict[str, Any] = {
         "dtype float32": {"dtype": "float32"},
         "dtype object": {"dtype": "object"},
@@ -220,37 +217,15 @@ def _lists() -> Iterator[Malformed]:
 
 
 def _plain() -> Iterator[Malformed]:
-    text = encode_sglang(engine_rows())
+    text = encode(engine_rows(), form="sglang")
     yield Malformed(name="sglang: a row cut", payload=text[:-8], form="sglang")
-    yield Malformed(name="sglang: three layers", payload=encode_sglang(engine_rows()[:4_001, :3]), form="sglang")
+    yield Malformed(
+        name="sglang: three layers", payload=encode(engine_rows()[:4_001, :3], form="sglang"), form="sglang"
+    )
     yield Malformed(name="sglang: no text", payload=[1], form="sglang", kind=ErrorKind.DTYPE)
     swapped = base64.b64encode(engine_rows().astype(">i4").tobytes()).decode()
     yield Malformed(name="sglang: bytes swapped", payload=swapped, form="sglang", kind=ErrorKind.ID_OUT_OF_RANGE)
     yield Malformed(name="sglang: spare bits", payload="AAAB" * 1_000 + "AB==", form="sglang")
-
-
-def _inline() -> Iterator[Malformed]:
-    good = encode_inline(engine_rows()[:, list(SPEC.layer_ids)].astype(np.int16), SPEC, token_ids=TOKENS)
-    content = bytearray(base64.b64decode(good))
-
-    def with_byte(at: int, value: int) -> str:
-        copied = bytearray(content)
-        copied[at] = value
-        return base64.b64encode(copied).decode()
-
-    yield Malformed(name="inline: another spec", payload=with_byte(9, content[9] ^ 1), kind=ErrorKind.SPEC_MISMATCH)
-    yield Malformed(name="inline: checksum", payload=with_byte(17, content[17] ^ 1), kind=ErrorKind.CHECKSUM)
-    yield Malformed(name="inline: first row", payload=with_byte(25, 1), kind=ErrorKind.CHECKSUM)
-    yield Malformed(name="inline: more rows", payload=with_byte(30, content[30] ^ 0x40))
-    yield Malformed(name="inline: rows past int32", payload=with_byte(28, 255))
-    yield Malformed(name="inline: reserved", payload=with_byte(34, 1))
-    yield Malformed(name="inline: an id", payload=with_byte(40, content[40] ^ 1), kind=ErrorKind.CHECKSUM)
-    yield Malformed(name="inline: cut", payload=good[:-4])
-    yield Malformed(name="inline: cut in the header", payload=good[:20])
-    yield Malformed(name="inline: the mark alone", payload=INLINE_PREFIX)
-    yield Malformed(name="inline: padding in the header", payload=good[:47] + "=" + good[48:])
-    yield Malformed(name="inline: longer", payload=good + "AAAA")
-    yield Malformed(name="inline: line break", payload=good[:99] + "\n" + good[100:])
 
 
 MALFORMED = tuple(malformed())

@@ -16,7 +16,8 @@ from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
-from routeplane.capture.middleware import RouteMiddleware
+from routeplane.capture import CaptureOptions
+from routeplane.capture.http import RouteMiddleware
 from routeplane.record.interfaces import RouteSink
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream
@@ -35,7 +36,9 @@ class Routes(RouteMiddleware):
     """As a user writes it: vLLM gives a middleware nothing but the application."""
 
     def __init__(self, app: Any) -> None:
-        super().__init__(app, sink="tests.capture.serving:open_sink", stream="rollouts", cached=0)
+        super().__init__(
+            app, sink="tests.capture.serving:open_sink", stream="rollouts", options=CaptureOptions(cached=0)
+        )
 
 
 @ToolParserManager.register_module("words")

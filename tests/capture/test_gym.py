@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.capture.envelopes import encode_lists, encode_nrlre1
-from routeplane.capture.gym import GymRollout, calls_from_gym, records_from_gym
-from routeplane.capture.inline import encode_inline
+from routeplane.capture.http.gym import GymRollout
+from routeplane.capture.wire import encode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.rollouts import Rollout, rollouts
+from tests.capture.reading import gym_calls, gym_rollout
 from tests.capture.test_openai import leaves, values
 
 #: two layers, both with routers, so that NeMo's worked examples can be written down as they are
@@ -58,7 +58,7 @@ TWO_TURNS = [item([1, 2], [3], TURN_1), item([1, 2, 3, 4, 5], [6, 7], TURN_2)]
 def rollout(items: list[Any], **options: Any) -> GymRollout:
     """A rollout's records."""
     given: dict[str, Any] = {"sample_id": "s", "weights_version": 4, "cached": 0}
-    return records_from_gym({"output": items}, SPEC, **{**given, **options})
+    return gym_rollout({"output": items}, SPEC, **{**given, **options})
 
 
 def only(items: list[Any], **options: Any) -> RouteRecord:
@@ -98,7 +98,8 @@ def test_c032_an_item_without_routes_is_refused() -> None:
 def test_c033_the_carry_dtype_changes_nothing(dtype: Any) -> None:
     """Whatever type an envelope has, the record is the same; upstream casts to the configured type."""
     items = [
-        {**one, "routed_experts": encode_nrlre1(np.asarray(one["routed_experts"]), dtype=dtype)} for one in TWO_TURNS
+        {**one, "routed_experts": encode(np.asarray(one["routed_experts"]), dtype=dtype, form="nrlre1")}
+        for one in TWO_TURNS
     ]
 
     assert only(TWO_TURNS).checksum == only(items).checksum
@@ -155,7 +156,7 @@ def test_an_engines_own_count_of_rows_is_right() -> None:
 def test_c039_a_turn_without_routes_is_counted() -> None:
     """Where routes are not required, a second turn without them leaves its rows missing and in the report; upstream
     records nothing of it."""
-    made = rollout([TWO_TURNS[0], item([1, 2, 3, 4, 5], [6, 7], None)], require_routes=False)
+    made = rollout([TWO_TURNS[0], item([1, 2, 3, 4, 5], [6, 7], None)], absent="not_captured")
 
     [record] = made.records
     assert [row(2), row(4), *[[[MISSING] * 2] * 2] * 5] == record.routes.tolist()
@@ -165,7 +166,7 @@ def test_c039_a_turn_without_routes_is_counted() -> None:
 def test_c040_a_later_turn_brings_the_rows_of_the_first() -> None:
     """A first turn without routes is filled by the second, which fed those tokens too; upstream leaves it
     route-less."""
-    record = only([item([1, 2], [3], None), TWO_TURNS[1]], require_routes=False)
+    record = only([item([1, 2], [3], None), TWO_TURNS[1]], absent="not_captured")
 
     assert TURN_2[:-1] == record.routes[:-1].tolist()
 
@@ -212,10 +213,10 @@ def test_c045_an_id_is_never_wrapped() -> None:
     """Upstream turns an id of 200 into -56 where int8 is configured; here it is read as 200, and refused where the
     router has 64 experts."""
     wide = RouteSpec(num_experts=256, top_k=2, layer_ids=(0, 1))
-    envelope = encode_nrlre1(np.asarray([[[200, 1], [200, 1]], row(2), FILLER]))
+    envelope = encode(np.asarray([[[200, 1], [200, 1]], row(2), FILLER]), form="nrlre1")
     items = [item([1, 2], [3], envelope)]
 
-    [call] = calls_from_gym(items, wide, weights_version=1)
+    [call] = gym_calls(items, wide, weights_version=1)
     assert [200, 1] == call.routes[0, 0].tolist()  # type: ignore[index]
     with pytest.raises(DataError, match="output item 0") as caught:
         rollout(items)
@@ -227,9 +228,8 @@ def test_c045_an_id_is_never_wrapped() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[Any, Any], Any]] = {
-    "lists": lambda rows, tokens: encode_lists(rows),
-    "nrlre1": lambda rows, tokens: encode_nrlre1(rows),
-    "inline": lambda rows, tokens: encode_inline(rows[:-1], SPEC, token_ids=np.asarray(tokens)),
+    "lists": lambda rows, tokens: encode(rows, form="lists"),
+    "nrlre1": lambda rows, tokens: encode(rows, form="nrlre1"),
 }
 
 
@@ -269,7 +269,7 @@ def test_results_responses_and_lists_are_the_same() -> None:
         [Item(one) for one in TWO_TURNS],
         {"output": TWO_TURNS, "response": None},
     ):
-        [record] = records_from_gym(result, SPEC, sample_id="s", weights_version=4, cached=0).records
+        [record] = gym_rollout(result, SPEC, sample_id="s", weights_version=4, cached=0).records
         assert expected == record.checksum
 
 
@@ -320,11 +320,11 @@ def test_invalid_items_are_refused(name: str) -> None:
 def test_a_changed_field_of_an_item_is_refused_or_read(name: str, value: object) -> None:
     """Whatever stands in a field of an output item, reading raises a typed error or gives records."""
     with contextlib.suppress(RouteplaneError):
-        rollout([{**TWO_TURNS[0], name: value}, TWO_TURNS[1]], require_routes=False, on_break="split")
+        rollout([{**TWO_TURNS[0], name: value}, TWO_TURNS[1]], absent="not_captured", on_break="split")
 
 
 @given(rollouts(), st.sampled_from(["lists", "nrlre1"]), st.booleans())
-def test_any_rollout_comes_through_gym(made: Rollout, form: str, filler: bool) -> None:
+def test_any_rollout_comes_through_gym(made: Rollout, form: Any, filler: bool) -> None:
     """Calls sent as Gym items (rows by position, -1 where none came, a made-up last row or none) give the records that
     the calls themselves give, in tokens and rows."""
     spec = made.spec
@@ -339,13 +339,12 @@ def test_any_rollout_comes_through_gym(made: Rollout, form: str, filler: bool) -
             rows_SLK = np.concatenate(
                 [rows_SLK, np.tile(np.arange(spec.top_k, dtype=np.int16), (1, spec.num_layers, 1))]
             )
-        encode = encode_lists if form == "lists" else encode_nrlre1
         # one row of a call of one token has no layers to send
-        items.append(item(call.prompt_ids.tolist(), call.generation_ids.tolist(), encode(rows_SLK)))
+        items.append(item(call.prompt_ids.tolist(), call.generation_ids.tolist(), encode(rows_SLK, form=form)))
         kept.append(rows_SLK[: tokens - 1])
     if not items:
         return
-    got = records_from_gym(items, spec, sample_id="s", weights_version=1, on_break="split", axis="captured", cached=0)
+    got = gym_rollout(items, spec, sample_id="s", weights_version=1, on_break="split", axis="captured", cached=0)
     plain: list[dict[int, Any]] = []
     tokens_so_far: list[int] = []
     for one, rows_SLK in zip(items, kept, strict=True):

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routeplane.capture.gym import records_from_gym
 from routeplane.record.record import RouteRecord
+from tests.capture.reading import gym_rollout
 from tests.capture.tiny_server import ROOT, running_server, write_model
 from tests.capture.vllm_engine import SPEC, reference_rows
 
@@ -49,7 +49,7 @@ def rollout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
 def record_of(responses: list[Any]) -> RouteRecord:
     """The record of a rollout, whose output items are those of all turns."""
     items = [item for response in responses for item in response["output"]]
-    [record] = records_from_gym(items, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
+    [record] = gym_rollout(items, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
     return record
 
 

@@ -15,14 +15,15 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from routeplane.capture.filler import rows_without_filler
-from routeplane.capture.messages import message_log_from_record, record_from_message_log
+from routeplane.capture.http.messages import message_log
+from routeplane.capture.layers import rows_without_filler
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.assembly import assemble
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.rollouts import Rollout, rollouts
+from tests.capture.reading import gym_calls, log_record
 from tests.capture.test_gym import FILLER, SPEC, TWO_TURNS, only, row
 
 NOTHING = [[MISSING] * 2] * 2
@@ -44,7 +45,7 @@ def log_of(*messages: tuple[str, list[int], list[Any] | None]) -> list[dict[str,
 
 def read(log: list[Any], **options: Any) -> RouteRecord:
     """The record of a log."""
-    return record_from_message_log(log, SPEC, **{"sample_id": "s", "weights_version": 4, **options})
+    return log_record(log, SPEC, **{"sample_id": "s", "weights_version": 4, **options})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -58,12 +59,12 @@ def test_a_log_gives_back_its_record(made: Rollout) -> None:
     row is no longer known, and whether the last row of a generation is one that a harness made up, where the message
     behind it has none."""
     [record] = assemble(made.calls, made.spec, sample_id="s").records
-    log = message_log_from_record(record)
+    log = message_log(record)
 
     # filler by place: a row of the last generated token, or of tokens behind it, is not taken
     generated = [span for span in record.spans if span.kind == "generation"]
     fed = generated[-1].stop - 1 if generated else record.num_tokens
-    back = record_from_message_log(log, made.spec, sample_id="s", weights_version=1, require_routes=False)
+    back = log_record(log, made.spec, sample_id="s", weights_version=1, absent="not_captured")
 
     np.testing.assert_array_equal(record.token_ids, back.token_ids)
     expected_SLK = record.routes.copy()
@@ -93,7 +94,7 @@ def test_no_array_of_a_log_is_of_another_type() -> None:
         "generation_token_ids": [4],
         "routed_experts": [row(10), row(12), row(30), FILLER],
     }
-    log = message_log_from_record(only([TWO_TURNS[0], second]))
+    log = message_log(only([TWO_TURNS[0], second]))
 
     assert ["user", "assistant", "user", "assistant"] == [message["role"] for message in log]
     assert [[1, 2], [3], [], [4]] == [message["token_ids"].tolist() for message in log]
@@ -106,7 +107,7 @@ def test_no_array_of_a_log_is_of_another_type() -> None:
 
 def test_c031_slices_of_a_log() -> None:
     """Fact C-031: the rows of each message are those of its tokens, the repaired one with the message it belongs to."""
-    log = message_log_from_record(only(TWO_TURNS))
+    log = message_log(only(TWO_TURNS))
 
     assert [[1, 2], [3], [4, 5], [6, 7]] == [message["token_ids"].tolist() for message in log]
     expected = [[row(2), row(4)], [row(30)], [row(14), row(16)], [row(18), NOTHING]]
@@ -120,7 +121,7 @@ def test_c031_slices_of_a_log() -> None:
 def test_the_arrays_of_a_log_are_the_callers() -> None:
     """Writing into a message changes no record."""
     record = only(TWO_TURNS)
-    for message in message_log_from_record(record):
+    for message in message_log(record):
         message["routed_experts"][:] = 0
         message["token_ids"][:] = 0
 
@@ -130,7 +131,7 @@ def test_the_arrays_of_a_log_are_the_callers() -> None:
 def test_tensors_are_read_as_they_are() -> None:
     """A log of torch tensors, as NeMo RL keeps it, gives the record that arrays give; token ids of an empty message may
     be floats."""
-    log = message_log_from_record(only(TWO_TURNS))
+    log = message_log(only(TWO_TURNS))
     tensors: list[dict[str, Any]] = [
         {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in message.items()}
         for message in log
@@ -155,7 +156,7 @@ def test_a_record_that_stands_on_another_is_refused() -> None:
         spec=spec,
     )
     with pytest.raises(UsageError) as caught:
-        message_log_from_record(delta)
+        message_log(delta)
     assert ErrorKind.PREFIX == caught.value.kind
 
 
@@ -223,7 +224,7 @@ def test_c039_a_last_row_that_no_turn_repaired_is_filler(behind: Any, filler: An
     first = ("user", [1, 2], [row(2), row(4)])
     cut = log_of(first, ("assistant", [3], [filler]), ("user", [4, 5], behind), ("assistant", [6, 7], behind))
     whole = log_of(first, ("assistant", [3], [FILLER]), ("user", [4], [row(6)]), ("assistant", [5], [filler]))
-    record = read(cut, require_routes=False)
+    record = read(cut, absent="not_captured")
 
     assert [row(2), row(4), *[NOTHING] * 5] == record.routes.tolist()
     assert (4, 1) == (record.coverage().count("not_captured"), record.coverage().count("not_fed"))
@@ -252,14 +253,15 @@ def test_a_log_as_upstream_keeps_it_holds_no_filler(turns: list[tuple[int, int, 
         for message in log:
             message.setdefault("routed_experts", np.full((len(message["token_ids"]), 2, 2), -1, np.int16))
 
-    assert truth == read(log, require_routes=False).routes.tolist()
+    assert truth == read(log, absent="not_captured").routes.tolist()
 
 
 def test_c053_earlier_rows_are_not_replaced_by_later_ones() -> None:
     """Fact C-053: upstream overwrites the rows of earlier turns with the newest capture; a log here is read as it
     stands, and assembling keeps the first capture unless told otherwise."""
     record = only(TWO_TURNS)
-    last = only(TWO_TURNS, overlap="keep_last")
+    calls = gym_calls(TWO_TURNS, SPEC, weights_version=4, cached=0)
+    [last] = assemble(calls, SPEC, sample_id="s", overlap="keep_last").records
 
     assert [row(2), row(4)] == record.routes[:2].tolist()
     assert [row(10), row(12)] == last.routes[:2].tolist()
@@ -273,7 +275,7 @@ def test_decoder_layers_are_read_where_they_are_said() -> None:
         {"role": "user", "token_ids": [1, 2], "routed_experts": rows[:2]},
         {"role": "assistant", "token_ids": [3], "routed_experts": rows[2:]},
     ]
-    record = record_from_message_log(log, spec, sample_id="s", weights_version=1, axis="decoder")
+    record = log_record(log, spec, sample_id="s", weights_version=1, axis="decoder")
 
     assert [[[3, 4], [5, 6]], [[7, 8], [9, 10]], NOTHING] == record.routes.tolist()
 
@@ -340,7 +342,7 @@ def test_a_log_never_says_that_other_tokens_were_sampled(kind: str, role: str) -
     spans = tuple(replace(span, role=role) if span.kind == kind else span for span in record.spans)
 
     with pytest.raises(UsageError, match=f"{role!r} at {kind} tokens"):
-        message_log_from_record(replace(record, spans=spans, checksum=None))
+        message_log(replace(record, spans=spans, checksum=None))
 
 
 def test_columns_may_be_left_out_by_name() -> None:
@@ -352,7 +354,7 @@ def test_columns_may_be_left_out_by_name() -> None:
 
 def test_c056_a_failed_member_is_all_missing() -> None:
     """Fact C-056: a prompt without any rows is a record of MISSING rows, where routes are not required; counted."""
-    record = read(log_of(("user", [1, 2], None)), require_routes=False)
+    record = read(log_of(("user", [1, 2], None)), absent="not_captured")
 
     assert [NOTHING] * 2 == record.routes.tolist()
     assert 1.0 == record.coverage().missing_share
@@ -377,7 +379,7 @@ def test_missing_messages_are_counted(turns: int, data: st.DataObject) -> None:
             )
         )
         at += 2
-    record = read(log_of(*messages), require_routes=False)
+    record = read(log_of(*messages), absent="not_captured")
 
     there = [has[token // 2] and (token % 4 < 3 or has[token // 2 + 1]) for token in range(at - 1)]
     for token, kept in enumerate(there):

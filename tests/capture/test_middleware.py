@@ -26,18 +26,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import TypeAdapter
 
 from routeplane import new_stream
-from routeplane.capture.envelopes import decode_lists, decode_nrlre1
-from routeplane.capture.gym import calls_from_gym
-from routeplane.capture.inline import INLINE_PREFIX
-from routeplane.capture.middleware import HEADER, RouteMiddleware
-from routeplane.capture.openai import calls_from_response
-from routeplane.capture.shipping import parse_form
-from routeplane.capture.tickets import TicketDesk
-from routeplane.capture.wire import decode_npy, encode_npy
+from routeplane.capture import CaptureOptions
+from routeplane.capture.http import TicketStore
+from routeplane.capture.http.middleware import HEADER, RouteMiddleware, parse_form
+from routeplane.capture.wire import decode, encode
 from routeplane.errors import UsageError
 from routeplane.record.interfaces import RouteSink
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
+from tests.capture.reading import gym_calls, response_calls
 from tests.capture.recorded import DATA, Exchange, exchange
 
 CHAT = exchange("0.30", "chat")
@@ -65,7 +62,7 @@ def server(one: Exchange, **options: Any) -> tuple[FastAPI, list[dict[str, Any]]
     async def health() -> dict[str, str]:
         return {"routed_experts": "ok"}
 
-    app.add_middleware(RouteMiddleware, **{"spec": SPEC, "cached": 0, **options})
+    app.add_middleware(RouteMiddleware, **{"spec": SPEC, "options": CaptureOptions(cached=0), **options})
     return app, seen
 
 
@@ -101,20 +98,20 @@ def middleware_of(app: FastAPI) -> RouteMiddleware:
 def test_a_ticket_gives_the_call(one: Exchange) -> None:
     """The body holds a ticket for each choice and no id of a token; redeemed, they are the calls of the whole
     response."""
-    desk = TicketDesk(SPEC, stream="routes")
-    app, _ = server(one, sink=desk)
+    store = TicketStore(SPEC, stream="routes")
+    app, _ = server(one, sink=store)
     request = {name: value for name, value in one.request.items() if name != "return_token_ids"}
     reply = post(app, request, form="ticket")
 
-    calls = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
-    expected = calls_from_response(one.response, SPEC, weights_version=3, cached=0)
+    calls = response_calls(reply.content, SPEC, weights_version=3, redeem=store.redeem)
+    expected = response_calls(one.response, SPEC, weights_version=3, cached=0)
     assert [call.checksum for call in expected] == [call.checksum for call in calls]
     assert "ticket" == reply.headers[HEADER]
     for choice in reply.json()["choices"]:
         assert len(choice["routed_experts"]) <= 256
         assert "token_ids" not in choice
     assert "prompt_token_ids" not in reply.json()
-    assert len(expected) == desk.report().redeemed == middleware_of(app).report().shipped
+    assert len(expected) == store.report().redeemed == middleware_of(app).report().shipped
 
 
 def test_a_record_that_has_not_come_spends_no_ticket() -> None:
@@ -123,42 +120,32 @@ def test_a_record_that_has_not_come_spends_no_ticket() -> None:
     sink = SimpleNamespace(write=written.append)
     app, _ = server(TWO, sink=sink)
     document = post(app, TWO.request, form="ticket").json()
-    desk = TicketDesk(SPEC, stream="routes")
+    store = TicketStore(SPEC, stream="routes")
     for count in range(len(written)):
-        desk.write(written[count])
+        store.write(written[count])
         if count + 1 < len(written):
             with pytest.raises(UsageError):
-                calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+                response_calls(document, SPEC, weights_version=3, redeem=store.redeem)
 
-    calls = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+    calls = response_calls(document, SPEC, weights_version=3, redeem=store.redeem)
     assert [record.token_ids.tolist() for record in written] == [call.token_ids.tolist() for call in calls]
 
 
 def test_ids_that_were_asked_for_stay() -> None:
     """A request with return_token_ids keeps them beside its ticket, and the redeemed call must have the same."""
-    desk = TicketDesk(SPEC, stream="routes")
-    app, _ = server(CHAT, sink=desk)
+    store = TicketStore(SPEC, stream="routes")
+    app, _ = server(CHAT, sink=store)
     document = post(app, CHAT.request, form="ticket").json()
 
     assert CHAT.response["prompt_token_ids"] == document["prompt_token_ids"]
     document["choices"][0]["token_ids"][0] += 1
     with pytest.raises(ValueError, match="ticket's call"):
-        calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+        response_calls(document, SPEC, weights_version=3, redeem=store.redeem)
 
 
-@pytest.mark.parametrize("one", [CHAT, TWO, TRIMMED, GENERATE], ids=lambda one: one.name)
-def test_inline_routes_are_the_calls(one: Exchange) -> None:
-    """Our own text in the place of vLLM's, smaller, and the same calls."""
-    app, _ = server(one)
-    reply = post(app, one.request, form="inline")
-
-    given: dict[str, Any] = {"weights_version": 3, "cached": 0, "prompt_ids": one.prompt_ids}
-    calls = calls_from_response(reply.content, SPEC, **given)
-    expected = calls_from_response(one.response, SPEC, first_row=one.first_row, **given)
-    assert [call.checksum for call in expected] == [call.checksum for call in calls]
-    text = reply.json()["choices"][0]["routed_experts"]
-    assert text.startswith(INLINE_PREFIX)
-    assert len(text) < len(one.response["choices"][0]["routed_experts"])
+def read_by(form: str) -> dict[str, Any]:
+    """How a reader is told of a form: NeMo's have the captured layers alone, and a row per token."""
+    return {"axis": "captured", "final_row": "filler"} if form == "nemo" else {}
 
 
 def changed(one: Exchange, *, choice: int = 0, **fields: Any) -> Exchange:
@@ -168,36 +155,35 @@ def changed(one: Exchange, *, choice: int = 0, **fields: Any) -> Exchange:
     return replace(one, response=response)
 
 
-@pytest.mark.parametrize("form", ["inline", "ticket"])
-def test_token_in_token_out_is_trimmed_by_its_sampling_parameters(form: str) -> None:
+def test_token_in_token_out_is_trimmed_by_its_sampling_parameters() -> None:
     """``/inference/v1/generate`` takes the first row among the sampling parameters; and token ids, the whole of its
     answer, stay in it."""
-    desk = TicketDesk(SPEC, stream="routes")
-    rows_RDK = decode_npy(GENERATE.response["choices"][0]["routed_experts"])
+    store = TicketStore(SPEC, stream="routes")
+    rows_RDK = decode(GENERATE.response["choices"][0]["routed_experts"], form="npy").routes
     request = copy.deepcopy(GENERATE.request)
     request["sampling_params"]["routed_experts_prompt_start"] = 4
-    app, _ = server(changed(GENERATE, routed_experts=encode_npy(rows_RDK[4:])), sink=desk)
-    document = post(app, request, form=form, path="/inference/v1/generate").json()
+    app, _ = server(changed(GENERATE, routed_experts=encode(rows_RDK[4:], form="npy")), sink=store)
+    document = post(app, request, form="ticket", path="/inference/v1/generate").json()
 
     assert GENERATE.response["choices"][0]["token_ids"] == document["choices"][0]["token_ids"]
     given: dict[str, Any] = {"weights_version": 3, "cached": 0, "prompt_ids": GENERATE.prompt_ids}
-    [call] = calls_from_response(document, SPEC, redeem=desk.redeem, **given)
-    [whole] = calls_from_response(GENERATE.response, SPEC, **given)
+    [call] = response_calls(document, SPEC, redeem=store.redeem, **given)
+    [whole] = response_calls(GENERATE.response, SPEC, **given)
     assert (4, whole.num_tokens - 1) == (call.first_row, call.rows_stop)
     np.testing.assert_array_equal(whole.routes[4:], call.routes)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("form", ["ticket", "inline", "npy"])
+@pytest.mark.parametrize("form", ["ticket", "npy"])
 def test_an_aborted_choice_without_routes_can_be_read(form: str) -> None:
     """What was aborted before its first token has no routes and no ticket, and is read with its sibling: its ids stay.
     It is not counted as shipped."""
-    desk = TicketDesk(SPEC, stream="routes")
+    store = TicketStore(SPEC, stream="routes")
     one = changed(TWO, choice=1, finish_reason="abort", token_ids=[], routed_experts=None, logprobs=None)
-    app, _ = server(one, sink=desk)
+    app, _ = server(one, sink=store)
     request = {name: value for name, value in TWO.request.items() if name != "return_token_ids" or form == "npy"}
     reply = post(app, request, form=form)
 
-    whole, aborted = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+    whole, aborted = response_calls(reply.content, SPEC, weights_version=3, redeem=store.redeem)
     assert ("aborted", None) == (aborted.loss, aborted.routes)
     assert TWO.reference(0) == np.sort(whole.routes, axis=2).tolist()  # type: ignore[arg-type]
     assert (form, 1) == (reply.headers[HEADER], middleware_of(app).report().shipped)
@@ -205,28 +191,29 @@ def test_an_aborted_choice_without_routes_can_be_read(form: str) -> None:
 
 def test_choices_are_written_when_all_of_them_can_be() -> None:
     """Rows that no record may have, in the last choice: the sink got nothing of the first, whose ticket nobody has."""
-    desk = TicketDesk(SPEC, stream="routes")
-    rows_RDK = decode_npy(TWO.response["choices"][1]["routed_experts"]).copy()
+    store = TicketStore(SPEC, stream="routes")
+    rows_RDK = decode(TWO.response["choices"][1]["routed_experts"], form="npy").routes.copy()
     rows_RDK[3, SPEC.layer_ids[0], :] = 5
-    app, _ = server(changed(TWO, choice=1, routed_experts=encode_npy(rows_RDK)), sink=desk)
+    app, _ = server(changed(TWO, choice=1, routed_experts=encode(rows_RDK, form="npy")), sink=store)
 
-    assert (502, 0) == (post(app, TWO.request, form="ticket").status_code, desk.report().received)
+    assert (502, 0) == (post(app, TWO.request, form="ticket").status_code, store.report().received)
 
 
-@pytest.mark.parametrize("form", ["ticket", "inline", "none"])
+@pytest.mark.parametrize("form", ["ticket", "nemo", "none"])
 def test_routes_on_the_message_are_moved_too(form: str) -> None:
     """A server that has them there, as NeMo RL's: they do not stay beside the form that was asked for."""
-    desk = TicketDesk(SPEC, stream="routes")
+    store = TicketStore(SPEC, stream="routes")
     text = CHAT.response["choices"][0]["routed_experts"]
     message = {**CHAT.response["choices"][0]["message"], "routed_experts": text}
-    app, _ = server(changed(CHAT, routed_experts=None, message=message), sink=desk)
+    app, _ = server(changed(CHAT, routed_experts=None, message=message), sink=store)
     reply = post(app, CHAT.request, form=form)
 
     assert text not in reply.text
     if form == "none":
         assert 1 == middleware_of(app).report().stripped
     else:
-        [call] = calls_from_response(reply.content, SPEC, weights_version=3, redeem=desk.redeem)
+        given: dict[str, Any] = {"redeem": store.redeem, **read_by(form)}
+        [call] = response_calls(reply.content, SPEC, weights_version=3, **given)
         assert CHAT.reference(0) == np.sort(call.routes, axis=2).tolist()  # type: ignore[arg-type]
 
 
@@ -239,18 +226,17 @@ def test_nemo_forms_stand_on_the_message(form: str) -> None:
     document = post(app, request, form=form).json()
 
     assert (True, True) == (seen[0]["return_token_ids"], seen[0]["logprobs"])
-    decode: Callable[[Any], Any] = decode_nrlre1 if form == "nemo" else decode_lists
     for index, choice in enumerate(document["choices"]):
         message, tokens = choice["message"], TWO.sequences[index]["token_ids"]
         assert (None, None) == (choice["routed_experts"], choice["logprobs"])
         assert tokens == message["prompt_token_ids"] + message["generation_token_ids"]
         assert len(message["generation_token_ids"]) == len(message["generation_log_probs"])
-        rows_SLK = decode(message["routed_experts"])
+        rows_SLK = decode(message["routed_experts"]).routes
         assert (len(tokens), *SPEC.row_shape) == rows_SLK.shape
         assert TWO.reference(index) == np.sort(rows_SLK[:-1], axis=2).tolist()
         assert (rows_SLK[-1] == MISSING).all()
         # and what an environment keeps of it is read back
-        [call] = calls_from_gym([message], SPEC, weights_version=3, axis="captured", cached=0)
+        [call] = gym_calls([message], SPEC, weights_version=3, axis="captured", cached=0)
         assert tokens == call.token_ids.tolist()
 
 
@@ -276,8 +262,8 @@ def test_routes_are_shipped_only_where_they_are_asked_for() -> None:
     assert (1, 0, 1) == tuple(
         getattr(middleware_of(app).report(), name) for name in ("stripped", "shipped", "requests")
     )
-    by_default, _ = server(CHAT, form="inline")
-    assert post(by_default, CHAT.request).json()["choices"][0]["routed_experts"].startswith(INLINE_PREFIX)
+    by_default, _ = server(CHAT, form="nemo")
+    assert post(by_default, CHAT.request).json()["choices"][0]["message"]["routed_experts"].startswith("nrlre1:")
 
 
 def test_routes_in_a_harness_messages_do_not_reach_the_engine() -> None:
@@ -285,7 +271,7 @@ def test_routes_in_a_harness_messages_do_not_reach_the_engine() -> None:
     app, seen = server(CHAT)
     past = {"role": "assistant", "content": "a", "prompt_token_ids": [1], "routed_experts": [[[1, 2]]] * 9}
     request = {**CHAT.request, "messages": [*CHAT.request["messages"], past]}
-    post(app, request, form="inline")
+    post(app, request, form="nemo")
     post(app, {**request, "stream": True})
 
     assert [{"role": "assistant", "content": "a", "prompt_token_ids": [1]}] * 2 == [one["messages"][1] for one in seen]
@@ -302,9 +288,9 @@ def test_who_says_no_to_a_stream_gets_routes(stream: Any) -> None:
         return JSONResponse(CHAT.response)
 
     app.add_middleware(RouteMiddleware, spec=SPEC)
-    reply = post(app, {**CHAT.request, "stream": stream}, form="inline")
+    reply = post(app, {**CHAT.request, "stream": stream}, form="nemo")
 
-    assert "inline" == reply.headers.get(HEADER)
+    assert "nemo" == reply.headers.get(HEADER)
 
 
 def test_a_server_that_could_compress_its_response_does_not() -> None:
@@ -318,9 +304,9 @@ def test_a_server_that_could_compress_its_response_does_not() -> None:
 
     app.add_middleware(GZipMiddleware, minimum_size=10)
     app.add_middleware(RouteMiddleware, spec=SPEC)
-    reply = post(app, CHAT.request, form="inline", headers={"accept-encoding": "gzip, deflate"})
+    reply = post(app, CHAT.request, form="nemo", headers={"accept-encoding": "gzip, deflate"})
 
-    assert ("inline", None) == (reply.headers.get(HEADER), reply.headers.get("content-encoding"))
+    assert ("nemo", None) == (reply.headers.get(HEADER), reply.headers.get("content-encoding"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -399,7 +385,7 @@ async def _raw(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-length", str(len(content)).encode()), (HEADER.encode(), b"inline")]
+    headers = [(b"content-length", str(len(content)).encode()), (HEADER.encode(), b"nemo")]
     await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}, receive, send)
     return sent
 
@@ -494,7 +480,7 @@ def test_an_answer_leaves_before_what_the_server_does_behind_it() -> None:
         asyncio.run(_raw(app, json.dumps(CHAT.request).encode(), sent=sent))
 
     assert ["http.response.start", "http.response.body", "later"] == [message["type"] for message in sent]
-    assert json.loads(sent[1]["body"])["choices"][0]["routed_experts"].startswith(INLINE_PREFIX)
+    assert json.loads(sent[1]["body"])["choices"][0]["message"]["routed_experts"].startswith("nrlre1:")
     assert 1 == app.report().shipped
 
 
@@ -520,7 +506,7 @@ def test_a_response_start_need_not_have_headers() -> None:
     assert 1 == app.report().untouched
 
 
-@pytest.mark.parametrize("form", ["inline", "npy", "none"])
+@pytest.mark.parametrize("form", ["nemo", "npy", "none"])
 @pytest.mark.parametrize("content", [b"no json", b"[]", b'{"error": {"message": "full"}}'])
 def test_documents_of_another_kind_pass_untouched_and_are_counted(content: bytes, form: str) -> None:
     """A server may answer with status 200 and no choices; that is the client's to read."""
@@ -539,7 +525,7 @@ def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(conte
     app = RouteMiddleware(answering(content), spec=SPEC)
 
     assert (200, content) == (post(app, CHAT.request).status_code, post(app, CHAT.request).content)
-    assert [502, 502] == [post(app, CHAT.request, form=form).status_code for form in ("inline", "npy")]
+    assert [502, 502] == [post(app, CHAT.request, form=form).status_code for form in ("nemo", "npy")]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -547,7 +533,7 @@ def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(conte
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["inline", "ticket", "npy", "nemo"])
+@pytest.mark.parametrize("form", ["ticket", "npy", "nemo"])
 def test_routes_that_cannot_be_shipped_are_an_error(form: str) -> None:
     """A response without routes, to a request that asked for them, is no response (fact W17): 502 with the reason."""
     app, _ = server(changed(CHAT, routed_experts=None))
@@ -647,14 +633,14 @@ def open_nowhere(spec: RouteSpec) -> RouteSink:
 
 def make_desk(spec: RouteSpec) -> RouteSink:
     """What a dotted name may lead to."""
-    return TicketDesk(spec, stream="routes")
+    return TicketStore(spec, stream="routes")
 
 
 @pytest.mark.parametrize("name", ["tests.capture.test_middleware:make_desk", "tests.capture.test_middleware.make_desk"])
 def test_a_sink_is_made_by_name_when_it_is_needed(name: str) -> None:
     """The factory is called with the spec at the first ticket, and the sink is closed with the middleware."""
     app, _ = server(CHAT, sink=name)
-    post(app, CHAT.request, form="inline")
+    post(app, CHAT.request, form="nemo")
     middleware = middleware_of(app)
     assert middleware._made_sink is None
 
@@ -699,30 +685,30 @@ def test_one_path_is_not_its_letters() -> None:
 def test_the_spec_of_a_vllm_server_is_its_own() -> None:
     """Without a spec, the configuration that vLLM keeps at its application is read."""
     app, _ = server(CHAT, spec=None)
-    assert 502 == post(app, CHAT.request, form="inline").status_code
+    assert 502 == post(app, CHAT.request, form="nemo").status_code
     config = json.loads((DATA / "vllm-0.30-http.json").read_text(encoding="utf-8"))["model"]
     app.state.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
 
-    text = post(app, CHAT.request, form="inline").json()
-    [call] = calls_from_response(text, SPEC, weights_version=1)
+    text = post(app, CHAT.request, form="nemo").json()
+    [call] = response_calls(text, SPEC, weights_version=1, **read_by("nemo"))
     assert SPEC.layer_ids == call.layer_ids
 
 
 def test_the_weights_version_of_the_server_is_the_calls() -> None:
     """A server that knows its version says so; otherwise whoever redeems does."""
     for known, expected in ((7, 7), (None, 3)):
-        desk = TicketDesk(SPEC, stream="routes")
-        app, _ = server(CHAT, sink=desk, weights_version=lambda version=known: version)
+        store = TicketStore(SPEC, stream="routes")
+        app, _ = server(CHAT, sink=store, weights_version=lambda version=known: version)
         document = post(app, CHAT.request, form="ticket").json()
 
-        [call] = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+        [call] = response_calls(document, SPEC, weights_version=3, redeem=store.redeem)
         assert expected == call.weights_version
 
 
 def test_a_call_is_of_the_weights_that_its_request_found() -> None:
     """An update while it ran changes no label: its first rows are of the older weights."""
-    version, desk = [7], TicketDesk(SPEC, stream="routes")
-    app, _ = server(CHAT, sink=desk, weights_version=lambda: version[0])
+    version, store = [7], TicketStore(SPEC, stream="routes")
+    app, _ = server(CHAT, sink=store, weights_version=lambda: version[0])
 
     @app.middleware("http")
     async def updating(request: Request, passed_on: Callable[[Request], Any]) -> Any:
@@ -733,6 +719,6 @@ def test_a_call_is_of_the_weights_that_its_request_found() -> None:
     inner = app.user_middleware
     inner.append(inner.pop(0))  # the update happens behind the routes' middleware
     document = post(app, CHAT.request, form="ticket").json()
-    [call] = calls_from_response(document, SPEC, weights_version=3, redeem=desk.redeem)
+    [call] = response_calls(document, SPEC, weights_version=3, redeem=store.redeem)
 
     assert (7, [8]) == (call.weights_version, version)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routeplane.capture.envelopes import encode_lists, encode_nrlre1
-from routeplane.capture.openai import calls_from_response
+from routeplane.capture.wire import encode
 from routeplane.errors import CaptureError, DataError, ErrorKind
 from routeplane.record.assembly import assemble
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
+from tests.capture.reading import response_calls
 
 
 def spec_of(layers: int, top_k: int, experts: int = 64) -> RouteSpec:
@@ -28,14 +28,14 @@ def spec_of(layers: int, top_k: int, experts: int = 64) -> RouteSpec:
 
 def answered(prompt: int, generated: int, rows: Any, **fields: Any) -> dict[str, Any]:
     """A chat response with ids beside the message, and rows as nested lists (None: none)."""
-    made = None if rows is None else encode_lists(np.asarray(rows, dtype=np.int64))
+    made = None if rows is None else encode(np.asarray(rows, dtype=np.int64), form="lists")
     choice = {"index": 0, "finish_reason": "stop", "token_ids": list(range(generated)), "routed_experts": made}
     return {"id": "r", "prompt_token_ids": list(range(prompt)), "choices": [{**choice, **fields}]}
 
 
 def record(response: dict[str, Any], spec: RouteSpec, **options: Any) -> RouteRecord:
     """The one record of a response."""
-    [call] = calls_from_response(response, spec, weights_version=1, cached=0, **options)
+    [call] = response_calls(response, spec, weights_version=1, cached=0, **options)
     [made] = assemble([call], spec, sample_id="s").records
     return made
 
@@ -115,13 +115,13 @@ def test_c008_c011_rows_go_to_their_own_choice() -> None:
         for index in (1, 0)
     ]
     response, spec = {"id": "r", "prompt_token_ids": [1, 2, 3], "choices": choices}, spec_of(1, 1)
-    calls = calls_from_response(response, spec, weights_version=1)
+    calls = response_calls(response, spec, weights_version=1)
 
     for index, call in enumerate(calls):
         [made] = assemble([call], spec, sample_id="s").records
         assert [*rows[index], MISSING] == made.routes.ravel().tolist()
     with pytest.raises(DataError, match=r"got \[1\]"):
-        calls_from_response({**response, "choices": choices[:1]}, spec, weights_version=1)
+        response_calls({**response, "choices": choices[:1]}, spec, weights_version=1)
 
 
 def test_c009_no_routes_are_an_error() -> None:
@@ -152,7 +152,7 @@ def test_c012_the_type_of_a_record_is_one(experts: int) -> None:
 def test_c014_narrow_rows_are_the_same_rows() -> None:
     """The rows of C-001 as int8."""
     rows = (np.arange(30) % 128).reshape(5, 3, 2)
-    response = answered(4, 2, None, routed_experts=encode_nrlre1(rows, dtype="int8"))
+    response = answered(4, 2, None, routed_experts=encode(rows, dtype="int8", form="nrlre1"))
 
     assert record(answered(4, 2, rows), spec_of(3, 2)).checksum == record(response, spec_of(3, 2)).checksum
 
@@ -179,7 +179,7 @@ def test_c017_tokens_and_rows_agree_or_are_refused(tokens: int, rows: int, kept:
 def test_c015_c018_no_id_becomes_another_or_missing(dtype: Any, value: int) -> None:
     """Ids of 200 and 255 under an int8 carry: upstream refuses the first tensor of a process and wraps all later ones,
     255 to "missing". Here an id that the router does not have is refused each time."""
-    response = answered(2, 1, None, routed_experts=encode_nrlre1(np.full((2, 1, 2), value), dtype=dtype))
+    response = answered(2, 1, None, routed_experts=encode(np.full((2, 1, 2), value), dtype=dtype, form="nrlre1"))
     for _ in range(2):
         with pytest.raises(DataError) as caught:
             record(response, spec_of(1, 2, 128))

@@ -19,15 +19,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from routeplane import assemble
-from routeplane.capture.chunks import calls_from_chunks
-from routeplane.capture.envelopes import encode_lists, encode_prime, encode_sglang
-from routeplane.capture.openai import calls_from_response
-from routeplane.capture.tickets import TicketDesk, record_of_call, ticket_for
-from routeplane.capture.wire import decode_npy, encode_npy
+from routeplane.capture.http.tickets import TicketStore, issue_ticket
+from routeplane.capture.wire import encode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
 from tests.capture.payloads import SPEC, engine_rows
+from tests.capture.reading import chunk_calls, response_calls
 from tests.capture.recorded import GENERATIONS, Exchange, exchange, exchanges
 from tests.turns import SPEC as TURNS
 from tests.turns import turn
@@ -43,7 +41,7 @@ WHOLE = [
 def read(one: Exchange, **options: Any) -> tuple[ModelCall, ...]:
     """The calls of a recorded response."""
     given: dict[str, Any] = {"first_row": one.first_row, "prompt_ids": one.prompt_ids, "weights_version": 3}
-    return calls_from_response(one.response, one.spec, **{**given, **options})
+    return response_calls(one.response, one.spec, **{**given, **options})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ def test_text_bytes_and_objects_are_the_same_response(one: Exchange) -> None:
 
     expected = [call.checksum for call in read(one)]
     for response in (json.dumps(one.response), json.dumps(one.response).encode(), Answer()):
-        calls = calls_from_response(
+        calls = response_calls(
             response, one.spec, weights_version=3, first_row=one.first_row, prompt_ids=one.prompt_ids
         )
         assert expected == [call.checksum for call in calls]
@@ -112,7 +110,7 @@ def test_streams_without_routes_are_refused_with_the_reason(generation: str, nam
     one = exchange(generation, name)
 
     with pytest.raises(CaptureError, match="stream=False") as caught:
-        calls_from_chunks(one.response, one.spec, weights_version=3)
+        chunk_calls(one.response, one.spec, weights_version=3)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
 
 
@@ -121,9 +119,7 @@ def test_streams_without_routes_are_refused_with_the_reason(generation: str, nam
 def test_streamed_tokens_with_routes_at_the_end_are_the_whole_call(generation: str, spans: Any) -> None:
     """Token in, token out, streamed: the same rows as the response that came at once."""
     one, whole = exchange(generation, "token in, token out, streamed"), exchange(generation, "token in, token out")
-    [call] = calls_from_chunks(
-        one.response, one.spec, weights_version=3, spans=spans, prompt_ids=one.prompt_ids, call_id="c"
-    )
+    [call] = chunk_calls(one.response, one.spec, weights_version=3, spans=spans, prompt_ids=one.prompt_ids, call_id="c")
 
     assert one.sequences[0]["token_ids"] == call.token_ids.tolist()
     assert call.routes is not None
@@ -138,7 +134,7 @@ def test_a_server_error_is_reported_as_such(generation: str) -> None:
     one = exchange(generation, "trim past the prompt")
 
     with pytest.raises(UsageError, match="routed_experts_prompt_start must be between 0 and the prompt length"):
-        calls_from_response(one.response["body"], one.spec, weights_version=3)
+        response_calls(one.response["body"], one.spec, weights_version=3)
 
 
 @pytest.mark.parametrize("first_row", [None, 2, 4])
@@ -162,8 +158,8 @@ def answer(**fields: Any) -> dict[str, Any]:
     """A completion of two choices with four rows each."""
     made = engine_rows(4)
     choice = {"finish_reason": "stop", "prompt_token_ids": PROMPT, "token_ids": GENERATED}
-    first = {**choice, "index": 0, "routed_experts": encode_npy(made), **fields}
-    second = {**choice, "index": 1, "token_ids": [8, 10], "routed_experts": encode_npy(made[::-1])}
+    first = {**choice, "index": 0, "routed_experts": encode(made, form="npy"), **fields}
+    second = {**choice, "index": 1, "token_ids": [8, 10], "routed_experts": encode(made[::-1], form="npy")}
     return {"id": "r", "choices": [first, second]}
 
 
@@ -171,7 +167,7 @@ def test_choices_are_matched_by_index() -> None:
     """NeMo RL fact C-008: choices in another order go to their own index; no row is made up for the last token."""
     turned = answer()
     turned["choices"].reverse()
-    first, second = calls_from_response(turned, SPEC, weights_version=1)
+    first, second = response_calls(turned, SPEC, weights_version=1)
 
     assert ("r/0", "r/1") == (first.call_id, second.call_id)
     assert ([8, 9], [8, 10]) == (first.generation_ids.tolist(), second.generation_ids.tolist())
@@ -187,14 +183,14 @@ def test_choices_that_are_no_bijection_are_refused(indices: tuple[Any, Any]) -> 
         choice["index"] = index
 
     with pytest.raises(DataError, match="each once"):
-        calls_from_response(given, SPEC, weights_version=1)
+        response_calls(given, SPEC, weights_version=1)
 
 
 def test_tool_calls_change_nothing() -> None:
     """Routes stand beside a message without content, whose tokens were a tool call."""
     message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
-    plain, _ = calls_from_response(answer(), SPEC, weights_version=1)
-    called, _ = calls_from_response(answer(message=message, finish_reason="tool_calls"), SPEC, weights_version=1)
+    plain, _ = response_calls(answer(), SPEC, weights_version=1)
+    called, _ = response_calls(answer(message=message, finish_reason="tool_calls"), SPEC, weights_version=1)
 
     assert plain.checksum == called.checksum
 
@@ -288,7 +284,7 @@ BAD = (
     Bad(name="a bool in the prompt", change={"prompt_token_ids": [5, True, 7]}, error=DataError, kind=ErrorKind.DTYPE),
     Bad(
         name="routes as a tuple",
-        change={"routed_experts": (encode_lists(engine_rows(4)), 0)},
+        change={"routed_experts": (encode(engine_rows(4), form="lists"), 0)},
         error=DataError,
         kind=ErrorKind.ENCODING,
     ),
@@ -309,7 +305,7 @@ BAD = (
 def test_what_contradicts_itself_is_refused(bad: Bad) -> None:
     """Absent ids or routes name the flag to set; nothing is guessed, cut or filled."""
     with pytest.raises(bad.error, match=bad.says or None) as caught:
-        calls_from_response(answer(**bad.change), SPEC, weights_version=1)
+        response_calls(answer(**bad.change), SPEC, weights_version=1)
 
     assert bad.kind == caught.value.kind
 
@@ -318,7 +314,7 @@ def test_duplicate_experts_are_refused_when_the_record_is_made() -> None:
     """Zeros in the dense layer, ids in range, and one expert twice: no record comes of it."""
     rows_RDK = engine_rows(4)
     rows_RDK[2, 3] = 9
-    call, _ = calls_from_response(answer(routed_experts=encode_npy(rows_RDK)), SPEC, weights_version=1)
+    call, _ = response_calls(answer(routed_experts=encode(rows_RDK, form="npy")), SPEC, weights_version=1)
 
     with pytest.raises(DataError) as caught:
         assemble([call], SPEC, sample_id="s")
@@ -332,17 +328,15 @@ def test_duplicate_experts_are_refused_when_the_record_is_made() -> None:
 @pytest.mark.parametrize(("reason", "loss"), [("abort", "aborted"), ("error", "lost")])
 def test_an_abort_before_the_first_token_needs_no_routes(reason: str, loss: str) -> None:
     """The one case in which a choice may come without routes (field row 23: an empty completion is no loss)."""
-    call, _ = calls_from_response(
-        answer(routed_experts=None, token_ids=[], finish_reason=reason), SPEC, weights_version=1
-    )
+    call, _ = response_calls(answer(routed_experts=None, token_ids=[], finish_reason=reason), SPEC, weights_version=1)
 
     assert (loss, None, 0) == (call.loss, call.routes, call.cached)
 
 
 def test_rows_that_an_abort_cut_short_are_declared() -> None:
     """Three rows of four after an abort: those that came, and the loss of the rest."""
-    call, _ = calls_from_response(
-        answer(routed_experts=encode_npy(engine_rows(3)), finish_reason="abort"), SPEC, weights_version=1
+    call, _ = response_calls(
+        answer(routed_experts=encode(engine_rows(3), form="npy"), finish_reason="abort"), SPEC, weights_version=1
     )
     [record] = assemble([call], SPEC, sample_id="s").records
 
@@ -362,19 +356,19 @@ def test_routes_on_the_message_are_read_as_nemo_puts_them() -> None:
     """What NeMo RL writes on the message: ids, log-probabilities, routes; its last row is filler by position."""
     response = {"id": "n", "choices": [{"index": 0, "finish_reason": "stop", "message": NEMO_MESSAGE}]}
 
-    [call] = calls_from_response(response, SPEC, weights_version=1, final_row="filler", cached=0)
+    [call] = response_calls(response, SPEC, weights_version=1, final_row="filler", cached=0)
 
     np.testing.assert_array_equal(engine_rows(4)[:, [0, 2, 3]], call.routes)
     assert [-0.5, -0.25] == call.logprobs.tolist()  # type: ignore[union-attr]
     # the same ids in the dense slot, which a captured row cannot have
     with pytest.raises(CaptureError, match="layer without a router"):
-        calls_from_response(response, SPEC, weights_version=1, cached=0)
+        response_calls(response, SPEC, weights_version=1, cached=0)
 
 
 def test_the_prompt_of_the_request_must_be_the_responses() -> None:
     """A response of another request is refused by its tokens."""
     with pytest.raises(DataError) as caught:
-        calls_from_response(answer(), SPEC, weights_version=1, prompt_ids=[5, 6, 8])
+        response_calls(answer(), SPEC, weights_version=1, prompt_ids=[5, 6, 8])
     assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
 
 
@@ -392,7 +386,7 @@ def test_what_may_come_from_a_prefix_cache_is_said(usage: Any, cached: int) -> N
     but its last token."""
     single = answer()
     del single["choices"][1]
-    [call] = calls_from_response({**single, "usage": usage}, SPEC, weights_version=1)
+    [call] = response_calls({**single, "usage": usage}, SPEC, weights_version=1)
 
     assert cached == call.cached
 
@@ -400,19 +394,20 @@ def test_what_may_come_from_a_prefix_cache_is_said(usage: Any, cached: int) -> N
 def test_a_ticket_of_the_engines_own_writer_is_redeemed() -> None:
     """What RouteScheduler leaves beside the choices is a ticket like any other; what it refused is an error."""
     call = turn(0, 3, 2)
-    desk = TicketDesk(TURNS, stream="s")
-    desk.write(record_of_call(call, TURNS))
+    store = TicketStore(TURNS, stream="s")
+    record, issued = issue_ticket(call, TURNS, stream="s")
+    store.write(record)
     choice = {"index": 0, "finish_reason": "stop", "token_ids": [3, 4], "routed_experts": None}
     said = {"id": "c", "prompt_token_ids": [0, 1, 2], "choices": [choice]}
-    ticket = ticket_for(call, stream="s").to_json()
+    ticket = issued.to_json()
 
-    [back] = calls_from_response(
-        {**said, "kv_transfer_params": {"routeplane": ticket}}, TURNS, weights_version=9, redeem=desk.redeem
+    [back] = response_calls(
+        {**said, "kv_transfer_params": {"routeplane": ticket}}, TURNS, weights_version=9, redeem=store.redeem
     )
     np.testing.assert_array_equal(call.routes, back.routes)
     assert ("c", 0) == (back.call_id, back.weights_version)
     with pytest.raises(CaptureError, match="no room") as caught:
-        calls_from_response({**said, "kv_transfer_params": {"routeplane_error": "no room"}}, TURNS, weights_version=9)
+        response_calls({**said, "kv_transfer_params": {"routeplane_error": "no room"}}, TURNS, weights_version=9)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
 
 
@@ -420,27 +415,29 @@ def test_a_ticket_of_the_engines_own_writer_is_redeemed() -> None:
 def test_a_ticket_without_ids_is_held_to_the_prompt(asked: list[int]) -> None:
     """The request's prompt ids may be given for a response that carries a ticket alone: its call must have them."""
     call = turn(0, 3, 2)
-    desk = TicketDesk(TURNS, stream="s")
-    desk.write(record_of_call(call, TURNS))
-    choice = {"index": 0, "finish_reason": "stop", "routed_experts": ticket_for(call, stream="s").to_json()}
-    given: dict[str, Any] = {"weights_version": 0, "redeem": desk.redeem, "prompt_ids": asked}
+    store = TicketStore(TURNS, stream="s")
+    record, issued = issue_ticket(call, TURNS, stream="s")
+    store.write(record)
+    choice = {"index": 0, "finish_reason": "stop", "routed_experts": issued.to_json()}
+    given: dict[str, Any] = {"weights_version": 0, "redeem": store.redeem, "prompt_ids": asked}
 
     if asked == call.prompt_ids.tolist():
-        [back] = calls_from_response({"id": call.call_id, "choices": [choice]}, TURNS, **given)
+        [back] = response_calls({"id": call.call_id, "choices": [choice]}, TURNS, **given)
         assert call.checksum == back.checksum
         return
     with pytest.raises(DataError, match=f"expected the request's {len(asked)} prompt ids") as caught:
-        calls_from_response({"id": call.call_id, "choices": [choice]}, TURNS, **given)
+        response_calls({"id": call.call_id, "choices": [choice]}, TURNS, **given)
     assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
 
 
 def redeemed(call: ModelCall, choice: dict[str, Any], **options: Any) -> ModelCall:
     """The call behind the ticket of a choice."""
-    desk = TicketDesk(TURNS, stream="s")
-    desk.write(record_of_call(call, TURNS))
-    ticket = ticket_for(call, stream="s").to_json()
+    store = TicketStore(TURNS, stream="s")
+    record, issued = issue_ticket(call, TURNS, stream="s")
+    store.write(record)
+    ticket = issued.to_json()
     response = {"id": "c", "choices": [{"index": 0, "finish_reason": "stop", "routed_experts": ticket, **choice}]}
-    [back] = calls_from_response(response, TURNS, weights_version=0, redeem=desk.redeem, **options)
+    [back] = response_calls(response, TURNS, weights_version=0, redeem=store.redeem, **options)
     return back
 
 
@@ -476,7 +473,7 @@ values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dic
 def test_a_changed_field_is_refused_or_read(name: str, value: object) -> None:
     """Whatever stands in a field of a choice, reading raises a typed error or gives calls."""
     with contextlib.suppress(RouteplaneError):
-        calls_from_response(answer(**{name: value}), SPEC, weights_version=1)
+        response_calls(answer(**{name: value}), SPEC, weights_version=1)
 
 
 @given(st.sampled_from(sorted(NEMO_MESSAGE)), values | st.lists(leaves, min_size=2, max_size=2))
@@ -484,7 +481,7 @@ def test_a_changed_field_of_a_message_is_refused_or_read(name: str, value: objec
     """The same of what NeMo RL puts on the message."""
     response = {"choices": [{"index": 0, "finish_reason": "stop", "message": {**NEMO_MESSAGE, name: value}}]}
     with contextlib.suppress(RouteplaneError):
-        calls_from_response(response, SPEC, weights_version=1, final_row="filler")
+        response_calls(response, SPEC, weights_version=1, final_row="filler")
 
 
 @given(st.sampled_from(["index", "token_ids", "prompt_token_ids", "routed_experts", "logprobs", "delta"]), values)
@@ -493,7 +490,7 @@ def test_a_changed_field_of_a_chunk_is_refused_or_read(name: str, value: object)
     made = chunk([8], engine_rows(1), finish_reason="stop")
     made["choices"][0][name] = value
     with contextlib.suppress(RouteplaneError):
-        calls_from_chunks([made], SPEC, weights_version=1, prompt_ids=[5])
+        chunk_calls([made], SPEC, weights_version=1, prompt_ids=[5])
 
 
 @given(values)
@@ -501,9 +498,9 @@ def test_any_json_is_refused_or_read(document: object) -> None:
     """No JSON value makes reading raise anything but a typed error."""
     for text in (document, json.dumps(document)):
         with pytest.raises(RouteplaneError):
-            calls_from_response(text, SPEC, weights_version=1)
+            response_calls(text, SPEC, weights_version=1)
         with pytest.raises(RouteplaneError):
-            calls_from_chunks([text], SPEC, weights_version=1)
+            chunk_calls([text], SPEC, weights_version=1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -511,11 +508,14 @@ def test_any_json_is_refused_or_read(document: object) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def chunk(
-    tokens: list[int], rows: NDArray[Any] | None, *, encode: Callable[..., Any] = encode_npy, **fields: Any
-) -> Any:
+def write_npy(rows: NDArray[Any]) -> Any:
+    """As vLLM writes it."""
+    return encode(rows, form="npy")
+
+
+def chunk(tokens: list[int], rows: NDArray[Any] | None, *, write: Callable[..., Any] = write_npy, **fields: Any) -> Any:
     """A chunk of one choice."""
-    routes = None if rows is None else encode(rows)
+    routes = None if rows is None else write(rows)
     return {"id": "c", "choices": [{"index": 0, "token_ids": tokens, "routed_experts": routes, **fields}]}
 
 
@@ -531,19 +531,19 @@ def test_chunks_are_joined_by_what_they_cover(data: st.DataObject, kind: str) ->
         stop = prompt + cut - 1
         begin = {"cumulative": first, "delta": sent, "start": data.draw(st.integers(first, sent))}[kind]
 
-        def encode(rows: NDArray[Any], start: int = begin) -> Any:
-            return encode_prime(rows, start=start) if kind == "start" else encode_npy(rows)
+        def write(rows: NDArray[Any], start: int = begin) -> Any:
+            return encode(rows, start=start, form="prime") if kind == "start" else encode(rows, form="npy")
 
         chunks.append(
             chunk(
                 list(range(100 + at, 100 + cut)),
                 rows_RDK[begin:stop],
-                encode=encode,
+                write=write,
                 finish_reason="stop" if cut == generated else None,
             )
         )
         at, sent = cut, stop
-    [call] = calls_from_chunks(
+    [call] = chunk_calls(
         chunks,
         SPEC,
         weights_version=1,
@@ -563,22 +563,25 @@ def test_coalesced_deltas_with_all_rows_are_not_taken_twice() -> None:
     given: dict[str, Any] = {"weights_version": 1, "prompt_ids": [5]}
 
     with pytest.raises(DataError) as caught:
-        calls_from_chunks(chunks, SPEC, spans="delta", **given)
+        chunk_calls(chunks, SPEC, spans="delta", **given)
     assert ErrorKind.ROW_COUNT == caught.value.kind
-    [call] = calls_from_chunks(chunks, SPEC, **given)
+    [call] = chunk_calls(chunks, SPEC, **given)
     assert 3 == len(call.routes)  # type: ignore[arg-type]
 
 
 CHUNKS = {
     "a hole": (
-        [chunk([8], engine_rows(1)), chunk([9], engine_rows(1), encode=lambda rows: encode_prime(rows, start=2))]
+        [
+            chunk([8], engine_rows(1)),
+            chunk([9], engine_rows(1), write=lambda rows: encode(rows, start=2, form="prime")),
+        ]
     ),
     "rows that changed": ([chunk([8], engine_rows(1)), chunk([9], engine_rows(2)[::-1])]),
     "rows before tokens": ([chunk([8], engine_rows(3))]),
     "rows before the first": (
         [
-            chunk([8], engine_rows(1), encode=lambda rows: encode_prime(rows, start=1)),
-            chunk([9], engine_rows(1), encode=lambda rows: encode_prime(rows, start=0)),
+            chunk([8], engine_rows(1), write=lambda rows: encode(rows, start=1, form="prime")),
+            chunk([9], engine_rows(1), write=lambda rows: encode(rows, start=0, form="prime")),
         ]
     ),
     "tokens after the end": ([chunk([8], engine_rows(1), finish_reason="stop"), chunk([9], engine_rows(2))]),
@@ -594,29 +597,29 @@ CHUNKS = {
 def test_chunks_that_do_not_join_are_refused(chunks: list[Any]) -> None:
     """A hole, rows that differ when they come again, rows or tokens out of place."""
     with pytest.raises(DataError):
-        calls_from_chunks(copy.deepcopy(chunks), SPEC, weights_version=1, prompt_ids=[5])
+        chunk_calls(copy.deepcopy(chunks), SPEC, weights_version=1, prompt_ids=[5])
 
 
 def test_chunks_that_say_where_they_begin_are_held_to_the_request() -> None:
     """Rows from token 0 on where the request left out two: refused, as a whole response is."""
-    rows = encode_prime(engine_rows(3), start=0)
-    said = chunk([8], engine_rows(3), encode=lambda _: rows, finish_reason="stop")
+    rows = encode(engine_rows(3), start=0, form="prime")
+    said = chunk([8], engine_rows(3), write=lambda _: rows, finish_reason="stop")
     given: dict[str, Any] = {"weights_version": 1, "prompt_ids": [5, 6, 7], "first_row": 2}
 
     with pytest.raises(DataError, match="rows from token 2 on") as whole:
-        calls_from_response(said, SPEC, **given)
+        response_calls(said, SPEC, **given)
     with pytest.raises(DataError, match="rows from token 2 on") as streamed:
-        calls_from_chunks([said], SPEC, **given)
+        chunk_calls([said], SPEC, **given)
     assert {ErrorKind.ROW_COUNT} == {whole.value.kind, streamed.value.kind}
 
 
 def test_sglang_rows_need_their_name() -> None:
     """SGLang's base64 has no mark; where it is named, a response of one layer per decoder layer is read."""
-    call, _ = calls_from_response(
-        {"choices": [{**one, "routed_experts": encode_sglang(engine_rows(4))} for one in answer()["choices"]]},
+    call, _ = response_calls(
+        {"choices": [{**one, "routed_experts": encode(engine_rows(4), form="sglang")} for one in answer()["choices"]]},
         SPEC,
         weights_version=1,
         form="sglang",
     )
 
-    np.testing.assert_array_equal(decode_npy(encode_npy(engine_rows(4)))[:, [0, 2, 3]], call.routes)
+    np.testing.assert_array_equal(engine_rows(4)[:, [0, 2, 3]], call.routes)

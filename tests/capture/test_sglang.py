@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from routeplane.capture.recorder import RouteRecorder
-from routeplane.capture.sglang import call_from_sglang
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.assembly import assemble
 from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import check_routes
+from tests.capture.reading import sglang_call
 
 SPEC = RouteSpec(num_experts=64, top_k=3, layer_ids=(1, 2, 4), model="m")
 DEPTH = 5
@@ -60,7 +60,7 @@ def answer(
 def call(given: dict[str, Any], prompt: int, **options: Any) -> Any:
     """The call behind an answer for ``prompt`` tokens."""
     settings = {"decoder_layers": DEPTH, "weights_version": 2, **options}
-    return call_from_sglang(given, SPEC, prompt_ids=range(100, 100 + prompt), **settings)
+    return sglang_call(given, SPEC, prompt_ids=range(100, 100 + prompt), **settings)
 
 
 def truth(start: int, stop: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Tickets and the desk that redeems them: the very call, once, in time, across a stream.
+"""Tickets and the store that redeems them: the very call, once, in time, across a stream.
 
 Axes: R rows, L captured layers, K top-k slots.
 """
@@ -16,11 +16,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from routeplane import new_stream, open_stream
-from routeplane.capture.tickets import TicketDesk, call_of_ticket, issued, record_of_call, ticket_for
+from routeplane.capture.http.tickets import TicketStore, call_of_ticket, issue_ticket
 from routeplane.errors import ChecksumError, DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.interfaces import MAX_TICKET_BYTES, RouteTicket
-from routeplane.record.record import RecordKey
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermarked_spec
 from tests.turns import SPEC, turn, watermarks
@@ -37,16 +37,27 @@ class Clock:
         return self.now
 
 
-def desk(**options: Any) -> tuple[TicketDesk, Clock]:
-    """A desk of stream ``s`` and its clock."""
+def store(**options: Any) -> tuple[TicketStore, Clock]:
+    """A store of stream ``s`` and its clock."""
     clock = Clock()
-    return TicketDesk(SPEC, stream="s", clock=clock, **options), clock
+    return TicketStore(SPEC, stream="s", clock=clock, **options), clock
 
 
-def issue(to: TicketDesk, call: ModelCall) -> RouteTicket:
+def record_of(call: ModelCall) -> RouteRecord:
+    """The record that goes into the stream."""
+    return issue_ticket(call, SPEC, stream="s")[0]
+
+
+def ticket_of(call: ModelCall) -> RouteTicket:
+    """The ticket that goes to the client."""
+    return issue_ticket(call, SPEC, stream="s")[1]
+
+
+def issue(to: TicketStore, call: ModelCall) -> RouteTicket:
     """Hand in a call."""
-    to.write(record_of_call(call, SPEC))
-    return ticket_for(call, stream="s")
+    record, ticket = issue_ticket(call, SPEC, stream="s")
+    to.write(record)
+    return ticket
 
 
 @given(
@@ -90,9 +101,9 @@ def test_a_redeemed_call_is_the_very_call(
     )
     file = io.BytesIO()
     with new_stream(file, SPEC) as sink:
-        sink.write(record_of_call(call, SPEC))
+        sink.write(record_of(call))
     [record] = list(open_stream(file.getvalue()))
-    ticket = RouteTicket.from_json(ticket_for(call, stream="s").to_json())
+    ticket = RouteTicket.from_json(ticket_of(call).to_json())
 
     back = call_of_ticket(record, ticket)
 
@@ -101,7 +112,7 @@ def test_a_redeemed_call_is_the_very_call(
 
 
 @given(data=st.data())
-def test_no_ticket_is_issued_that_nobody_can_redeem(data: st.DataObject) -> None:
+def test_every_issued_ticket_can_be_redeemed(data: st.DataObject) -> None:
     """Whatever rows are not there, before, among or behind those that came: the call that comes back has the same
     tokens, rows and record. A record does not hold what says nothing of a row, so the ticket is made for what it
     holds."""
@@ -124,7 +135,7 @@ def test_no_ticket_is_issued_that_nobody_can_redeem(data: st.DataObject) -> None
         layer_ids=data.draw(st.sampled_from([None, SPEC.layer_ids])),
         weights_version=data.draw(st.sampled_from([None, 3])),
     )
-    record, ticket = issued(call, SPEC, stream="s")
+    record, ticket = issue_ticket(call, SPEC, stream="s")
 
     back = call_of_ticket(record, ticket)
 
@@ -135,12 +146,12 @@ def test_no_ticket_is_issued_that_nobody_can_redeem(data: st.DataObject) -> None
         back.loss,
     )
     np.testing.assert_array_equal(rows_RLK, rows_RLK[:0] if back.routes is None else back.routes)
-    assert record.checksum == record_of_call(call, SPEC).checksum == record_of_call(back, SPEC).checksum
+    assert record.checksum == record_of(call).checksum == record_of(back).checksum
 
 
 def test_a_ticket_is_redeemed_once() -> None:
     """The first to come owns the call; the second is told so."""
-    at, _ = desk()
+    at, _ = store()
     call = turn(0, 3, 2)
     ticket = issue(at, call)
 
@@ -159,7 +170,7 @@ def test_a_ticket_is_redeemed_once() -> None:
 
 def test_of_many_threads_one_gets_the_call() -> None:
     """Eight threads with the same ticket: one call, seven refusals."""
-    at, _ = desk()
+    at, _ = store()
     ticket = issue(at, turn(0, 3, 2))
     got: list[str] = []
     start = threading.Barrier(8)
@@ -184,7 +195,7 @@ def test_of_many_threads_one_gets_the_call() -> None:
 @pytest.mark.parametrize(("wait", "expired"), [(9.9, False), (10.0, True), (1e9, True)])
 def test_tickets_expire(wait: float, expired: bool) -> None:
     """After ttl seconds the rows are gone, the memory with them, and the holder is told why."""
-    at, clock = desk(ttl=10.0)
+    at, clock = store(ttl=10.0)
     ticket = issue(at, turn(0, 3, 2))
     clock.now = wait
 
@@ -199,7 +210,7 @@ def test_tickets_expire(wait: float, expired: bool) -> None:
 
 def test_later_records_outlive_earlier_ones() -> None:
     """Each has its own time."""
-    at, clock = desk(ttl=10.0)
+    at, clock = store(ttl=10.0)
     first = issue(at, turn(0, 3, 2))
     clock.now = 6.0
     second = issue(at, turn(1, 3, 2))
@@ -213,7 +224,7 @@ def test_later_records_outlive_earlier_ones() -> None:
 
 def test_a_ticket_of_another_call_is_refused_and_loses_nothing() -> None:
     """A ticket whose checksum, rows or call are not the record's gets nothing; the right one still does."""
-    at, _ = desk()
+    at, _ = store()
     ticket = issue(at, turn(0, 3, 2))
 
     for changed in (
@@ -235,31 +246,31 @@ def test_a_ticket_of_another_call_is_refused_and_loses_nothing() -> None:
 
 def test_a_record_comes_once() -> None:
     """The same call twice is refused, also after it was redeemed."""
-    at, _ = desk()
+    at, _ = store()
     call = turn(0, 3, 2)
     ticket = issue(at, call)
     for _ in range(2):
         with pytest.raises(DataError) as caught:
-            at.write(record_of_call(call, SPEC))
+            at.write(record_of(call))
         assert ErrorKind.DUPLICATE_KEY == caught.value.kind
         if at.report().held:
             at.redeem(ticket)
 
 
-def test_a_full_desk_refuses_rather_than_forgets() -> None:
+def test_a_full_store_refuses_rather_than_forgets() -> None:
     """What has a ticket is never dropped for what comes later."""
-    record = record_of_call(turn(0, 3, 2), SPEC)
-    at, _ = desk(max_bytes=record.nbytes)
+    record = record_of(turn(0, 3, 2))
+    at, _ = store(max_bytes=record.nbytes)
     at.write(record)
 
-    with pytest.raises(UsageError, match="nobody redeems"):
-        at.write(record_of_call(turn(1, 3, 2), SPEC))
-    assert "call-0" == at.redeem(ticket_for(turn(0, 3, 2), stream="s")).call_id
+    with pytest.raises(UsageError, match="tickets have not come"):
+        at.write(record_of(turn(1, 3, 2)))
+    assert "call-0" == at.redeem(ticket_of(turn(0, 3, 2))).call_id
 
 
-def test_a_desk_is_a_sink() -> None:
+def test_a_store_is_a_sink() -> None:
     """It is closed and aborted like any sink: closed, tickets still hold; aborted, nothing does."""
-    at, _ = desk()
+    at, _ = store()
     with at as sink:
         ticket = issue(sink, turn(0, 3, 2))
     with pytest.raises(UsageError) as caught:
@@ -267,7 +278,7 @@ def test_a_desk_is_a_sink() -> None:
     assert ErrorKind.CLOSED == caught.value.kind
     assert "call-0" == at.redeem(ticket).call_id
 
-    other, _ = desk()
+    other, _ = store()
     ticket = issue(other, turn(0, 3, 2))
     with pytest.raises(OSError, match="gone"), other:
         raise OSError("gone")
@@ -275,23 +286,23 @@ def test_a_desk_is_a_sink() -> None:
         other.redeem(ticket)
 
 
-def test_a_desk_is_filled_from_a_stream() -> None:
+def test_a_store_is_filled_from_a_stream() -> None:
     """Records that arrive by a stream are redeemed like those of the same process; other geometries are refused."""
     calls = [turn(index, 3, 2) for index in range(3)]
     file = io.BytesIO()
     with new_stream(file, SPEC) as sink:
         for call in calls:
-            sink.write(record_of_call(call, SPEC))
-    at, _ = desk()
+            sink.write(record_of(call))
+    at, _ = store()
 
     assert 3 == at.receive(open_stream(file.getvalue()))
-    assert [call.checksum for call in calls] == [at.redeem(ticket_for(call, stream="s")).checksum for call in calls]
+    assert [call.checksum for call in calls] == [at.redeem(ticket_of(call)).checksum for call in calls]
     with pytest.raises(SpecError):
-        TicketDesk(watermarked_spec(), stream="s").receive(open_stream(file.getvalue()))
+        TicketStore(watermarked_spec(), stream="s").receive(open_stream(file.getvalue()))
 
 
 @pytest.mark.parametrize("options", [{"ttl": 0.0}, {"ttl": float("nan")}, {"max_bytes": 0}])
-def test_a_desk_that_could_hold_nothing_is_refused(options: dict[str, Any]) -> None:
-    """No time, or no room."""
+def test_a_store_that_could_hold_nothing_is_refused(options: dict[str, Any]) -> None:
+    """No time, or no bytes."""
     with pytest.raises(UsageError):
-        desk(**options)
+        store(**options)

@@ -18,7 +18,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import EngineArgs
 
-from routeplane.capture.vllm import calls_from_output, generate_records, record_output, spec_from_vllm, start_engine
+from routeplane.capture import vllm as capture
+from routeplane.capture.vllm import OutputOptions, generate_records, spec_from_vllm, start_engine
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.stream import new_stream, open_stream
 from tests.capture.vllm_engine import (
@@ -73,7 +74,7 @@ def test_a_dense_model_is_refused_before_its_weights_are_loaded(tmp_path: Path) 
 
 
 def test_a_spec_of_nothing_is_refused() -> None:
-    """What is no engine has no geometry."""
+    """Another object than an engine is refused."""
     with pytest.raises(UsageError) as caught:
         spec_from_vllm(object())
 
@@ -90,7 +91,6 @@ def test_generated_rows_and_logprobs_are_the_models(engine: Engine) -> None:
     records = generate_records(
         engine.llm,
         [SHORT, LONG, SHORT[:1]],
-        spec=SPEC,
         max_tokens=12,
         seed=3,
         weights_version=5,
@@ -115,7 +115,7 @@ def test_generated_rows_and_logprobs_are_the_models(engine: Engine) -> None:
 
 def test_one_seed_gives_one_set_of_records(engine: Engine) -> None:
     """Equal arguments give equal records, checksums included, whatever the engine did before; another seed does not."""
-    options: dict[str, Any] = {"spec": SPEC, "max_tokens": 8, "temperature": 1.0}
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0}
     engine.llm.reset_prefix_cache()
     first = generate_records(engine.llm, [LONG, SHORT], seed=1, **options)
     other = generate_records(engine.llm, [LONG, SHORT], seed=2, **options)
@@ -129,8 +129,8 @@ def test_one_seed_gives_one_set_of_records(engine: Engine) -> None:
 
 def test_each_prompt_has_a_seed_of_its_own(engine: Engine) -> None:
     """Equal prompts of one call are sampled differently, and prompt i as the only prompt is under ``seed + i``."""
-    both = generate_records(engine.llm, [SHORT, SHORT], spec=SPEC, max_tokens=8, seed=1)
-    [second] = generate_records(engine.llm, [SHORT], spec=SPEC, max_tokens=8, seed=2)
+    both = generate_records(engine.llm, [SHORT, SHORT], max_tokens=8, seed=1)
+    [second] = generate_records(engine.llm, [SHORT], max_tokens=8, seed=2)
 
     assert both[0].token_ids.tolist() != both[1].token_ids.tolist()
     assert second.token_ids.tolist() == both[1].token_ids.tolist()
@@ -138,17 +138,17 @@ def test_each_prompt_has_a_seed_of_its_own(engine: Engine) -> None:
 
 def test_prompts_that_no_step_takes_at_once_wait(engine: Engine) -> None:
     """With more prompt tokens than a step's budget of 256 each prompt is fed whole, under its seed, to its own rows."""
-    records = generate_records(engine.llm, [LONG[at:] for at in range(6)], spec=SPEC, max_tokens=4, seed=1)
+    records = generate_records(engine.llm, [LONG[at:] for at in range(6)], max_tokens=4, seed=1)
 
     for record in records:
         assert_equals_reference(record, engine.model)
 
 
 def test_only_the_given_token_ends_a_sequence(engine: Engine) -> None:
-    """Without ``eos_token_id`` every sequence runs to its length; with it the token stands last, fed to nobody."""
-    [whole] = generate_records(engine.llm, [SHORT], spec=SPEC, max_tokens=12, seed=3)
+    """Without ``eos_token_id`` every sequence runs to its length; with it the token stands last, never fed."""
+    [whole] = generate_records(engine.llm, [SHORT], max_tokens=12, seed=3)
     eos = int(whole.token_ids[len(SHORT) + 4])
-    [ended] = generate_records(engine.llm, [SHORT], spec=SPEC, max_tokens=12, seed=3, eos_token_id=eos)
+    [ended] = generate_records(engine.llm, [SHORT], max_tokens=12, seed=3, eos_token_id=eos)
 
     stop = whole.token_ids.tolist().index(eos, len(SHORT)) + 1
     assert len(SHORT) + 12 == whole.num_tokens
@@ -168,7 +168,7 @@ BAD_REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_bad_requests_are_refused(engine: Engine, change: dict[str, Any]) -> None:
     """Prompts, names and seeds are checked before anything is generated."""
-    arguments: dict[str, Any] = {"prompts": [SHORT, SHORT], "spec": SPEC, "max_tokens": 1, **change}
+    arguments: dict[str, Any] = {"prompts": [SHORT, SHORT], "max_tokens": 1, **change}
 
     with pytest.raises(UsageError) as caught:
         generate_records(engine.llm, arguments.pop("prompts"), **arguments)
@@ -177,8 +177,8 @@ def test_bad_requests_are_refused(engine: Engine, change: dict[str, Any]) -> Non
 
 def test_records_keep_their_checksum_on_the_way(engine: Engine, tmp_path: Path) -> None:
     """A record of the engine is the same after pickling and after a stream on disk; so is a call after pickling."""
-    [record] = generate_records(engine.llm, [SHORT], spec=SPEC, max_tokens=4)
-    [call] = calls_from_output(engine.ask(SHORT)[0], SPEC, weights_version=1)
+    [record] = generate_records(engine.llm, [SHORT], max_tokens=4)
+    [call] = capture.calls(engine.ask(SHORT)[0], SPEC, weights_version=1)
     with new_stream(tmp_path / "routes.arrows", SPEC) as sink:
         sink.write(record)
     with open_stream(tmp_path / "routes.arrows") as source:
@@ -190,13 +190,13 @@ def test_records_keep_their_checksum_on_the_way(engine: Engine, tmp_path: Path) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# record_output: what a request can ask for
+# records: what a request can ask for
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_one_token_has_the_rows_of_its_prompt(engine: Engine) -> None:
     """With one generated token every fed token is the prompt's."""
-    [record] = record_output(engine.ask(SHORT, max_tokens=1)[0], SPEC, sample_id="s", cached=0)
+    [record] = capture.records(engine.ask(SHORT, max_tokens=1)[0], SPEC, sample_id="s", options=OutputOptions(cached=0))
 
     assert len(SHORT) + 1 == record.num_tokens
     assert [(0, len(SHORT), "captured", None), (len(SHORT), len(SHORT) + 1, "not_fed", None)] == states(record)
@@ -206,14 +206,14 @@ def test_one_token_has_the_rows_of_its_prompt(engine: Engine) -> None:
 def test_two_choices_are_two_samples_of_a_group(engine: Engine) -> None:
     """Each choice has its own tokens and rows, its index in its name, and the group in common."""
     output = engine.ask(SHORT, n=2)[0]
-    records = record_output(output, SPEC, sample_id="s", weights_version=4)
+    records = capture.records(output, SPEC, sample_id="s", weights_version=4)
 
     assert [("s/0", "s"), ("s/1", "s")] == [(record.sample_id, record.group) for record in records]
     assert [f"{output.request_id}/{index}" for index in (0, 1)] == [record.spans[0].call for record in records]
     assert records[0].token_ids.tolist() != records[1].token_ids.tolist()
     for record in records:
         assert_equals_reference(record, engine.model)
-    named = record_output(output, SPEC, group="g", call_id="turn")
+    named = capture.records(output, SPEC, group="g", call_id="turn")
     assert [(f"{output.request_id}/0", "g", "turn/0"), (f"{output.request_id}/1", "g", "turn/1")] == [
         (record.sample_id, record.group, record.spans[0].call) for record in named
     ]
@@ -222,8 +222,8 @@ def test_two_choices_are_two_samples_of_a_group(engine: Engine) -> None:
 def test_several_choices_never_claim_weights_for_a_prompt_that_may_be_cached(engine: Engine) -> None:
     """vLLM reports one choice's cached tokens, that of the last to end: any prompt row but the last may be cached."""
     output = engine.ask(LONG, n=2)[0]
-    records = record_output(output, SPEC, weights_version=4)
-    told = record_output(output, SPEC, weights_version=4, cached=0)
+    records = capture.records(output, SPEC, weights_version=4)
+    told = capture.records(output, SPEC, weights_version=4, options=OutputOptions(cached=0))
 
     prompt, fed = len(LONG), len(LONG) + 11
     expected = [(0, prompt - 1, "cached", None), (prompt - 1, fed, "captured", 4), (fed, fed + 1, "not_fed", None)]
@@ -236,7 +236,7 @@ def test_a_shared_prefix_is_cached_and_its_rows_are_right(engine: Engine) -> Non
     engine.llm.reset_prefix_cache()
     engine.ask(LONG)
     output = engine.ask([*LONG[:70], 400, 401], seed=8)[0]
-    [record] = record_output(output, SPEC, weights_version=4)
+    [record] = capture.records(output, SPEC, weights_version=4)
 
     fed = record.num_tokens - 1
     assert 64 == output.num_cached_tokens
@@ -248,7 +248,7 @@ def test_a_shared_prefix_is_cached_and_its_rows_are_right(engine: Engine) -> Non
 def test_a_trimmed_prompt_has_the_rest_of_the_rows(engine: Engine, first_row: int) -> None:
     """Rows from ``routed_experts_prompt_start`` on stand at their absolute place; those before are not captured."""
     output = engine.ask(LONG, routed_experts_prompt_start=first_row)[0]
-    [record] = record_output(output, SPEC, first_row=first_row, weights_version=4, cached=0)
+    [record] = capture.records(output, SPEC, weights_version=4, options=OutputOptions(first_row=first_row, cached=0))
 
     fed = len(LONG) + 11
     expected = [
@@ -263,7 +263,7 @@ def test_a_trimmed_prompt_has_the_rest_of_the_rows(engine: Engine, first_row: in
 def test_a_whole_prompt_trimmed_from_one_token_leaves_no_row(engine: Engine) -> None:
     """P rows left out and one token sampled: no row came, which is an answer and no failure of the capture."""
     output = engine.ask(SHORT, max_tokens=1, routed_experts_prompt_start=len(SHORT))[0]
-    [record] = record_output(output, SPEC, first_row=len(SHORT))
+    [record] = capture.records(output, SPEC, options=OutputOptions(first_row=len(SHORT)))
 
     assert [(0, 10, "not_captured", None), (10, 11, "not_fed", None)] == states(record)
 
@@ -274,14 +274,14 @@ def test_a_trim_that_was_not_told_is_refused(engine: Engine, first_row: int) -> 
     output = engine.ask(SHORT, routed_experts_prompt_start=5)[0]
 
     with pytest.raises(DataError, match="routed_experts_prompt_start") as caught:
-        record_output(output, SPEC, first_row=first_row)
+        capture.records(output, SPEC, options=OutputOptions(first_row=first_row))
     assert ErrorKind.ROW_COUNT == caught.value.kind
 
 
 def test_a_stop_token_ends_the_rows_before_it(engine: Engine) -> None:
     """The token that stopped the sequence was sampled and never fed."""
     output = engine.ask(SHORT, max_tokens=40, stop_token_ids=list(range(100, 220)), ignore_eos=False)[0]
-    [record] = record_output(output, SPEC, weights_version=1)
+    [record] = capture.records(output, SPEC, weights_version=1)
 
     assert ("stop", output.outputs[0].stop_reason) == (output.outputs[0].finish_reason, int(record.token_ids[-1]))
     assert_equals_reference(record, engine.model)
@@ -290,7 +290,7 @@ def test_a_stop_token_ends_the_rows_before_it(engine: Engine) -> None:
 @pytest.mark.parametrize("sampling", [{"flat_logprobs": True}, {"logprobs": 3}], ids=["flat", "top 3"])
 def test_sampled_logprobs_are_picked_from_any_answer(engine: Engine, sampling: dict[str, Any]) -> None:
     """Whether vLLM lists more tokens or a flat structure, the record holds the sampled token's value."""
-    [record] = record_output(engine.ask(SHORT, **sampling)[0], SPEC)
+    [record] = capture.records(engine.ask(SHORT, **sampling)[0], SPEC)
 
     assert record.logprobs is not None
     expected = reference_logprobs(engine.model, record.token_ids)[len(SHORT) :]
@@ -299,7 +299,9 @@ def test_sampled_logprobs_are_picked_from_any_answer(engine: Engine, sampling: d
 
 def test_no_logprobs_asked_none_recorded(engine: Engine) -> None:
     """Without log-probabilities there is neither a column nor a mode."""
-    [record] = record_output(engine.ask(SHORT, logprobs=None)[0], SPEC, logprobs_mode="processed_logprobs")
+    [record] = capture.records(
+        engine.ask(SHORT, logprobs=None)[0], SPEC, options=OutputOptions(logprobs_mode="processed_logprobs")
+    )
 
     assert (None, {}) == (record.logprobs, dict(record.attributes))
 
@@ -312,5 +314,5 @@ def test_a_prefill_in_chunks_leaves_no_seam(engine: Engine) -> None:
     outputs = dataclasses.replace(engine, llm=llm).ask(LONG, SHORT, LONG[5:60], seed=None)
 
     for output in outputs:
-        [record] = record_output(output, SPEC)
+        [record] = capture.records(output, SPEC)
         assert_equals_reference(record, engine.model)

@@ -14,14 +14,8 @@ from typing import Any
 import pytest
 from vllm.sampling_params import RequestOutputKind
 
-from routeplane.capture.vllm import (
-    RouteWritingEngine,
-    calls_from_output,
-    merge_deltas,
-    probe_async,
-    record_output,
-    spec_from_vllm,
-)
+from routeplane.capture import vllm as capture
+from routeplane.capture.vllm import OutputOptions, RouteWritingEngine, merge_deltas, probe_async, spec_from_vllm
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
@@ -209,7 +203,7 @@ def test_an_update_without_a_pause_leaves_tokens_of_unknown_weights(engine: Asyn
 
 
 def test_an_update_that_fails_leaves_the_version_unknown(engine: AsyncEngine) -> None:
-    """The engine goes on, the error is the caller's, and nobody claims to know the weights."""
+    """The engine goes on, the error is the caller's, and the weights are unknown."""
 
     async def fail() -> None:
         raise OSError("no such checkpoint")
@@ -232,7 +226,7 @@ def test_an_update_that_fails_leaves_the_version_unknown(engine: AsyncEngine) ->
 
 
 def test_a_full_stream_holds_back_the_generation_loop(engine: AsyncEngine) -> None:
-    """While nobody reads, finished requests wait for the stream and no new one starts; reading lets all through."""
+    """While no reader reads, finished requests wait for the stream and no new one starts; reading lets all through."""
 
     async def job() -> tuple[list[str], Any, int]:
         stream = MemoryStream()
@@ -242,7 +236,7 @@ def test_a_full_stream_holds_back_the_generation_loop(engine: AsyncEngine) -> No
             asyncio.create_task(writer.generate(SHORT, sampling(max_tokens=2), sample_id=f"s{index}"))
             for index in range(2)
         ]
-        while not writer._room.locked() or writer.report().calls < 2 or writer.report().records < 1:
+        while not writer._capacity.locked() or writer.report().calls < 2 or writer.report().records < 1:
             await asyncio.sleep(0)
         late = asyncio.create_task(writer.generate(SHORT, sampling(max_tokens=2), sample_id="late"))
         for _ in range(3):
@@ -292,9 +286,9 @@ def test_rows_lost_in_merged_deltas_are_marked(engine: AsyncEngine) -> None:
     assert 12 == len(whole.outputs[0].token_ids)
     assert whole.outputs[0].routed_experts is None
     with pytest.raises(CaptureError) as caught:
-        record_output(whole, SPEC)
+        capture.records(whole, SPEC)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
-    [record] = record_output(whole, SPEC, absent="lost", weights_version=1)
+    [record] = capture.records(whole, SPEC, weights_version=1, options=OutputOptions(absent="lost"))
     assert [(0, 86, "lost", None), (86, 87, "not_fed", None)] == states(record)
     assert (86, 1.0) == (record.coverage().count("lost"), record.coverage().missing_share)
 
@@ -309,7 +303,7 @@ def test_deltas_that_are_read_in_time_keep_their_rows(engine: AsyncEngine) -> No
     # on a busy machine even this reader falls behind at times
     runs = (engine.run(job()) for _ in range(50))
     outputs = next(run for run in runs if len(run) > 1 and run[-1].outputs[0].routed_experts is not None)
-    [record] = record_output(merge_deltas(outputs), SPEC)
+    [record] = capture.records(merge_deltas(outputs), SPEC)
 
     assert len(outputs) > 1
     assert record.logprobs is not None
@@ -317,7 +311,7 @@ def test_deltas_that_are_read_in_time_keep_their_rows(engine: AsyncEngine) -> No
     with pytest.raises(UsageError):
         merge_deltas([])
     with pytest.raises(DataError, match="DELTA"):
-        calls_from_output(outputs[-1], SPEC, weights_version=None)
+        capture.calls(outputs[-1], SPEC, weights_version=None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -333,7 +327,7 @@ def test_the_probe_sees_rows_and_the_streaming_gap(engine: AsyncEngine) -> None:
 
 
 def test_what_cannot_work_is_refused_at_once(engine: AsyncEngine) -> None:
-    """A sink of another geometry, no room at all, and several choices in a turn."""
+    """A sink of another geometry, no capacity at all, and several choices in a turn."""
     other = RouteSpec(num_experts=16, top_k=4, layer_ids=(0, 1, 2), model="other")
 
     async def job() -> None:

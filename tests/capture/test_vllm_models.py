@@ -141,7 +141,7 @@ def test_rows_of_a_family_are_those_of_transformers(
     model = family.build(tmp_path)
     llm = start_engine(str(tmp_path), dtype=family.dtype, max_model_len=128, max_num_seqs=8, **family.options)
     spec = spec_from_vllm(llm)
-    records = generate_records(llm, PROMPTS, spec=spec, max_tokens=24)
+    records = generate_records(llm, PROMPTS, max_tokens=24)
 
     assert (family.experts, family.top_k, family.layers) == (spec.num_experts, spec.top_k, spec.layer_ids)
     same = []

@@ -17,7 +17,8 @@ import pytest
 from vllm import LLM, RequestOutput
 from vllm.logprobs import Logprob
 
-from routeplane.capture.vllm import calls_from_output, generate_records, record_output, start_engine
+from routeplane.capture import vllm as capture
+from routeplane.capture.vllm import OutputOptions, generate_records, start_engine
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.calls import ModelCall
 from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, reference_rows, running_engine, states
@@ -48,15 +49,15 @@ def changed(output: RequestOutput, **fields: Any) -> RequestOutput:
 def test_a_logprob_is_found_by_its_token(good: RequestOutput) -> None:
     """The sampled token's value is taken wherever it stands among those of other tokens."""
     positions = [{VOCABULARY: Logprob(-0.5), **position} for position in good.outputs[0].logprobs]
-    [plain] = calls_from_output(good, SPEC, weights_version=1)
-    [mixed] = calls_from_output(changed(good, logprobs=positions), SPEC, weights_version=1)
+    [plain] = capture.calls(good, SPEC, weights_version=1)
+    [mixed] = capture.calls(changed(good, logprobs=positions), SPEC, weights_version=1)
 
     assert plain.checksum == mixed.checksum
 
 
 def test_processed_logprobs_are_called_so(good: RequestOutput) -> None:
     """The mode of the engine becomes the record's attribute."""
-    [record] = record_output(good, SPEC, logprobs_mode="processed_logprobs", media=["sha:1"])
+    [record] = capture.records(good, SPEC, options=OutputOptions(logprobs_mode="processed_logprobs", media=["sha:1"]))
 
     assert {"logprobs_mode": "processed", "media": '["sha:1"]'} == dict(record.attributes)
 
@@ -74,10 +75,10 @@ def test_an_engine_without_capture_is_refused(engine: Engine) -> None:
     off = dataclasses.replace(engine, llm=bare)
 
     with pytest.raises(CaptureError, match="enable_return_routed_experts") as caught:
-        record_output(off.ask(SHORT)[0], SPEC)
+        capture.records(off.ask(SHORT)[0], SPEC)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
     with pytest.raises(CaptureError, match="an engine with enable_return_routed_experts") as caught:
-        generate_records(bare, [SHORT], spec=SPEC, max_tokens=1)
+        generate_records(bare, [SHORT], max_tokens=1)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
     with pytest.raises(UsageError) as refused:
         start_engine(str(engine.folder), enable_return_routed_experts=False)
@@ -87,7 +88,7 @@ def test_an_engine_without_capture_is_refused(engine: Engine) -> None:
 def test_an_abort_before_the_first_token_is_declared(good: RequestOutput) -> None:
     """Prompt tokens without rows are aborted ones; nothing is made up for them."""
     output = changed(good, token_ids=[], routed_experts=None, logprobs=None, finish_reason="abort")
-    [record] = record_output(output, SPEC, weights_version=4)
+    [record] = capture.records(output, SPEC, weights_version=4)
 
     assert [(0, 10, "aborted", None)] == states(record)
     assert (record.routes == -1).all()
@@ -97,7 +98,9 @@ def test_an_abort_before_the_first_token_is_declared(good: RequestOutput) -> Non
 def test_rows_cut_short_are_declared(engine: Engine, good: RequestOutput, reason: str, state: str) -> None:
     """What came before the end stays; rows that were fed and did not come carry the reason."""
     rows_RDK = good.outputs[0].routed_experts
-    [record] = record_output(changed(good, routed_experts=rows_RDK[:15], finish_reason=reason), SPEC, cached=0)
+    [record] = capture.records(
+        changed(good, routed_experts=rows_RDK[:15], finish_reason=reason), SPEC, options=OutputOptions(cached=0)
+    )
 
     assert [(0, 15, "captured", None), (15, 21, state, None), (21, 22, "not_fed", None)] == states(record)
     assert reference_rows(engine.model, record.token_ids)[:15] == np.sort(record.routes[:15], axis=2).tolist()
@@ -105,7 +108,7 @@ def test_rows_cut_short_are_declared(engine: Engine, good: RequestOutput, reason
 
 def test_an_abort_with_all_its_rows_lacks_nothing(good: RequestOutput) -> None:
     """A request that was aborted after some tokens brought a row for each one fed: no loss is declared."""
-    [call] = calls_from_output(changed(good, finish_reason="abort"), SPEC, weights_version=1)
+    [call] = capture.calls(changed(good, finish_reason="abort"), SPEC, weights_version=1)
 
     assert (None, 21) == (call.loss, call.rows_stop)
 
@@ -241,11 +244,11 @@ BAD = (
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_what_an_output_lacks_is_an_error_of_its_own(good: RequestOutput, bad: Bad) -> None:
-    """Routes that are absent, miscounted or nobody's are refused with kind and place, never passed on."""
+    """Routes that are absent, miscounted or foreign are refused with kind and place, never passed on."""
     output = changed(good, **bad.change(good.outputs[0]))
 
     with pytest.raises(bad.error, match=bad.where) as caught:
-        record_output(output, SPEC, **bad.options)
+        capture.records(output, SPEC, options=OutputOptions(**bad.options))
     assert bad.kind == caught.value.kind
 
 
@@ -253,6 +256,6 @@ def test_what_an_output_lacks_is_an_error_of_its_own(good: RequestOutput, bad: B
 def test_what_is_no_output_is_refused(wrong: Any) -> None:
     """Only vLLM's own outputs are read."""
     with pytest.raises(UsageError) as caught:
-        record_output(wrong, SPEC)
+        capture.records(wrong, SPEC)
 
     assert ErrorKind.ARGUMENT == caught.value.kind

@@ -15,7 +15,7 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
-from routeplane.capture.vllm import RouteScheduler, probe, shipping_args, start_engine
+from routeplane.capture.vllm import RouteScheduler, probe, request_args, start_engine
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.calls import ModelCall
 from routeplane.record.interfaces import RouteTicket
@@ -50,7 +50,7 @@ class Writing:
 
     def ask(self, *prompts: list[int], shipping: dict[str, Any], **sampling: Any) -> list[RequestOutput]:
         """Generate, with what the writer is told."""
-        return self.engine.ask(*prompts, extra_args=shipping_args(**shipping), **sampling)
+        return self.engine.ask(*prompts, extra_args=request_args(**shipping), **sampling)
 
     def streams(self) -> list[Path]:
         """The streams that are whole, in order."""
@@ -135,7 +135,7 @@ def test_concurrent_sequences_keep_their_rows_apart(writing: Writing) -> None:
             seed=index,
             ignore_eos=True,
             detokenize=False,
-            extra_args=shipping_args(sample_id=f"many-{index}"),
+            extra_args=request_args(sample_id=f"many-{index}"),
         )
         for index in range(len(prompts))
     ]
@@ -171,7 +171,7 @@ def test_requests_that_ask_for_nothing_ship_nothing(writing: Writing) -> None:
     assert (21, 4, 4) == inline.outputs[0].routed_experts.shape
     assert before == writing.streams()
     assert report.skipped + 1 == writing.scheduler.routes_report().skipped
-    assert set() == writing.scheduler._ledger.inline
+    assert set() == writing.scheduler._writer.inline
     assert 1.0 == probe(writing.engine.llm, SPEC).agreement
 
 
@@ -234,7 +234,7 @@ def submit(writing: Writing, name: str, *, weights_version: int = 1) -> Any:
         seed=7,
         ignore_eos=True,
         detokenize=False,
-        extra_args=shipping_args(sample_id=name, weights_version=weights_version),
+        extra_args=request_args(sample_id=name, weights_version=weights_version),
     )
     engine.add_request(name, {"prompt_token_ids": LONG}, params)
     return engine
@@ -269,7 +269,7 @@ def test_weights_that_change_in_a_pause_cut_the_span(writing: Writing) -> None:
     engine = submit(writing, "two")
     for _ in range(6):
         engine.step()
-    flight = next(iter(writing.scheduler._ledger.flights.values()))
+    flight = next(iter(writing.scheduler._writer.flights.values()))
     writing.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     writing.scheduler.set_pause_state(PauseState.UNPAUSED)
     edge = len(LONG) + len(flight.tokens)
@@ -414,7 +414,7 @@ def test_preempted_sequences_have_the_rows_of_undisturbed_ones(
             seed=index,
             ignore_eos=True,
             detokenize=False,
-            extra_args=shipping_args(sample_id=f"s{index}"),
+            extra_args=request_args(sample_id=f"s{index}"),
         )
         for index in range(8)
     ]

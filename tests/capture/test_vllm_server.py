@@ -20,15 +20,14 @@ import openai
 import pytest
 
 from routeplane import assemble, open_stream
-from routeplane.capture.chunks import calls_from_chunks
-from routeplane.capture.gym import calls_from_gym
-from routeplane.capture.middleware import HEADER
-from routeplane.capture.openai import calls_from_response
-from routeplane.capture.tickets import TicketDesk
-from routeplane.capture.vllm import calls_from_output
+from routeplane.capture import vllm as capture
+from routeplane.capture.http import TicketStore
+from routeplane.capture.http.middleware import HEADER
+from routeplane.capture.vllm import OutputOptions
 from routeplane.errors import CaptureError, ErrorKind
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
+from tests.capture.reading import chunk_calls, gym_calls, response_calls
 from tests.capture.tiny_server import TOOLS, WORDS, running_server, tool_result, write_model
 from tests.capture.vllm_engine import SPEC, Engine, reference_rows, running_engine
 
@@ -40,13 +39,13 @@ FIRST = [{"role": "system", "content": "w40 w41"}, {"role": "user", "content": "
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """What was said: the replies of three turns by form, other replies by name, and the desk that the tickets' stream
+    """What was said: the replies of three turns by form, other replies by name, and the store that the tickets' stream
     filled."""
 
     model: Any
     turns: dict[str, list[Any]]
     replies: dict[str, Any]
-    desk: TicketDesk
+    store: TicketStore
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +55,14 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Talk:
     (folder / "model").mkdir()
     model = write_model(folder / "model")
     os.mkfifo(folder / "fifo")
-    desk = TicketDesk(SPEC, stream="rollouts")
-    stream = threading.Thread(target=_fill, args=(desk, folder / "fifo"), daemon=True)
+    store = TicketStore(SPEC, stream="rollouts")
+    stream = threading.Thread(target=_fill, args=(store, folder / "fifo"), daemon=True)
     stream.start()
     with running_server(folder / "model", fifo=folder / "fifo", log=folder / "log") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        turns = {form: _converse(client, form) for form in ("npy", "trimmed", "inline", "ticket", "nemo", "nemo-lists")}
+        turns = {form: _converse(client, form) for form in ("npy", "trimmed", "ticket", "nemo", "nemo-lists")}
         replies = {
-            "two": _ask(client, FIRST, form="inline", n=2),
+            "two": _ask(client, FIRST, form="npy", n=2),
             "silent": _ask(client, FIRST, form=None),
             # words are "w20 w21 ...": from the third token on, this string ends the text with the next word
             "stopped": client.completions.create(
@@ -75,31 +74,31 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Talk:
                 logprobs=0,
                 stop=[" w"],
                 extra_body={"allowed_token_ids": WORDS, "return_token_ids": True, "min_tokens": 2},
-                extra_headers={HEADER: "inline"},
+                extra_headers={HEADER: "npy"},
             ),
-            "stream": list(_ask(client, FIRST, form="inline", stream=True)),
+            "stream": list(_ask(client, FIRST, form="npy", stream=True)),
             "generate": client.post(
                 f"{server.url}/inference/v1/generate",
                 cast_to=object,
                 body={"token_ids": [13, 100, 101], "sampling_params": {"max_tokens": 4, "temperature": 1.0, "seed": 7}},
-                options={"headers": {HEADER: "inline"}},
+                options={"headers": {HEADER: "npy"}},
             ),
         }
     # the middleware closes its sink when the server shuts down
     stream.join()
-    return Talk(model=model, turns=turns, replies=replies, desk=desk)
+    return Talk(model=model, turns=turns, replies=replies, store=store)
 
 
-def _fill(desk: TicketDesk, fifo: Path) -> None:
+def _fill(store: TicketStore, fifo: Path) -> None:
     with open_stream(fifo) as records:
-        desk.receive(records)
+        store.receive(records)
 
 
 def _ask(client: openai.OpenAI, messages: list[Any], *, form: str | None, start: int = 0, **options: Any) -> Any:
     body = {
         "allowed_token_ids": WORDS,
         "ignore_eos": True,
-        "return_token_ids": form in ("npy", "trimmed", "inline"),
+        "return_token_ids": form in ("npy", "trimmed"),
         "routed_experts_prompt_start": start,
     }
     return client.chat.completions.create(
@@ -138,10 +137,10 @@ def calls_of(talk: Talk, form: str) -> list[ModelCall]:
     found: list[ModelCall] = []
     for turn, reply in enumerate(talk.turns[form]):
         start = found[-1].num_tokens - 1 if form == "trimmed" and turn else None
-        options: dict[str, Any] = {"redeem": talk.desk.redeem} if form == "ticket" else {}
+        options: dict[str, Any] = {"redeem": talk.store.redeem} if form == "ticket" else {}
         if form.startswith("nemo"):
             options = {"axis": "captured"}
-        found += calls_from_response(
+        found += response_calls(
             reply, SPEC, weights_version=1, call_id=f"turn-{turn}", cached=0, first_row=start, **options
         )
     return found
@@ -174,7 +173,7 @@ def test_the_record_of_responses_is_that_of_the_engine(engine: Engine, records: 
     for turn, span in enumerate(spans):
         prompt = from_http.token_ids[: span.start].tolist()
         [output] = engine.ask(prompt, max_tokens=NEW_TOKENS, allowed_token_ids=WORDS)
-        calls += calls_from_output(output, SPEC, weights_version=1, call_id=f"turn-{turn}", cached=0)
+        calls += capture.calls(output, SPEC, weights_version=1, call_id=f"turn-{turn}", options=OutputOptions(cached=0))
     [in_process] = assemble(calls, SPEC, sample_id="s", on_missing="raise").records
 
     np.testing.assert_array_equal(in_process.token_ids, from_http.token_ids)
@@ -192,7 +191,7 @@ def test_the_rows_are_those_of_an_independent_forward(talk: Talk, records: dict[
     assert TURNS == len([span for span in record.spans if span.kind == "generation"])
 
 
-@pytest.mark.parametrize("form", ["trimmed", "inline", "ticket", "nemo", "nemo-lists"])
+@pytest.mark.parametrize("form", ["trimmed", "ticket", "nemo", "nemo-lists"])
 def test_every_form_gives_the_same_record(form: str, records: dict[str, RouteRecord]) -> None:
     """Trimmed to what is new, as our text, as tickets redeemed from the stream, on the message: tokens and rows
     alike."""
@@ -214,14 +213,14 @@ def test_nemo_messages_are_read_as_gym_items(talk: Talk, records: dict[str, Rout
     """The message of each turn, as an output item, gives the record of the conversation."""
     for form in ("nemo", "nemo-lists"):
         items = [reply.model_dump()["choices"][0]["message"] for reply in talk.turns[form]]
-        calls = calls_from_gym(items, SPEC, weights_version=1, axis="captured", cached=0)
+        calls = gym_calls(items, SPEC, weights_version=1, axis="captured", cached=0)
         [record] = assemble(calls, SPEC, sample_id="s").records
         np.testing.assert_array_equal(sets(records["npy"]), sets(record))
 
 
 def test_choices_of_one_request(talk: Talk) -> None:
     """Two choices: two calls of one prompt, each with the rows of its own tokens."""
-    calls = calls_from_response(talk.replies["two"], SPEC, weights_version=1, cached=0)
+    calls = response_calls(talk.replies["two"], SPEC, weights_version=1, cached=0)
 
     assert 2 == len(calls)
     for call in calls:
@@ -237,14 +236,14 @@ def test_who_asks_for_no_routes_gets_none(talk: Talk) -> None:
 def test_a_stream_has_no_routes_and_says_so(talk: Talk) -> None:
     """Chunks of a chat carry none: refused with the way to ask instead."""
     with pytest.raises(CaptureError, match="stream=False") as caught:
-        calls_from_chunks(talk.replies["stream"], SPEC, weights_version=1)
+        chunk_calls(talk.replies["stream"], SPEC, weights_version=1)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
 
 
 def test_a_stop_string_cuts_the_text_and_not_the_rows(talk: Talk) -> None:
     """The engine stops amid its tokens and trims the text; every token that was fed has its row, the last has none."""
     reply = talk.replies["stopped"]
-    [call] = calls_from_response(reply, SPEC, weights_version=1, cached=0)
+    [call] = response_calls(reply, SPEC, weights_version=1, cached=0)
 
     assert "stop" == reply.choices[0].finish_reason
     assert len(reply.choices[0].text.split()) < len(call.generation_ids) < NEW_TOKENS
@@ -255,7 +254,7 @@ def test_a_stop_string_cuts_the_text_and_not_the_rows(talk: Talk) -> None:
 
 def test_token_in_token_out(talk: Talk) -> None:
     """The endpoint of ids alone goes through the same forms."""
-    [call] = calls_from_response(talk.replies["generate"], SPEC, weights_version=1, cached=0, prompt_ids=[13, 100, 101])
+    [call] = response_calls(talk.replies["generate"], SPEC, weights_version=1, cached=0, prompt_ids=[13, 100, 101])
 
     assert call.routes is not None
     assert reference_rows(talk.model, call.token_ids)[:-1] == np.sort(call.routes, axis=2).tolist()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routeplane.capture.vllm import shipping_args
+from routeplane.capture.vllm import request_args
 from routeplane.stream import open_stream
 from tests.capture.async_engine import AsyncEngine, running_async_engine, sampling
 from tests.capture.vllm_engine import LONG, assert_equals_reference
@@ -38,7 +38,7 @@ class Counter:
 async def crossed(engine: AsyncEngine, counter: Counter, **shipping: Any) -> tuple[int, int]:
     """``(bytes, route bytes)`` of one request's answer."""
     before = counter.bytes, counter.routes
-    options = sampling(max_tokens=40, logprobs=None, extra_args=shipping_args(**shipping))
+    options = sampling(max_tokens=40, logprobs=None, extra_args=request_args(**shipping))
     outputs = [one async for one in engine.llm.generate({"prompt_token_ids": LONG}, options, "r")]
     assert 40 == len(outputs[-1].outputs[0].token_ids)
     return counter.bytes - before[0], counter.routes - before[1]

@@ -1,4 +1,4 @@
-"""The engine's layer axis and vLLM's base64 encoding, against plain references and recorded responses. No engine runs.
+"""Wire forms, read strictly: golden texts, round trips, and a table of malformed payloads with what they may allocate.
 
 Axes: R rows, D decoder layers, L captured layers, K top-k slots.
 """
@@ -6,352 +6,343 @@ Axes: R rows, D decoder layers, L captured layers, K top-k slots.
 from __future__ import annotations
 
 import base64
-import io
+import binascii
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import tracemalloc
+from collections.abc import Callable
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from routeplane.capture.wire import decode_npy, rows_from_layers
-from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
-from routeplane.record.spec import RouteSpec
+from routeplane.capture import text64
+from routeplane.capture.layers import rows_from_axis
+from routeplane.capture.text64 import decode_base64, encode_base64
+from routeplane.capture.wire import WireForm, decode, encode, form_of
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.record.spec import MISSING, RouteSpec
+from tests.capture.payloads import MALFORMED, SPEC, Malformed, engine_rows, npy, size_of
+from tests.capture.reading import payload_rows
 
-DATA = Path(__file__).parents[1] / "data"
-INTEGERS = ("u1", "<u2", "<i2", "<i4", "<i8", "<u8", "i1")
-
-SPEC = RouteSpec(num_experts=200, top_k=3, layer_ids=(1, 3))
-
-
-def watermarked(rows: int, spec: RouteSpec, *, depth: int, dtype: str = "u1") -> NDArray[Any]:
-    """``[R, D, K]`` whose ids say which row, layer and slot they are, never 0; dense slots are zero."""
-    row_R, layer_D, slot_K = np.arange(rows), np.arange(depth), np.arange(spec.top_k)
-    mark_RDK = 7 * row_R[:, None, None] + 31 * layer_D[None, :, None] + slot_K
-    ids_RDK = np.asarray(1 + mark_RDK % (min(spec.experts_per_layer) - 1))
-    ids_RDK[:, [layer for layer in layer_D if layer not in spec.layer_ids]] = 0
-    return ids_RDK.astype(dtype)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The layer axis
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def engine_arrays(draw: st.DrawFn) -> tuple[RouteSpec, NDArray[Any]]:
-    """A spec and an array of any integer type that an engine could send under it."""
-    depth = draw(st.integers(1, 6))
-    layer_ids = draw(st.sets(st.integers(0, depth - 1), min_size=1))
-    spec = RouteSpec(num_experts=100, top_k=draw(st.integers(1, 4)), layer_ids=tuple(sorted(layer_ids)))
-    rows = draw(st.integers(0, 70))
-    return spec, watermarked(rows, spec, depth=depth, dtype=draw(st.sampled_from(INTEGERS)))
-
-
-@given(engine_arrays())
-def test_rows_are_the_captured_layers_of_every_row(case: tuple[RouteSpec, NDArray[Any]]) -> None:
-    """Row by row and layer by layer, the ids of the spec's layers come out as int16, whatever type they came in."""
-    spec, layers_RDK = case
-    before = layers_RDK.copy()
-
-    rows_RLK = rows_from_layers(layers_RDK, spec)
-
-    expected = [[[int(i) for i in row[layer]] for layer in spec.layer_ids] for row in layers_RDK]
-    assert expected == rows_RLK.tolist()
-    assert (np.dtype(np.int16), (len(layers_RDK), *spec.row_shape)) == (rows_RLK.dtype, rows_RLK.shape)
-    assert not rows_RLK.flags.writeable
-    np.testing.assert_array_equal(before, layers_RDK)
-
-
-@given(engine_arrays(), st.data())
-def test_ids_in_a_dense_slot_are_named(case: tuple[RouteSpec, NDArray[Any]], data: st.DataObject) -> None:
-    """One id in a layer that has no router is refused, with the layer and the absolute token."""
-    spec, layers_RDK = case
-    dense = sorted(set(range(layers_RDK.shape[1])) - set(spec.layer_ids))
-    assume(dense and len(layers_RDK))
-    layer = data.draw(st.sampled_from(dense))
-    row = data.draw(st.integers(0, len(layers_RDK) - 1))
-    layers_RDK[row, layer, data.draw(st.integers(0, spec.top_k - 1))] = 5
-
-    with pytest.raises(CaptureError) as caught:
-        rows_from_layers(layers_RDK, spec, first_row=11, call="c")
-
-    [problem] = caught.value.problems
-    assert (ErrorKind.DENSE_SLOT, layer, 11 + row, "c") == (problem.kind, problem.layer, problem.token, problem.sample)
-
-
-@given(engine_arrays(), st.data())
-def test_a_row_that_nobody_wrote_is_named(case: tuple[RouteSpec, NDArray[Any]], data: st.DataObject) -> None:
-    """For K >= 2 a row of zeros in a captured layer is refused, with layer and token: nobody chooses expert 0 twice."""
-    spec, layers_RDK = case
-    assume(spec.top_k > 1 and len(layers_RDK))
-    layer, row = data.draw(st.sampled_from(spec.layer_ids)), data.draw(st.integers(0, len(layers_RDK) - 1))
-    layers_RDK[row, layer] = 0
-
-    with pytest.raises(CaptureError) as caught:
-        rows_from_layers(layers_RDK, spec, first_row=11)
-
-    [problem] = caught.value.problems
-    assert (ErrorKind.UNCAPTURED_SLOT, layer, 11 + row) == (problem.kind, problem.layer, problem.token)
-
-
-def test_a_kernel_that_was_never_hooked_is_not_expert_zero() -> None:
-    """Zeros of the right shape (a capture bound to nothing) are refused with every captured layer, at any length."""
-    with pytest.raises(CaptureError, match="not bound") as caught:
-        rows_from_layers(np.zeros((1, 4, 3), np.uint8), SPEC)
-
-    assert [1, 3] == [problem.layer for problem in caught.value.problems]
-    assert ErrorKind.UNCAPTURED_SLOT == caught.value.kind
-
-
-@pytest.mark.parametrize(("rows", "refused"), [(0, False), (1, False), (63, False), (64, True), (500, True)])
-def test_top_1_needs_many_zero_rows_to_be_judged(rows: int, refused: bool) -> None:
-    """With one slot, zeros are a legal choice; only many of them, in every layer, show that nothing was captured."""
-    spec = RouteSpec(num_experts=16, top_k=1, layer_ids=(0, 2))
-    layers_RDK = np.zeros((rows, 3, 1), np.uint8)
-    if refused:
-        with pytest.raises(CaptureError) as caught:
-            rows_from_layers(layers_RDK, spec)
-        assert ErrorKind.UNCAPTURED_SLOT == caught.value.kind
-        layers_RDK[rows // 2, 2] = 1
-    np.testing.assert_array_equal(layers_RDK[:, [0, 2]], rows_from_layers(layers_RDK, spec))
-
-
-@pytest.mark.parametrize("expert", [127, 128, 199, 255])
-def test_the_upper_half_of_a_byte_stays_positive(expert: int) -> None:
-    """uint8 ids of 128 and more are widened by value, never reinterpreted as negative."""
-    spec = RouteSpec(num_experts=256, top_k=1, layer_ids=(0,))
-
-    assert [[[expert]]] == rows_from_layers(np.full((1, 1, 1), expert, np.uint8), spec).tolist()
-
-
-def test_int16_of_adjacent_layers_is_not_copied() -> None:
-    """The common case of an engine without dense layers shares the engine's memory, read-only."""
-    spec = RouteSpec(num_experts=100, top_k=2, layer_ids=(0, 1, 2))
-    layers_RDK = watermarked(5, spec, depth=3, dtype="<i2")
-
-    rows_RLK = rows_from_layers(layers_RDK, spec)
-
-    assert np.shares_memory(layers_RDK, rows_RLK)
-    assert (False, True) == (rows_RLK.flags.writeable, layers_RDK.flags.writeable)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bad:
-    """An array that is no engine output under SPEC, and how it is refused."""
-
-    name: str
-    layers: NDArray[Any]
-    error: type[RouteplaneError]
-    kind: ErrorKind
-
-
-BAD = (
-    Bad(name="floats", layers=np.ones((2, 4, 3)), error=DataError, kind=ErrorKind.DTYPE),
-    Bad(name="booleans", layers=np.ones((2, 4, 3), np.bool_), error=DataError, kind=ErrorKind.DTYPE),
-    Bad(name="flattened", layers=np.ones((2, 12), np.uint8), error=DataError, kind=ErrorKind.SHAPE),
-    Bad(name="batched", layers=np.ones((1, 2, 4, 3), np.uint8), error=DataError, kind=ErrorKind.SHAPE),
-    Bad(name="other top-k", layers=np.ones((2, 4, 2), np.uint8), error=SpecError, kind=ErrorKind.SHAPE),
-    Bad(name="MoE layers alone", layers=np.ones((2, 2, 3), np.uint8), error=SpecError, kind=ErrorKind.LAYERS),
-    Bad(name="a layer short", layers=np.ones((2, 3, 3), np.uint8), error=SpecError, kind=ErrorKind.LAYERS),
-    Bad(name="no rows, a layer short", layers=np.ones((0, 3, 3), np.uint8), error=SpecError, kind=ErrorKind.LAYERS),
-    Bad(
-        name="beyond int16",
-        layers=np.where(np.isin(np.arange(4), SPEC.layer_ids)[None, :, None], 32_768, np.zeros((2, 4, 3))).astype("u2"),
-        error=DataError,
-        kind=ErrorKind.VALUE_RANGE,
-    ),
-)
-
-
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_what_is_no_engine_output_is_refused(bad: Bad) -> None:
-    """A wrong type, rank, layer axis, top-k or id range is an error of its own kind that names the call."""
-    with pytest.raises(bad.error, match="call turn-7") as caught:
-        rows_from_layers(bad.layers, SPEC, call="turn-7")
-
-    assert bad.kind == caught.value.kind
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# base64 of .npy
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def encoded(array: NDArray[Any]) -> str:
-    """As vLLM's server does it."""
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-arrays = npst.arrays(
-    dtype=st.sampled_from([np.dtype(code) for code in (*INTEGERS, ">u2", ">i8")]),
+integers = npst.arrays(
+    dtype=st.sampled_from([np.dtype(code) for code in ("i1", "<i2", "<i4")]),
     shape=npst.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=5),
 )
 
 
-@given(arrays, st.booleans(), st.booleans())
-def test_what_numpy_saves_is_decoded(array: NDArray[Any], fortran: bool, as_bytes: bool) -> None:
-    """Every integer array of rank 3 that np.save writes comes back with its type, shape and values."""
-    text = encoded(np.asfortranarray(array) if fortran else array)
-
-    decoded = decode_npy(text.encode() if as_bytes else text)
-
-    assert (array.dtype, array.shape) == (decoded.dtype, decoded.shape)
-    np.testing.assert_array_equal(array, decoded)
-    assert not decoded.flags.writeable
+# ----------------------------------------------------------------------------------------------------------------------
+# Base64
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-@given(arrays, st.data())
-def test_a_cut_file_is_never_decoded(array: NDArray[Any], data: st.DataObject) -> None:
-    """Any proper prefix of a file, and any file with bytes behind it, is refused."""
-    content = base64.b64decode(encoded(array))
-    cut = data.draw(st.integers(0, len(content) - 1))
-    for wrong in (content[:cut], content + b"\0" * (cut + 1)):
-        with pytest.raises(DataError) as caught:
-            decode_npy(base64.b64encode(wrong))
-        assert ErrorKind.ENCODING == caught.value.kind
-
-
-@given(arrays, st.data())
-def test_a_flipped_byte_is_refused_or_harmless(array: NDArray[Any], data: st.DataObject) -> None:
-    """Whatever one byte becomes, decoding raises DataError or returns integers of rank 3 that fill the file exactly."""
-    content = bytearray(base64.b64decode(encoded(array)))
-    content[data.draw(st.integers(0, min(len(content), 130) - 1))] = data.draw(st.integers(0, 255))
+@pytest.mark.parametrize("fast", [True, False], ids=["pybase64", "standard library"])
+@given(text=st.text(st.sampled_from("AbQ1+/=\n é-"), max_size=13))
+def test_both_decoders_take_the_same_texts(fast: bool, text: str) -> None:
+    """With and without pybase64 exactly the canonical texts are decoded: those that encoding their bytes gives back."""
     try:
-        decoded = decode_npy(base64.b64encode(content))
-    except DataError:
-        return
-    assert (3, array.nbytes) == (decoded.ndim, decoded.nbytes)
-    assert decoded.dtype.kind in "iu"
+        plain = binascii.a2b_base64(text)
+    except ValueError:
+        plain = b""
+    canonical = base64.b64encode(plain).decode() == text
+    assert text64._fast_codec() is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if not fast:
+            patch.setattr(text64, "_fast_codec", lambda: None)
+        if canonical:
+            assert plain == decode_base64(text)
+        else:
+            with pytest.raises(DataError) as caught:
+                decode_base64(text)
+            assert ErrorKind.ENCODING == caught.value.kind
 
 
-def header(text: bytes, *, version: bytes = b"\1\0", length: int | None = None, payload: bytes = b"") -> bytes:
-    """A file with a header of one's own."""
-    size = len(text) if length is None else length
-    width = 4 if version == b"\2\0" else 2
-    return base64.b64encode(b"\x93NUMPY" + version + size.to_bytes(width, "little") + text + payload)
+@given(data=st.binary(max_size=40))
+def test_base64_round_trips(data: bytes) -> None:
+    """What is encoded is the standard library's text, and decodes to itself."""
+    text = encode_base64(data)
+
+    assert base64.b64encode(data).decode() == text
+    assert data == decode_base64(text, size=len(data)) == decode_base64(text.encode())
 
 
-def described(descr: bytes, shape: bytes) -> bytes:
-    """The text of a header as np.save lays it out."""
-    return b"{'descr': " + descr + b", 'fortran_order': False, 'shape': " + shape + b", }\n"
+# ----------------------------------------------------------------------------------------------------------------------
+# nrlre1
+# ----------------------------------------------------------------------------------------------------------------------
 
-
-def test_version_2_headers_are_read() -> None:
-    """The four-byte length of version 2.0 is understood."""
-    text = header(described(b"'|u1'", b"(1, 2, 3)"), version=b"\2\0", payload=bytes(range(6)))
-
-    assert [[[0, 1, 2], [3, 4, 5]]] == decode_npy(text).tolist()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadText:
-    """Text that is no encoded array, and the kind of the refusal."""
-
-    name: str
-    text: Any
-    kind: ErrorKind = ErrorKind.ENCODING
-
-
-BAD_TEXTS = (
-    BadText(name="nothing", text=""),
-    BadText(name="None", text=None, kind=ErrorKind.DTYPE),
-    BadText(name="a list", text=[1, 2], kind=ErrorKind.DTYPE),
-    BadText(name="no base64", text="****"),
-    BadText(name="a line break inside", text=encoded(np.ones((1, 1, 1), "u1")).replace("A", "\nA", 1)),
-    BadText(name="more digits than int takes", text=header(described(b"'|u1'", b"(" + b"9" * 5_000 + b", 1, 1)"))),
-    BadText(name="outside ASCII", text="Ångström"),
-    BadText(name="another file", text=base64.b64encode(b"PK\3\4" + bytes(40))),
-    BadText(name="version 3", text=header(described(b"'|u1'", b"(0, 1, 1)"), version=b"\3\0")),
-    BadText(name="a header past the end", text=header(b"{}", length=60_000)),
-    BadText(name="a header of 4 GiB", text=header(b"{}" + b" " * 99, version=b"\2\0", length=2**32 - 1)),
-    BadText(name="code for a header", text=header(b"__import__('os').system('true')\n")),
-    BadText(name="a huge announcement", text=header(described(b"'<i8'", b"(9999999999, 4, 4)"))),
-    BadText(name="huge and empty", text=header(described(b"'<i8'", b"(0, 99999999999999999999, 4)"))),
-    BadText(name="a negative side", text=header(described(b"'|u1'", b"(-1, 4, 4)"))),
-    BadText(name="a structured type", text=header(described(b"[('a', '<i2')]", b"(1, 1, 1)"))),
-    BadText(name="objects", text=encoded(np.ones((1, 1, 1), object)), kind=ErrorKind.DTYPE),
-    BadText(name="floats", text=encoded(np.ones((1, 1, 1))), kind=ErrorKind.DTYPE),
-    BadText(name="booleans", text=encoded(np.ones((1, 1, 1), np.bool_)), kind=ErrorKind.DTYPE),
-    BadText(name="text", text=encoded(np.full((1, 1, 1), "a")), kind=ErrorKind.DTYPE),
-    BadText(name="rank 2", text=encoded(np.ones((2, 2), "u1")), kind=ErrorKind.SHAPE),
-    BadText(name="rank 0", text=encoded(np.ones((), "u1")), kind=ErrorKind.SHAPE),
-    BadText(name="rank 4", text=encoded(np.ones((1, 1, 1, 1), "u1")), kind=ErrorKind.SHAPE),
+GOLDEN: tuple[tuple[Any, Any, str], ...] = (
+    ([[[1, 2]]], "int16", "nrlre1:int16:1x1x2:AQACAA=="),
+    ([[[0, 1]], [[-1, -1]]], "int8", "nrlre1:int8:2x1x2:AAH//w=="),
+    ([[[0, 1]], [[-1, -1]]], "int16", "nrlre1:int16:2x1x2:AAABAP////8="),
+    ([[[300, 1]]], "int32", "nrlre1:int32:1x1x2:LAEAAAEAAAA="),
+    (np.zeros((0, 3, 2)), "int16", "nrlre1:int16:0x3x2:"),
+    (np.arange(12).reshape(2, 3, 2).swapaxes(0, 1), "int16", "nrlre1:int16:3x2x2:AAABAAYABwACAAMACAAJAAQABQAKAAsA"),
 )
 
 
-@pytest.mark.parametrize("bad", BAD_TEXTS, ids=lambda bad: bad.name)
-def test_what_is_no_encoded_array_is_refused(bad: BadText) -> None:
-    """No text is evaluated, unpickled or trusted with a size: each is refused with its kind."""
+@pytest.mark.parametrize(("rows", "dtype", "text"), GOLDEN, ids=[text for _, _, text in GOLDEN])
+def test_c027_golden_envelopes(rows: Any, dtype: Any, text: str) -> None:
+    """NeMo RL fact C-027: the texts that its codec was seen to make, written and read."""
+    array = np.asarray(rows).astype(dtype)
+
+    assert text == encode(array, dtype=dtype, form="nrlre1")
+    decoded = decode(text, form="nrlre1").routes
+    assert (np.dtype(dtype), array.tolist(), array.shape) == (decoded.dtype, decoded.tolist(), decoded.shape)
+    assert not decoded.flags.writeable
+
+
+@given(integers)
+def test_c021_envelopes_round_trip(array: NDArray[Any]) -> None:
+    """NeMo RL fact C-021: any int8, int16 or int32 array comes back with its type, shape and values, -1 included."""
+    name: Any = array.dtype.name
+    text = encode(array, dtype=name, form="nrlre1")
+
+    assert text.startswith(f"nrlre1:{name}:{'x'.join(map(str, array.shape))}:")
+    np.testing.assert_array_equal(array, decode(text, form="nrlre1").routes)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(200, "int8"), (-129, "int8"), (40_000, "int16"), (2**31, "int32")])
+def test_no_cast_changes_a_value(value: int, dtype: Any) -> None:
+    """Facts C-015, C-018 and C-045, where NeMo RL wraps 200 to -56 and 255 to -1 on some paths: here it is refused."""
     with pytest.raises(DataError) as caught:
-        decode_npy(bad.text)
+        encode(np.full((1, 1, 2), value), dtype=dtype, form="nrlre1")
 
-    assert bad.kind == caught.value.kind
+    assert ErrorKind.VALUE_RANGE == caught.value.kind
+
+
+def test_c022_nested_lists_are_read() -> None:
+    """NeMo RL fact C-022: the older form of a payload."""
+    assert [[[1, 2]], [[3, 4]]] == decode([[[1, 2]], [[3, 4]]], form="lists").routes.tolist()
+
+
+@pytest.mark.parametrize("text", ["any text", "nrlre1:int16:5x3x2:" + "AAAA" * 8, "nrlre1:int64:1x1x1:AAAAAAAAAAA="])
+def test_c023_to_c025_are_refused(text: str) -> None:
+    """NeMo RL facts C-023 to C-025: other text, a payload of another shape, a type that the form does not have."""
+    with pytest.raises(DataError):
+        decode(text, form="nrlre1")
+
+
+@pytest.mark.parametrize("array", [np.ones((2, 2), np.int16), np.ones((1, 1, 1)), np.ones((1, 1, 1), np.bool_)])
+def test_c026_only_integers_of_rank_3_are_written(array: NDArray[Any]) -> None:
+    """NeMo RL fact C-026, but that int64 is written here where its values fit, since it is looked at."""
+    for form in get_args(WireForm):
+        with pytest.raises(UsageError):
+            encode(array, form=form)
+    assert "nrlre1:int16:1x1x1:BwA=" == encode(np.full((1, 1, 1), 7), form="nrlre1")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Recorded responses of a real server
+# Every form
 # ----------------------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """One choice of a recorded response that carries routes, with the reference made by a Transformers forward."""
-
-    name: str
-    spec: RouteSpec
-    routed_experts: str
-    first_row: int
-    token_ids: list[int]
-    reference: dict[str, list[list[int]]]
-
-
-def exchanges() -> Iterator[Exchange]:
-    """Every choice with routes: of whole responses, and of the last chunk of a token stream."""
-    for generation in ("0.30", "0.32"):
-        document = json.loads((DATA / f"vllm-{generation}-http.json").read_text(encoding="utf-8"))
-        spec = RouteSpec.from_hf_config(document["model"])
-        for case in document["cases"]:
-            parts = case["response"] if isinstance(case["response"], list) else [case["response"]]
-            choices = [choice for part in parts for choice in part.get("choices", [])]
-            texts = [choice["routed_experts"] for choice in choices if choice.get("routed_experts") is not None]
-            for index, (text, sequence) in enumerate(zip(texts, case["sequences"], strict=True)):
-                yield Exchange(
-                    name=f"{generation}, {case['name']}, {index}",
-                    spec=spec,
-                    routed_experts=text,
-                    first_row=case["request"].get("routed_experts_prompt_start") or 0,
-                    token_ids=sequence["token_ids"],
-                    reference=sequence["reference_sorted_by_layer"],
-                )
+FORMS: dict[str, Callable[[NDArray[Any]], Any]] = {
+    "npy": lambda rows: npy(rows),
+    "npy of ours": lambda rows: encode(rows, form="npy"),
+    "nrlre1 int8": lambda rows: encode(rows % 100, dtype="int8", form="nrlre1"),
+    "nrlre1": lambda rows: encode(rows, form="nrlre1"),
+    "nrlre1 int32": lambda rows: encode(rows, dtype="int32", form="nrlre1"),
+    "prime": lambda rows: encode(rows, form="prime"),
+    "lists": lambda rows: encode(rows, form="lists"),
+    "json lists": lambda rows: json.loads(json.dumps(rows.tolist())),
+}
 
 
-EXCHANGES = tuple(exchanges())
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_every_form_gives_the_same_rows(name: str, rows: int) -> None:
+    """One array with a slot per decoder layer, in each form, told apart by itself, gives the rows of the spec."""
+    sent_RDK = engine_rows(rows) % 100
+    read_RLK, first_row = payload_rows(FORMS[name](sent_RDK), SPEC)
+
+    np.testing.assert_array_equal(sent_RDK[:, [0, 2, 3]], read_RLK)
+    assert (0, np.dtype(np.int16), False) == (first_row, read_RLK.dtype, read_RLK.flags.writeable)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
-def test_recorded_responses_decode_to_their_reference(exchange: Exchange) -> None:
-    """A row for every token from the trim on but the last one, equal as a set to an independent forward's choice."""
-    rows_RLK = rows_from_layers(decode_npy(exchange.routed_experts), exchange.spec, first_row=exchange.first_row)
+@pytest.mark.parametrize("name", FORMS)
+def test_an_axis_of_captured_layers_must_be_said(name: str) -> None:
+    """An array of the spec's layers alone is read where it is called that, and refused where it is not."""
+    sent_RLK = engine_rows(9)[:, [0, 2, 3]] % 100
+    payload = FORMS[name](sent_RLK)
 
-    expected = [
-        [exchange.reference[str(layer)][token] for layer in exchange.spec.layer_ids]
-        for token in range(exchange.first_row, len(exchange.token_ids) - 1)
-    ]
-    assert expected == np.sort(rows_RLK, axis=2).tolist()
+    np.testing.assert_array_equal(sent_RLK, payload_rows(payload, SPEC, axis="captured")[0])
+    with pytest.raises(RouteplaneError) as caught:
+        payload_rows(payload, SPEC)
+    assert ErrorKind.LAYERS == caught.value.kind
 
 
-def test_both_generations_are_recorded_in_full() -> None:
-    """Each generation brought routes in the same choices; a case that lost its routes would not pass unseen."""
-    names = [exchange.name for exchange in EXCHANGES]
+def test_sglang_is_read_where_it_is_named() -> None:
+    """Base64 of bare int32 has no mark; named, it gives the rows."""
+    sent_RDK = engine_rows(21)
+    text = encode(sent_RDK, form="sglang")
 
-    assert 2 * 19 == len(names)
-    assert [name[4:] for name in names[:19]] == [name[4:] for name in names[19:]]
+    np.testing.assert_array_equal(sent_RDK, decode(text, layers=4, slots=4, form="sglang").routes)
+    np.testing.assert_array_equal(sent_RDK[:, [0, 2, 3]], payload_rows(text, SPEC, form="sglang")[0])
+    with pytest.raises(DataError):
+        form_of(text)
+
+
+def test_a_start_that_is_sent_must_be_the_one_expected() -> None:
+    """prime-rl's start is the token of the first row; another one than was asked for is refused (field row 22)."""
+    payload = encode(engine_rows(5), start=500, form="prime")
+
+    assert 500 == decode(payload, form="prime")[1] == payload_rows(payload, SPEC)[1]
+    assert 500 == payload_rows(payload, SPEC, first_row=500)[1]
+    with pytest.raises(DataError) as caught:
+        payload_rows(payload, SPEC, first_row=400)
+    assert ErrorKind.ROW_COUNT == caught.value.kind
+    del payload["start"]
+    assert 0 == decode(payload, form="prime")[1]
+
+
+@pytest.mark.parametrize("experts", [255, 256, 300, 32_767])
+def test_every_dtype_an_encoder_emits_is_decoded(experts: int) -> None:
+    """Whatever type an id needs, all forms that can carry it bring the highest expert back (field rows 37 and 39)."""
+    spec = RouteSpec(num_experts=experts, top_k=1, layer_ids=(0,))
+    array = np.full((3, 1, 1), experts - 1, np.uint8 if experts <= 256 else np.uint16)
+    for payload in (
+        encode(array, form="npy"),
+        encode(array, form="prime"),
+        encode(array, form="nrlre1"),
+        encode(array, form="lists"),
+    ):
+        assert {experts - 1} == set(payload_rows(payload, spec)[0].ravel().tolist())
+
+
+@given(st.data())
+def test_rows_that_never_came_are_missing(data: st.DataObject) -> None:
+    """A harness writes -1 into every slot, dense ones too: MISSING, and the rows around it keep their place."""
+    sent_RDK = engine_rows(8).astype(np.int16)
+    missing = data.draw(st.sets(st.integers(0, 7)))
+    sent_RDK[sorted(missing)] = -1
+
+    rows_RLK = rows_from_axis(sent_RDK, SPEC)
+
+    expected = engine_rows(8)[:, [0, 2, 3]].astype(np.int16)
+    expected[sorted(missing)] = MISSING
+    np.testing.assert_array_equal(expected, rows_RLK)
+
+
+@pytest.mark.parametrize("start", [-1, 2**31, 2**32, True, 1.5, "2"])
+def test_only_token_positions_are_written_as_a_start(start: Any) -> None:
+    """A writer refuses a start that its own reader would refuse."""
+    with pytest.raises(UsageError, match="start"):
+        encode(engine_rows(5), form="prime", start=start)
+
+
+@pytest.mark.parametrize(
+    ("form", "option"), [("npy", {"start": 1}), ("lists", {"dtype": "int8"}), ("prime", {"dtype": "int8"})]
+)
+def test_an_option_that_a_form_cannot_carry_is_refused(form: Any, option: dict[str, Any]) -> None:
+    """A start is for prime-rl's object alone, a wire type for NeMo RL's envelope alone."""
+    with pytest.raises(UsageError, match=next(iter(option))):
+        encode(engine_rows(5), form=form, **option)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Malformed
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: An exception, its text and what the interpreter allocates on the way.
+SLACK = 48_000
+
+
+def peak(payload: Malformed, spec: RouteSpec = SPEC) -> tuple[RouteplaneError, int]:
+    """What reading a payload raises, and the most bytes that were allocated at once on the way."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RouteplaneError) as caught:
+            payload_rows(payload.payload, spec, form=payload.form)
+        return caught.value, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.name)
+def test_what_is_malformed_is_refused_at_little_cost(case: Malformed) -> None:
+    """Each has an error of its own kind, and makes nobody allocate more than twice its own size."""
+    error, allocated = peak(case)
+
+    assert case.kind == error.kind, error
+    assert allocated <= 2 * size_of(case.payload) + SLACK
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("layers", [(5,), tuple(range(0, 32, 2))], ids=["nearly all dense", "half of them dense"])
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_dense_layers_cost_no_copy(top_k: int, layers: tuple[int, ...], dtype: Any) -> None:
+    """Where most of a payload is slots of dense layers, some of its rows MISSING and one wrong, the bound holds too."""
+    spec = RouteSpec(num_experts=99, top_k=top_k, layer_ids=layers)
+    ids_RDK = np.zeros((4_000, 32, top_k), np.int16)
+    ids_RDK[:, layers] = np.arange(1, top_k + 1)
+    ids_RDK[7] = MISSING
+    ids_RDK[9, 31, 0] = 3
+    case = Malformed(name="", payload=encode(ids_RDK, dtype=dtype, form="nrlre1"))
+    error, allocated = peak(case, spec)
+
+    assert (ErrorKind.DENSE_SLOT, 9, 31) == (error.kind, error.problems[0].token, error.problems[0].layer)
+    assert allocated <= 2 * size_of(case.payload) + SLACK
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64])
+def test_the_least_id_of_a_type_is_found(dtype: Any) -> None:
+    """The error names the row that holds it, though its negative is itself."""
+    ids_RDK = np.ones((8, 4, 4), dtype) * np.arange(1, 5, dtype=dtype)
+    ids_RDK[:, 1] = 0
+    ids_RDK[5, 2, 0] = np.iinfo(dtype).min
+
+    with pytest.raises(DataError) as caught:
+        rows_from_axis(ids_RDK, SPEC)
+    assert (ErrorKind.PARTIAL_ROW, 5, 2) == (
+        caught.value.kind,
+        caught.value.problems[0].token,
+        caught.value.problems[0].layer,
+    )
+
+
+def test_the_table_is_long_enough() -> None:
+    """At least 60 cases, with different names, of every form."""
+    names = {case.name for case in MALFORMED}
+
+    assert len(MALFORMED) == len(names) >= 60
+    assert {"nrlre1", "npy", "prime", "lists", "sglang", "no form"} == {name.split(":")[0] for name in names}
+
+
+TEXTS = {
+    "npy": npy(engine_rows(6)),
+    "nrlre1": encode(engine_rows(6), form="nrlre1"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@given(st.data())
+def test_edited_text_is_refused_or_read_as_rows(name: str, data: st.DataObject) -> None:
+    """Whatever is cut out of a text or put into it, reading raises a typed error or gives rows of the spec's shape."""
+    text = TEXTS[name]
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(len(text), start + 6)))
+    edited = text[:start] + data.draw(st.text(st.sampled_from("A1x:+/=9 \n\0é"), max_size=6)) + text[stop:]
+    tracemalloc.start()
+    try:
+        rows_RLK, _ = payload_rows(edited, SPEC)
+    except RouteplaneError:
+        assert tracemalloc.get_traced_memory()[1] <= 2 * len(edited) + SLACK
+        return
+    finally:
+        tracemalloc.stop()
+    assert SPEC.row_shape == rows_RLK.shape[1:]
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+
+
+@given(st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner)))
+def test_any_json_is_refused_or_read_as_rows(document: object) -> None:
+    """No JSON value makes reading raise anything but a typed error."""
+    try:
+        rows_RLK, _ = payload_rows(document, SPEC)
+    except RouteplaneError:
+        return
+    assert SPEC.row_shape == rows_RLK.shape[1:]

@@ -25,7 +25,7 @@ from routeplane.cli.demo import engine as demo_engine
 from routeplane.cli.demo import transformers as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
-from routeplane.inspect.check import check_stream, summarise_stream
+from routeplane.inspect.look import check_stream, summarise_stream
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates

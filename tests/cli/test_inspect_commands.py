@@ -12,9 +12,9 @@ import ray
 from ray._private import services
 
 from routeplane.inspect import tables
-from routeplane.inspect.collect import collect
-from routeplane.inspect.diff import compare
+from routeplane.inspect.compare import compare
 from routeplane.inspect.explain import explain
+from routeplane.inspect.statistics import collect
 from tests.cli.test_main import Program
 from tests.inspect.containers import PLACINGS, archived, streamed
 from tests.inspect.runs import SPEC, flipped, run

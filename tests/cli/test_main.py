@@ -429,13 +429,14 @@ def test_info_and_validate_take_archives(routeplane: Program, archive: Path) -> 
 
 def test_a_damaged_archive_is_status_1(routeplane: Program, archive: Path) -> None:
     """``validate`` lists the damage on stdout; ``info`` complains where it cannot open it."""
-    (archive / "runs/step-1/token_ids/c/0").unlink()
+    (run,) = archive.glob("runs/step-1-*")
+    (run / "token_ids/c/0").unlink()
     found = routeplane("validate", archive, "--json")
     assert (1, "", False) == (found.status, found.err, found.document["valid"])
     assert {("lost_file", f"sample-{index}") for index in range(3)} == {
         (problem["kind"], problem["sample"]) for problem in found.document["problems"]
     }
-    (archive / "runs/step-1/records/manifest.json").write_text("{}")
+    (run / "records/manifest.json").write_text("{}")
     shown = routeplane("info", archive)
     assert (1, "") == (shown.status, shown.out)
     assert shown.err.startswith("routeplane: corrupt_chunk: expected ")

@@ -1,4 +1,4 @@
-"""Actors on a real cluster: one builder for every set-up, typed errors across Ray, and nobody left behind."""
+"""Actors on a real cluster: one builder for every set-up, typed errors across Ray, and no process left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
-from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor
+from routeplane.fleet.actors import ActorHandle, ActorOptions, EnvironmentHandle, build_environment_actor, start_actor
 from routeplane.fleet.endpoints import Endpoints, reserve
+from routeplane.fleet.environment import EnvironmentWorker
 from routeplane.fleet.processes import Process, children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.record.spec import RouteSpec
@@ -52,6 +55,14 @@ def asked(handle: EnvironmentHandle, example: Any = None) -> Any:
     return asyncio.run(handle.rollout(example))
 
 
+def command_of(process: Process) -> bytes:
+    """The command line of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def known(pid: int) -> Process:
     """A process that runs now."""
     found = process_of(pid)
@@ -78,7 +89,7 @@ def test_every_set_up_gets_its_environment_from_one_function() -> None:
         }
         seen = {}
         for name, options in set_ups.items():
-            handle = built({"use_fastokens": True}, name=name, **options)
+            handle = built({}, name=name, **options)
             seen[name] = asked(handle)
             handle.close()
     assert {"grpo": True, "distillation": False, "single-controller": True} == {
@@ -90,7 +101,7 @@ def test_every_set_up_gets_its_environment_from_one_function() -> None:
 
 def test_children_get_the_root_of_the_virtual_environment_and_no_copy_of_ours() -> None:
     """VIRTUAL_ENV is a folder and not an interpreter; the driver's secrets stay with the driver."""
-    handle = built({}, options={"runtime_env": {"env_vars": {"FLEET_TESTS_GIVEN": "kept"}}})
+    handle = built({}, options=ActorOptions(ray={"runtime_env": {"env_vars": {"FLEET_TESTS_GIVEN": "kept"}}}))
     answer = asked(handle)
     handle.close()
     assert [sys.prefix, sys.prefix] == answer["venv"]
@@ -101,18 +112,80 @@ def test_placement_is_kept() -> None:
     """A node that is not there cannot be replaced by another."""
     nowhere = NodeAffinitySchedulingStrategy("a" * 56, soft=False)
     with pytest.raises(FleetError) as caught:
-        built({}, options={"scheduling_strategy": nowhere})
+        built({}, options=ActorOptions(ray={"scheduling_strategy": nowhere}))
     assert ErrorKind.ACTOR_LOST == caught.value.kind
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    handle = built({}, options={"scheduling_strategy": here})
+    handle = built({}, options=ActorOptions(ray={"scheduling_strategy": here}))
     assert asyncio.run(handle.is_healthy())
     handle.close()
 
 
-def test_a_configuration_that_cannot_be_is_refused_before_an_actor_is_made() -> None:
-    """By the driver, where the caller can see it."""
-    with pytest.raises(UsageError, match="strangr"):
-        built({"strangr": 1}, known=())
+def test_a_key_that_the_environment_does_not_consume_is_refused() -> None:
+    """A misspelt key would silently be the default: the factory declares what it consumes."""
+    with pytest.raises(UsageError, match=r"expected keys that .*:child consumes \(fail, hang\), got strangr"):
+        built({"strangr": 1})
+
+
+def test_a_tokenizer_that_the_environment_does_not_take_is_refused() -> None:
+    """An environment without set_tokenizer would drop it in silence."""
+    with pytest.raises(UsageError, match="expected an environment with set_tokenizer"):
+        asyncio.run(
+            build_environment_actor({}, URLS, factory="tests.fleet.workers:plain", captured=None, tokenizer="t")
+        )
+
+
+@pytest.mark.parametrize("venv", [sys.executable, "/no/such/folder"])
+def test_what_is_not_the_root_of_an_environment_is_refused(venv: str) -> None:
+    """An interpreter, and a folder that is not there."""
+    with pytest.raises(UsageError, match="expected venv as the root of a virtual environment"):
+        ActorOptions(venv=venv)
+
+
+def test_the_root_is_said_once() -> None:
+    """One of the two would win in silence."""
+    with pytest.raises(UsageError, match="not both"):
+        ActorOptions(venv=sys.prefix, ray={"runtime_env": {"env_vars": {"VIRTUAL_ENV": "/x"}}})
+
+
+def test_an_actor_that_cannot_be_placed_ends_in_its_time() -> None:
+    """A cluster without the resource: the error names what was asked for, and no actor is left pending."""
+    options = ActorOptions(ray={"num_gpus": 1}, timeout=1.0)
+    with pytest.raises(FleetError, match=r"engine.* within 1\.0 s.*num_gpus") as caught:
+        asyncio.run(start_actor(EnvironmentWorker, [None, FACTORY], name="engine", options=options))
+    assert ErrorKind.NOT_READY == caught.value.kind
+
+
+def test_a_plan_whose_actor_cannot_be_placed_ends_in_the_tasks_time() -> None:
+    """The task's bound is shorter than the actor's: cancellation reaches Ray, and nothing of the actor is left."""
+
+    async def engine(context: TaskContext) -> object:
+        make = partial(
+            start_actor, EnvironmentWorker, [None, FACTORY], name="engine", options=ActorOptions(ray={"num_gpus": 1})
+        )
+        return await context.acquire(make, ActorHandle.close)
+
+    with pytest.raises(FleetError, match=r"expected task engine to end within 0\.5 s"):
+        start(Plan(tasks=(Task(name="engine", run=engine, timeout=0.5),)))
+
+
+def test_an_actor_is_gone_when_a_failed_start_returns() -> None:
+    """Another task fails while the actor is being placed: its process has ended before the error is raised."""
+
+    async def actor(context: TaskContext) -> object:
+        return await context.acquire(
+            partial(start_actor, EnvironmentWorker, [None, FACTORY], name="actor"), ActorHandle.close
+        )
+
+    async def fail(context: TaskContext) -> None:
+        await asyncio.sleep(0.05)
+        raise OSError("no such model")
+
+    for _ in range(3):
+        with pytest.raises(FleetError, match="no such model"):
+            start(Plan(tasks=(Task(name="actor", run=actor), Task(name="fail", run=fail))))
+        assert [] == [
+            process for process in children_of(os.getpid()) if b"ray::EnvironmentWorker" in command_of(process)
+        ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -171,8 +244,8 @@ def test_a_plan_that_fails_takes_its_actors_along() -> None:
     processes: list[Process] = []
 
     async def environment(context: TaskContext) -> None:
-        handle = await build_environment_actor({}, URLS, factory=FACTORY, captured=None)
-        context.defer(handle.close)
+        build = partial(build_environment_actor, {}, URLS, factory=FACTORY, captured=None)
+        handle = await context.acquire(build, EnvironmentHandle.close)
         answer = await handle.rollout(None)
         processes.extend([known(answer["pid"]), known(answer["server"])])
 

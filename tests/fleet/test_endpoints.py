@@ -263,3 +263,19 @@ def test_two_shards_never_share_a_url() -> None:
     """One URL twice would send one shard's traffic to another."""
     with pytest.raises(UsageError):
         Endpoints.of(["http://a/v1", "http://a/v1"])
+
+
+@pytest.mark.parametrize("urls", [[None], [""], ["no url"], ["ftp://host/"], ["http:///v1"], "http://a/v1", [b"x"]])
+def test_what_is_not_a_url_is_refused(urls: object) -> None:
+    """None of them can be asked; one string would be taken letter by letter."""
+    with pytest.raises(UsageError):
+        Endpoints.of(urls)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_needs_a_host_to_advertise(host: str) -> None:
+    """No caller on another machine can connect to http://0.0.0.0."""
+    with pytest.raises(UsageError, match="binds all interfaces"):
+        reserve(host, (18_700, 18_800))
+    with reserve(host, (18_700, 18_800), advertise="node-1") as endpoint:
+        assert endpoint.url.startswith("http://node-1:")

@@ -9,6 +9,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routeplane.capture.openai import calls_from_response
 from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
-from routeplane.fleet.actors import EngineHandle, start_engine
+from routeplane.fleet.actors import ActorOptions, EngineHandle, start_engine
 from routeplane.fleet.endpoints import ServerState
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.processes import children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
 from routeplane.record.spec import RouteSpec
+from tests.capture.reading import response_calls
 from tests.capture.vllm_engine import QWEN3_MOE
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
@@ -39,7 +40,7 @@ SETTINGS = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-OPTIONS = {"runtime_env": {"env_vars": SETTINGS}}
+OPTIONS = ActorOptions(ray={"runtime_env": {"env_vars": SETTINGS}})
 PROMPT = [5, 6, 7, 8]
 ENGINE = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
 
@@ -87,7 +88,7 @@ def completion(url: str) -> dict[str, Any]:
 
 def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
     """The shape of the rows of a response's one call."""
-    [call] = calls_from_response(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
+    [call] = response_calls(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
     assert call.routes is not None
     return call.routes.shape
 
@@ -95,7 +96,7 @@ def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
 def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(model: Path) -> None:
     """The life of a shard: 503 before it serves, routes of the spec afterwards, the same URL after SIGKILL."""
     spec = spec_of(model)
-    engine = start_engine(config_of(model, spec, enable_scale_out=True), 3, options=OPTIONS)
+    engine = asyncio.run(start_engine(config_of(model, spec, enable_scale_out=True), 3, options=OPTIONS))
     try:
 
         async def up() -> Any:
@@ -136,8 +137,8 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_plan(model: Path) -> N
     seen: dict[str, Any] = {}
 
     async def reserved(context: TaskContext) -> EngineHandle:
-        engine = await asyncio.to_thread(start_engine, config_of(model, spec), 0, options=OPTIONS)
-        context.defer(engine.close)
+        make = partial(start_engine, config_of(model, spec), 0, options=OPTIONS)
+        engine: EngineHandle = await context.acquire(make, EngineHandle.close)
         seen["url"] = (await engine.reserve()).url
         return engine
 
@@ -179,7 +180,7 @@ def test_what_cannot_return_routes_is_refused_before_weights_load(model: Path, t
         (config_of(model, wider), SpecError, ErrorKind.SPEC_MISMATCH),
         (config_of(model, spec, enable_return_routed_experts=False), CaptureError, ErrorKind.CAPTURE_OFF),
     ]
-    engines = [start_engine(config, 0, options=OPTIONS) for config, _, _ in cases]
+    engines = [asyncio.run(start_engine(config, 0, options=OPTIONS)) for config, _, _ in cases]
 
     async def load_all() -> list[Any]:
         # at once: what takes time is importing the engine in each

@@ -10,7 +10,7 @@ import pytest
 
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.endpoints import Endpoints
-from routeplane.fleet.environment import OUR_KEYS, EnvironmentConfig, EnvironmentWorker, build_config, carry_dtype
+from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig, EnvironmentWorker, build_config
 from routeplane.record.spec import RouteSpec
 
 SPEC = RouteSpec(num_experts=64, top_k=4, layer_ids=(0, 1))
@@ -18,13 +18,9 @@ URLS = Endpoints.of(["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"])
 
 
 def whole() -> dict[str, Any]:
-    """What a user writes: all of ours, and some of the environment's."""
+    """What a user writes for an environment."""
     return {
-        "tokenizer_config": {"padding_side": "left", "extra": {"chat_template": "x"}},
-        "pad_dynamic_image_shapes": True,
-        "invalid_tool_call_patterns": ["<tool_call>"],
         "thinking_tags": ["<think>", "</think>"],
-        "use_fastokens": True,
         "servers": {"calculator": {"port": 1, "tools": ["add"]}},
         "config_paths": ["a.yaml"],
     }
@@ -35,27 +31,20 @@ def whole() -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_of_ours_are_lifted_out_and_the_rest_is_the_environments() -> None:
-    """C-187: every key of ours arrives by name; the environment sees none of them."""
+def test_every_key_reaches_the_environment() -> None:
+    """C-187: nothing is lifted out, renamed or dropped on the way."""
     built = build_config(whole(), URLS, captured=SPEC)
-    given = whole()
-    assert {key: given[key] for key in OUR_KEYS} == {
-        key: list(value) if isinstance(value := getattr(built, key), tuple) else value for key in OUR_KEYS
-    }
-    assert {"servers": given["servers"], "config_paths": given["config_paths"]} == built.environment
+    assert whole() == built.settings
     assert URLS == built.endpoints
 
 
 def test_the_callers_mapping_is_neither_changed_nor_shared() -> None:
-    """What a later set-up does to its mapping, or the environment to its own, reaches nobody else."""
+    """What a later set-up does to its mapping, or the environment to its own, reaches no other."""
     given = whole()
     built = build_config(given, URLS, captured=SPEC)
     assert whole() == given
     given["servers"]["calculator"]["port"] = 2
-    given["tokenizer_config"]["extra"]["chat_template"] = "y"
-    assert 1 == built.environment["servers"]["calculator"]["port"]
-    assert built.tokenizer_config is not None
-    assert "x" == built.tokenizer_config["extra"]["chat_template"]
+    assert 1 == built.settings["servers"]["calculator"]["port"]
 
 
 @pytest.mark.parametrize(
@@ -66,48 +55,14 @@ def test_routes_are_required_where_they_are_captured(captured: RouteSpec | None,
     assert required is build_config(whole(), URLS, captured=captured).require_routes
 
 
-@pytest.mark.parametrize(
-    ("experts", "dtype"), [(8, "int8"), (128, "int8"), (129, "int16"), (256, "int16"), (32_767, "int16")]
-)
-def test_the_dtype_follows_from_the_one_spec(experts: int, dtype: str) -> None:
-    """The boundaries of NeMo RL's carry dtype (facts 1.3), up to the widest router that the format has."""
-    assert dtype == carry_dtype(RouteSpec(num_experts=experts, top_k=2, layer_ids=(0,)))
-    assert (
-        dtype == build_config({}, URLS, captured=RouteSpec(num_experts=experts, top_k=2, layer_ids=(0,))).routes_dtype
-    )
-
-
-def test_without_capture_the_dtype_is_int16() -> None:
-    """As NeMo RL says where it knows no model."""
-    assert "int16" == carry_dtype(None)
-
-
-def test_a_key_that_neither_side_consumes_is_an_error() -> None:
-    """A misspelt key would silently be the default."""
-    with pytest.raises(UsageError, match="use_fasttokens") as caught:
-        build_config({**whole(), "use_fasttokens": True}, URLS, captured=SPEC, known=["servers", "config_paths"])
-    assert ErrorKind.ARGUMENT == caught.value.kind
-    build_config(whole(), URLS, captured=SPEC, known=["servers", "config_paths"])
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("use_fastokens", "yes"),
-        ("pad_dynamic_image_shapes", 1),
-        ("tokenizer_config", "path"),
-        ("thinking_tags", "<think>"),
-        ("invalid_tool_call_patterns", [1]),
-    ],
-)
-def test_a_value_of_another_type_is_refused_by_name(key: str, value: object) -> None:
-    """A text where a list is meant would be taken letter by letter."""
-    with pytest.raises(UsageError, match=key):
-        build_config({key: value}, URLS, captured=SPEC)
+def test_a_key_that_is_not_a_string_is_refused() -> None:
+    """No factory can declare it."""
+    with pytest.raises(UsageError, match="strings as keys"):
+        build_config({1: "x"}, URLS, captured=SPEC)  # type: ignore[dict-item]
 
 
 def test_routes_without_an_endpoint_are_a_plan_that_cannot_work() -> None:
-    """Nobody would be asked for them; without capture no endpoint is fine."""
+    """No engine could be asked for them; without capture no endpoint is fine."""
     with pytest.raises(UsageError) as caught:
         build_config({}, Endpoints.of([]), captured=SPEC)
     assert ErrorKind.PLAN == caught.value.kind
@@ -144,7 +99,7 @@ class Counting:
     def start(self) -> None:
         """Fail where the configuration says so."""
         self.calls.append("start")
-        if self.config.environment.get("fail") == "start":
+        if self.config.settings.get("fail") == "start":
             raise OwnError(code=7)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
@@ -173,6 +128,22 @@ def counting(config: EnvironmentConfig) -> Counting:
     return Counting(config)
 
 
+counting.consumes = ("fail",)  # type: ignore[attr-defined]
+
+
+def undeclared(config: EnvironmentConfig) -> Counting:
+    """A factory that does not say what it consumes."""
+    return Counting(config)
+
+
+def passing(config: EnvironmentConfig) -> Counting:
+    """A factory whose environment checks its keys itself."""
+    return Counting(config)
+
+
+passing.consumes = ALL_KEYS  # type: ignore[attr-defined]
+
+
 def worker(**environment: Any) -> EnvironmentWorker:
     """A worker of a Counting environment."""
     return EnvironmentWorker(build_config(environment, URLS, captured=None), "tests.fleet.test_environment:counting")
@@ -192,6 +163,22 @@ def test_a_worker_answers_between_start_and_close() -> None:
     made.close()
     with pytest.raises(FleetError):
         made.rollout(1)
+
+
+def test_a_key_that_the_factory_does_not_consume_is_refused() -> None:
+    """A misspelt key would silently be the default; nothing was made."""
+    made = worker(fali="start")
+    with pytest.raises(UsageError, match=r"counting consumes \(fail\), got fali"):
+        made.start()
+    assert made._environment is None
+
+
+def test_a_factory_declares_its_keys_or_takes_all() -> None:
+    """Without a declaration every key would be a guess."""
+    settings = build_config({"a": 1}, URLS, captured=None)
+    with pytest.raises(UsageError, match="declare the keys that it consumes"):
+        EnvironmentWorker(settings, "tests.fleet.test_environment:undeclared").start()
+    EnvironmentWorker(settings, "tests.fleet.test_environment:passing").start()
 
 
 def test_a_tokenizer_is_installed_once() -> None:
@@ -231,7 +218,7 @@ def test_a_start_that_fails_can_still_be_closed() -> None:
 
 
 @pytest.mark.parametrize("factory", ["nothing", "tests.fleet.test_environment:", ":counting"])
-def test_a_factory_that_is_no_name_is_refused(factory: str) -> None:
+def test_a_factory_without_a_dotted_name_is_refused(factory: str) -> None:
     """Named in the error."""
     made = EnvironmentWorker(build_config({}, URLS, captured=None), factory)
     with pytest.raises(UsageError, match=r"package\.module:function"):
@@ -244,4 +231,4 @@ def test_copies_are_deep_for_configs_of_any_depth() -> None:
     kept = copy.deepcopy(given)
     built = build_config(given, URLS, captured=None)
     given["a"]["b"][0]["c"].append(2)
-    assert kept == built.environment
+    assert kept == built.settings

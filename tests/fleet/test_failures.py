@@ -1,4 +1,4 @@
-"""Failures of a fleet, by killing or blocking real processes: it ends in seconds, with the reason, and nobody is left.
+"""Failures of a fleet, by killing or blocking real processes: it ends in seconds, says why, and leaves no process.
 
 The engine that is killed while it loads is in ``test_engine_actor``.
 """
@@ -12,12 +12,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from routeplane.errors import ErrorKind, FleetError, TransportError
-from routeplane.fleet.actors import build_environment_actor, start_engine
+from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor, start_engine
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.processes import Process, children_of, is_alive, process_of
@@ -53,7 +54,7 @@ def port_of(url: str) -> int:
 
 
 def refuses(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Whether no process listens there."""
     with socket.socket() as caller:
         return caller.connect_ex(("127.0.0.1", port)) != 0
 
@@ -68,10 +69,9 @@ def test_an_environment_that_never_answers_ends_in_its_time(cluster: None, tmp_p
     said = tmp_path / "pids"
 
     async def environment(context: TaskContext) -> None:
-        handle = await build_environment_actor(
-            {"hang": str(said)}, URLS, factory="tests.fleet.workers:child", captured=None
-        )
-        context.defer(handle.close)
+        settings = {"hang": str(said)}
+        build = partial(build_environment_actor, settings, URLS, factory="tests.fleet.workers:child", captured=None)
+        await context.acquire(build, EnvironmentHandle.close)
 
     with pytest.raises(FleetError, match="expected task environment to end within 8") as caught:
         start(Plan(tasks=(Task(name="environment", run=environment, timeout=8.0),)))
@@ -84,7 +84,7 @@ def test_an_environment_that_never_answers_ends_in_its_time(cluster: None, tmp_p
 def test_an_engine_whose_port_was_taken_meanwhile_says_so(cluster: None) -> None:
     """Killed, its port taken by somebody else, restarted: refused before anything is loaded, and the actor is gone."""
     config = EngineConfig(model="no model is loaded here", spec=None, port_range=(18_900, 19_000))
-    engine = start_engine(config, 0)
+    engine = asyncio.run(start_engine(config, 0))
     try:
         port = port_of(asyncio.run(engine.reserve()).url)
         process = known(engine.pid)
@@ -144,7 +144,8 @@ def test_a_plane_that_is_killed_while_others_start_comes_back(cluster: None) -> 
 
 PROGRAM = """
 import asyncio, signal, sys, ray
-from routeplane.fleet.actors import build_environment_actor, start_engine
+from functools import partial
+from routeplane.fleet.actors import EngineHandle, EnvironmentHandle, build_environment_actor, start_engine
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.startup import Plan, Task, start
@@ -154,15 +155,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def reserved(context):
     config = EngineConfig(model="no model is loaded here", spec=None, port_range=(19_000, 19_100))
-    handle = await asyncio.to_thread(start_engine, config, 0)
-    context.defer(handle.close)
+    handle = await context.acquire(partial(start_engine, config, 0), EngineHandle.close)
     return Endpoints(states=(await handle.reserve(),))
 
 async def environment(context):
-    handle = await build_environment_actor(
-        {}, context.results["reserved"], factory="tests.fleet.workers:child", captured=None
-    )
-    context.defer(handle.close)
+    endpoints = context.results["reserved"]
+    build = partial(build_environment_actor, {}, endpoints, factory="tests.fleet.workers:child", captured=None)
+    await context.acquire(build, EnvironmentHandle.close)
 
 async def trainer(context):
     if sys.argv[1] == "starting":

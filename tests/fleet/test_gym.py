@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routeplane.capture.gym import records_from_gym
-from routeplane.errors import ErrorKind, FleetError, UsageError
-from routeplane.fleet.actors import build_environment_actor
+from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
+from routeplane.fleet.actors import ActorOptions, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import EnvironmentConfig, build_config
-from routeplane.fleet.gym import gym_config, make_environment
+from routeplane.fleet.gym import check_routes, gym_config, make_environment
 from routeplane.fleet.processes import children_of
 from routeplane.record.spec import RouteSpec
+from tests.capture.reading import gym_rollout
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 
@@ -40,10 +40,11 @@ def built(config: Mapping[str, Any], *, captured: RouteSpec | None = TINY) -> En
 
 
 def test_gym_gets_the_engines_urls_and_asks_for_routes() -> None:
-    """All URLs in shard order; token ids and the header on the policy's model server; our keys stay with us."""
+    """All URLs in shard order; token ids and the header on the policy's model server; every other key is Gym's."""
     found = gym_config(built({"config_paths": ["a.yaml"], "gym_python": "python", "use_fastokens": True}))
     assert {
         "config_paths": ["a.yaml"],
+        "use_fastokens": True,
         "policy_base_url": ["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"],
         "policy_api_key": "none",
         "policy_model": {
@@ -69,7 +70,7 @@ def test_what_the_user_says_of_the_model_server_stays_and_is_not_changed() -> No
     environment = built(config)
     server = gym_config(environment)["policy_model"]["responses_api_models"]["vllm_model"]
     assert {"default_headers": header, "return_token_id_information": True} == server
-    assert config == environment.environment
+    assert config == environment.settings
 
 
 def test_urls_of_another_source_are_refused() -> None:
@@ -198,7 +199,7 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
                 Endpoints.of([f"{server.url}/v1"]),
                 factory="routeplane.fleet.gym:make_environment",
                 captured=SPEC,
-                venv=str(GYM),
+                options=ActorOptions(venv=str(GYM)),
             )
             try:
                 return await handle.rollout(example), await handle.is_healthy(), children_of(handle.pid)
@@ -206,10 +207,31 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
                 await asyncio.to_thread(handle.close)
 
         answer, healthy, processes = asyncio.run(roll())
-    [record] = records_from_gym(answer, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
+    [record] = gym_rollout(answer, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
     assert healthy
     assert 1.0 == answer["reward"]
     assert 3 == len([span for span in record.spans if span.kind == "generation"])
     assert reference_rows(model, record.token_ids)[:-1] == np.sort(record.routes[:-1], axis=2).tolist()
     assert len(processes) > 3
     assert all(has_ended(process) for process in processes)
+
+
+MISSING_ROWS = {
+    "lists": [[[-1, -1]], [[-1, -1]]],
+    "nrlre1": "nrlre1:int16:1x1x2://///w==",
+}
+
+
+@pytest.mark.parametrize("rows", MISSING_ROWS.values(), ids=MISSING_ROWS)
+def test_rows_that_are_all_missing_are_not_routes(rows: object) -> None:
+    """The field is there and holds nothing: presence is a matter of content."""
+    item = {"generation_token_ids": [7], "routed_experts": rows}
+    with pytest.raises(DataError, match=r"only MISSING rows @ items \[0\]"):
+        check_routes({"response": {"output": [item]}})
+
+
+def test_a_call_without_the_field_is_named() -> None:
+    """The second call of two."""
+    items = [{"generation_token_ids": [7], "routed_experts": [[[0, 1]]]}, {"generation_token_ids": [7]}]
+    with pytest.raises(DataError, match=r"no routes @ items \[1\]"):
+        check_routes({"response": {"output": items}})

@@ -39,7 +39,7 @@ def test_grandchildren_are_found_and_ended() -> None:
 
 
 def test_orphans_are_found_by_the_mark_that_they_inherited() -> None:
-    """The parent is killed: nobody's child is found by its environment, and another mark finds nobody."""
+    """The parent is killed: a child with another parent is found by its environment, and another mark finds none."""
     environment = {**os.environ, MARK: f"test-{os.getpid()}"}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -65,7 +65,7 @@ def test_a_number_that_came_again_is_another_process() -> None:
     assert () == end_processes([other], patience=0.0)
 
 
-def test_nobody_has_no_children() -> None:
+def test_a_number_without_a_process_has_no_children() -> None:
     """A process that is not there."""
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass

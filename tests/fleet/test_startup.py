@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FleetError, UsageError
-from routeplane.fleet.startup import Plan, Task, TaskContext, start
-from routeplane.fleet.timeline import Timeline
+from routeplane.fleet.startup import Plan, Task, TaskContext, Timeline, start
 
 Run = Callable[[TaskContext], Awaitable[object]]
 

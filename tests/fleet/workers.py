@@ -26,10 +26,10 @@ class Child:
     def start(self) -> None:
         """Start the server; fail afterwards, or never return, where the configuration says so."""
         self._server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        if self._config.environment.get("hang"):
-            Path(self._config.environment["hang"]).write_text(f"{os.getpid()} {self._server.pid}", encoding="utf-8")
+        if self._config.settings.get("hang"):
+            Path(self._config.settings["hang"]).write_text(f"{os.getpid()} {self._server.pid}", encoding="utf-8")
             threading.Event().wait()
-        if self._config.environment.get("fail"):
+        if self._config.settings.get("fail"):
             raise RuntimeError(f"no such tool; server {self._server.pid}")
 
     def set_tokenizer(self, tokenizer: Any) -> None:
@@ -58,7 +58,7 @@ class Child:
         return self._server is not None and self._server.poll() is None
 
     def close(self) -> None:
-        """Leave the server alone: whoever ends the actor must find it."""
+        """Leave the server alone: the code that ends the actor must find it."""
 
 
 def has_ended(process: Process) -> bool:
@@ -87,3 +87,32 @@ def _pid(_: Any) -> int:
 def child(config: EnvironmentConfig) -> Child:
     """The factory."""
     return Child(config)
+
+
+child.consumes = ("fail", "hang")  # type: ignore[attr-defined]
+
+
+class Plain:
+    """An environment without a tokenizer."""
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def rollout(self, example: Any) -> Any:
+        """The example itself."""
+        return example
+
+    def is_healthy(self) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def plain(config: EnvironmentConfig) -> Plain:
+    """The factory of one that takes no tokenizer and no keys."""
+    return Plain()
+
+
+plain.consumes = ()  # type: ignore[attr-defined]

@@ -135,4 +135,4 @@ def test_metadata_is_open(name: str) -> None:
 
     assert STREAMS[name]["format"] == metadata[b"routeplane.format"].decode()
     assert STREAMS[name]["encoding"] == metadata[b"routeplane.encoding"].decode()
-    assert STREAMS[name]["spec"] == json.loads(metadata[b"routeplane.record.spec"])
+    assert STREAMS[name]["spec"] == json.loads(metadata[b"routeplane.spec"])

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from routeplane.inspect.collect import collect
-from routeplane.inspect.diff import compare
-from routeplane.inspect.findings import find_findings
+from routeplane.inspect.compare import compare
+from routeplane.inspect.diagnose import find_findings
 from routeplane.inspect.plots import draw_pictures, encode
 from routeplane.inspect.report import MAX_TOKENS, render_report, view_sample, write_pictures, write_report
+from routeplane.inspect.statistics import collect
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec

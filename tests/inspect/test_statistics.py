@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
-from routeplane.inspect import measures, tally
-from routeplane.inspect.collect import Collector, collect
-from routeplane.inspect.statistics import MAX_WORST, POSITION_BIN, RouteStatistics
+from routeplane.inspect import statistics as measures
+from routeplane.inspect import tally
+from routeplane.inspect.statistics import MAX_WORST, POSITION_BIN, Collector, RouteStatistics, collect
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import MISSING, RouteSpec

@@ -29,17 +29,17 @@ ROOT = Path(__file__).parents[2]
 BARS: dict[str, float] = {
     "root entries": 13,
     "root python files": 2,
-    "modules": 187,
+    "modules": 173,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
-    "duplicate basenames": 22,
+    "duplicate basenames": 16,
     "public names": 200,
-    "import paths in docs": 49,
-    "public functions with more than 8 parameters": 19,
+    "import paths in docs": 26,
+    "public functions with more than 8 parameters": 3,
     "function lines, median": 8,
     "function lines, p90": 25,
-    "words of design section 8": 491,
-    "doctests": 0,
+    "words of design section 8": 413,
+    "doctests": 41,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
@@ -74,8 +74,8 @@ WORDS = (
     PlainWords(pattern=r"\bwhoever\b", instead="name the person or the part"),
     PlainWords(pattern=r"\bnobody\b", instead="no reader, no module, no user"),
     PlainWords(pattern=r"\banew\b", instead="again, from the start"),
-    PlainWords(pattern=r"\blets? go of\b", instead="closed, freed, released"),
-    PlainWords(pattern=r"\bthat which\b", instead="what"),
+    PlainWords(pattern=r"\blets?\s+go\s+of\b", instead="closed, freed, released"),
+    PlainWords(pattern=r"\bthat\s+which\b", instead="what"),
     PlainWords(pattern=r"(?<!there )\bis no (?!longer)", instead="is not a"),
     PlainWords(pattern=r"(?<!there)_is_no_(?!longer)", instead="is_not"),
     PlainWords(pattern=r"\broom\b", instead="space, capacity"),
@@ -103,15 +103,17 @@ def find_words(texts: Mapping[str, str]) -> list[str]:
     """Every use of an expression that design section 8 rules out, as ``file:line: expression (write: ...)``."""
     found = []
     for path, text in texts.items():
-        for number, line in enumerate(text.splitlines(), start=1):
-            for rule in WORDS:
-                found += [
-                    f"{path}:{number}: {match[0]!r} (write: {rule.instead})"
-                    for match in re.finditer(rule.pattern, line, re.IGNORECASE)
-                ]
-            name = re.match(r"\s*class (\w+)", line)
-            if path.endswith(".py") and name and CLASS_WORDS.match(name[1]):
-                found.append(f"{path}:{number}: class {name[1]} (write: a noun that says what it holds)")
+        for rule in WORDS:
+            found += [
+                f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r} (write: {rule.instead})"
+                for match in re.finditer(rule.pattern, text, re.IGNORECASE)
+            ]
+        if path.endswith(".py"):
+            found += [
+                f"{path}:{text.count(chr(10), 0, match.start(1)) + 1}: class {match[1]} (write: what it holds)"
+                for match in re.finditer(r"^\s*class (\w+)", text, re.MULTILINE)
+                if CLASS_WORDS.match(match[1])
+            ]
     return found
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["find_graph_problems"]
+__all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The contract
@@ -51,9 +51,6 @@ ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
     # capture reads the selection of a live gate, replay forces it: one probe finds both
     ("replay", "capture.gates"),
-    # until the archive takes blocks through record.interfaces
-    ("archive", "stream.protocol"),
-    ("archive", "stream.endpoints"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
@@ -65,7 +62,7 @@ _REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
 #: is refused.
 THIRD_PARTY = {
     "numpy": ("",),
-    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "cli.convert", "testing"),
+    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "testing"),
     "xxhash": ("record.spec", "record.checksum", "stream", "archive"),
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
@@ -84,10 +81,8 @@ THIRD_PARTY = {
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
-    "ray": ("stream.ray", "inspect.dataset", "inspect.reduce", "fleet", "cli.demo.fleet"),
-    "zarr": ("archive",),
-    "zarrs": ("archive",),
-    "fsspec": ("archive",),
+    "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
+    "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
     "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
@@ -243,7 +238,7 @@ def _edge_problems(edge: Edge) -> Iterator[str]:
         yield f"{edge.importer} imports {edge.target} inside a function"
     if not _internal(edge.target):
         if not may_import(edge.importer, party):
-            yield f"{edge.importer} may not import {party}; {THIRD_PARTY.get(party) or 'nobody'} may"
+            yield f"{edge.importer} may not import {party}; {THIRD_PARTY.get(party) or 'no module'} may"
         return
     ours, theirs = stage(edge.importer), stage(edge.target)
     if (ours, edge.target.partition(".")[2]) in ALSO_KNOWS:

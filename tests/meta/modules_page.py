@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.meta.import_graph import STAGES, module_name, read_edges
+from tests.meta.import_graph import STAGES, Edge, module_name, read_edges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,10 +59,10 @@ def summary_of(text: str) -> str:
     return sentence.rstrip(".").replace("``", "`").replace("|", "\\|")
 
 
-def in_data_order(modules: list[str], sources: Mapping[str, str]) -> list[str]:
+def in_data_order(modules: list[str], edges: list[Edge]) -> list[str]:
     """Modules of one folder: each behind those that it imports when it is loaded, else by name."""
     needs: dict[str, set[str]] = {module: set() for module in modules}
-    for edge in read_edges(sources):
+    for edge in edges:
         if edge.at_load and {edge.importer, edge.target} <= needs.keys():
             needs[edge.importer].add(edge.target)
     # a package's own file comes first: it says what the folder is
@@ -82,12 +82,13 @@ def modules_page(sources: Mapping[str, str]) -> str:
     def rows(modules: list[str]) -> str:
         return "".join(f"| `{module}` | {summaries[module]} |\n" for module in modules)
 
+    edges = list(read_edges(sources))
     page = _HEAD + rows(["routeplane", "routeplane.errors"])
     for stage in STAGES:
         prefix = f"routeplane.{stage}"
         own = sorted(module for module in summaries if module == prefix or module.startswith(f"{prefix}."))
         page += f"\n## `{stage}/`: {HEADINGS[stage]}\n\n| module | content |\n|---|---|\n"
-        page += rows(in_data_order(own, sources))
+        page += rows(in_data_order(own, edges))
     return page
 
 

@@ -91,7 +91,7 @@ def run_page(path: str, page: str) -> int:
 
 @pytest.mark.parametrize("path", PAGES)
 def test_the_blocks_of_a_page_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever copies the blocks of a page, in order, gets what the page says."""
+    """A reader who copies the blocks of a page, in order, gets what the page says."""
     page = (ROOT / path).read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 

@@ -21,7 +21,7 @@ def test_every_feature_names_tests_that_exist() -> None:
     assert [] == absent
 
 
-def test_a_cell_is_no_better_than_its_worst_test() -> None:
+def test_a_cell_is_as_bad_as_its_worst_test() -> None:
     """All passed, one failed, one did not run."""
     ran = {"a": "passed", "b": "failed", "c": "passed"}
 

@@ -105,7 +105,7 @@ ILLEGAL = {
     ),
     "unknown_third_party": (
         _changed("routeplane/batch/collation.py", "from pandas import DataFrame\n"),
-        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import pandas; nobody may",
+        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import pandas; no module may",
     ),
     "third_party_inside_a_function": (
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),

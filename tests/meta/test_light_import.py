@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-#: what `pip install routeplane` brings; the two submodules of pyarrow are loaded by whoever reads or writes a stream
+#: what `pip install routeplane` brings; the two submodules of pyarrow are loaded by readers and writers of streams
 BASE = "import numpy, pyarrow, pyarrow.compute, pyarrow.ipc, xxhash"
 
 LIGHT = ("routeplane", "routeplane.stream", "routeplane.capture", "routeplane.cli.main")

@@ -18,15 +18,16 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
+from routeplane.archive import AddReport
 from routeplane.batch.loader import PrefetchReport
-from routeplane.capture.middleware import MiddlewareReport
-from routeplane.capture.tickets import DeskReport
-from routeplane.capture.vllm.reports import LedgerReport, WritingReport
+from routeplane.batch.matching import JoinReport
+from routeplane.capture.http import MiddlewareReport, TicketReport
+from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
-from routeplane.fleet.timeline import Timeline
-from routeplane.inspect.collect import collect
-from routeplane.inspect.diff import RouteDiff
+from routeplane.fleet.startup import Timeline
+from routeplane.inspect.compare import RouteDiff
+from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import Report
@@ -133,12 +134,14 @@ REPORTS: dict[str, Report] = {
     "Timeline": Timeline(),
     "AssemblyReport": AssemblyReport(),
     "WritingReport": WritingReport(),
-    "LedgerReport": LedgerReport(),
+    "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
     "DeliveryReport": DeliveryReport(),
+    "AddReport": AddReport(),
     "PromptReport": PromptReport(),
+    "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
-    "DeskReport": DeskReport(),
+    "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
     "RouteStatistics": collect([], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))),
     "RouteDiff": RouteDiff.empty(*[RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))] * 2),
@@ -147,14 +150,19 @@ REPORTS: dict[str, Report] = {
 
 
 def report_classes() -> set[str]:
-    """Every class with ``scalars``, but for the protocol of them all."""
+    """Every class with ``scalars``, its own or by the base ``Counts``; but for that base and the protocol of them."""
+    classes = [
+        node for text in sources().values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    ]
     return {
         node.name
-        for text in sources().values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
+        for node in classes
+        if node.name != "Counts"
         and "Protocol" not in map(ast.unparse, node.bases)
-        and any(isinstance(item, ast.FunctionDef) and item.name == "scalars" for item in node.body)
+        and (
+            "Counts" in map(ast.unparse, node.bases)
+            or any(isinstance(item, ast.FunctionDef) and item.name == "scalars" for item in node.body)
+        )
     }
 
 

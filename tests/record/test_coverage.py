@@ -90,11 +90,13 @@ def test_an_empty_completion_misses_nothing() -> None:
 
 
 def test_counts_of_unknown_states_are_refused() -> None:
-    """A pickle whose states are none of the format's does not become coverage."""
+    """Counts whose states are none of the format's do not become coverage, in a pickle neither."""
     rebuild, _ = Coverage().__reduce__()
     assert callable(rebuild)
     with pytest.raises(UsageError, match="padded"):
-        rebuild(1, {"padded": 3})
+        Coverage(rows={"padded": 3})
+    with pytest.raises(UsageError, match="padded"):
+        rebuild(Coverage, {"records": 1, "rows": {"padded": 3}})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from routeplane.batch import RouteBatch
 from routeplane.replay import transformers as gates
 from routeplane.replay.handle import AuxChoice
 from tests.replay.plain_batch import random_routes
@@ -31,7 +32,10 @@ def test_a_replayed_step_reads_no_more_than_a_live_one(name: str, aux: AuxChoice
         torch.autograd.backward(model(input_ids=token_ids(1)).logits.square().mean())
 
     live = reads_of(step)
-    batch = random_routes(family.spec, NUM_ROWS, seed=5, missing=0.3)
+    rows = random_routes(family.spec, NUM_ROWS, seed=5, missing=0.3)
+    routes = torch.stack([rows.layer(layer) for layer in family.spec.layer_ids], dim=1)
+    # checked here; a batch of another class is checked, and read, on entering
+    batch = RouteBatch.from_tensors(routes, torch.arange(NUM_ROWS), spec=family.spec, cu_seqlens=[0, NUM_ROWS])
     with gates.attach(model, family.spec, aux=aux) as handle:
 
         def replayed() -> None:

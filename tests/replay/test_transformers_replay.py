@@ -158,3 +158,14 @@ def test_an_error_in_the_body_is_the_one_that_shows() -> None:
         with handle.replaying(batch):
             logits_of(model)
     assert 1 == handle.report().microbatches
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [3, -1], [0, 99]], ids=["zeros", "partial", "foreign"])
+def test_illegal_rows_of_a_callers_own_batch_are_refused(ids: list[int]) -> None:
+    """Filler of another stack, half a row and a foreign expert are data errors that name row and layer."""
+    model, layer = QWEN3.build(), QWEN3.spec.layer_ids[-1]
+    batch = random_routes(QWEN3.spec, NUM_ROWS, seed=5)
+    batch.layer(layer)[7, :2] = torch.tensor(ids, dtype=torch.int16)
+    with gates.attach(model, QWEN3.spec) as handle:
+        with pytest.raises(DataError, match=f"token 7, layer {layer}"), handle.replaying(batch):
+            raise AssertionError("replayed")

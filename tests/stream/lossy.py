@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from routeplane.errors import ErrorKind, TransportError
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
@@ -21,7 +22,6 @@ from routeplane.stream.blocks import IpcCodec
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter
 from routeplane.stream.delivery import Block, Membership, Session, Taken, Totals
 from routeplane.stream.gate import Gate, PlaneOptions
-from routeplane.stream.protocol import ReadPolicy
 from routeplane.testing.contracts.samples import SPEC, sample
 
 __all__ = ["Loss", "LossyPlane", "read_all"]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.stream import open_stream
+from routeplane.stream.batching import TRAILER_KEY
 from routeplane.stream.frames import MAX_METADATA_BYTES, Frame, frames_of_buffer, frames_of_file, parse_metadata
-from routeplane.stream.protocol import TRAILER_KEY
 from tests.stream.streams import contents, forge, record, stream_of, trailer_of
 
 RECORDS = [record(sample, 5 + sample) for sample in range(4)]

@@ -17,7 +17,7 @@ from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.record.codec import column_types, write_batch
 from routeplane.record.schema import CAPTURE_TYPE
 from routeplane.stream import open_stream
-from routeplane.stream.protocol import Trailer
+from routeplane.stream.batching import Trailer
 from tests.stream.streams import SPEC, content, contents, forge, forged_column, record, refusal, stream_of, trailer_of
 
 RECORDS = [record(sample, 4 + sample) for sample in range(3)]
@@ -184,7 +184,7 @@ def test_plain_pyarrow_reads_everything_but_the_trailer() -> None:
     assert [item.routes.reshape(-1, 4).tolist() for item in RECORDS] == [
         chunk for column in table["routes"].chunks for chunk in (row.to_pylist() for row in _lists(column))
     ]
-    assert SPEC.to_json() == table.schema.metadata[b"routeplane.record.spec"].decode()
+    assert SPEC.to_json() == table.schema.metadata[b"routeplane.spec"].decode()
     assert CAPTURE_TYPE == table.schema.field("captures").type.value_type
     assert () == column_types(RECORDS[0])
     assert content(RECORDS[0])["checksum"] == f"{table['checksum'][0].as_py():016x}"

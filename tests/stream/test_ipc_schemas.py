@@ -201,7 +201,7 @@ def test_narrow_where_it_is_not_allowed() -> None:
     wide = RouteSpec(num_experts=257, top_k=2, layer_ids=(0,))
     schema = pa.schema(
         list(arrow_schema(SPEC, "narrow")),
-        metadata={**arrow_schema(SPEC, "narrow").metadata, b"routeplane.record.spec": wide.to_json().encode()},
+        metadata={**arrow_schema(SPEC, "narrow").metadata, b"routeplane.spec": wide.to_json().encode()},
     )
 
     assert refusal(forge([], trailer=None, schema=schema)).kind is ErrorKind.ENCODING

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
 from routeplane.record.coverage import Coverage
+from routeplane.record.policy import MAX_ALARMS, Quarantined, ReadPolicy, RecordCounts
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import StreamReport, open_stream
-from routeplane.stream.protocol import MAX_ALARMS, Quarantined, ReadPolicy, RecordCounts, Trailer, TrailerCounter
+from routeplane.stream.batching import Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs
 from tests.format import reference
 from tests.stream.streams import SPEC, record, stream_of

@@ -13,9 +13,9 @@ import pytest
 import ray
 
 from routeplane.errors import DataError, ErrorKind, TransportError
+from routeplane.record.policy import StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.protocol import StreamReport
 from routeplane.stream.ray import PlaneOptions, RayPlane
 from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
 from tests.ray_cluster import local_cluster

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import collate
+from routeplane.batch import BatchOptions, collate
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.record import RouteRecord
 from routeplane.stream import open_stream
@@ -94,8 +94,8 @@ def test_a_batch_of_narrow_records_is_that_of_plain_ones() -> None:
     found = [record(sample, tokens) for sample, tokens in enumerate((5, 9, 1))]
     narrow = list(open_stream(stream_of(found, encoding="narrow")))
     for spec in (SPEC, SPEC.select([4])):
-        expected = collate(found, spec, layout="padded", pad_to_multiple_of=4)
-        batch = collate(narrow, spec, layout="padded", pad_to_multiple_of=4)
+        expected = collate(found, spec, layout="padded", options=BatchOptions(pad_to_multiple_of=4))
+        batch = collate(narrow, spec, layout="padded", options=BatchOptions(pad_to_multiple_of=4))
 
         assert np.array_equal(expected.routes.numpy(), batch.routes.numpy())
         assert not any("routes" in vars(each) for each in narrow)

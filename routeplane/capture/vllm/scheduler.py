@@ -3,7 +3,7 @@
 ``--scheduler-cls routeplane.capture.vllm.RouteScheduler``. A subclass of vLLM's own: after each step it takes the rows
 of every output before the output is serialised, and at a sequence's end it writes a record to the stream that
 ``additional_config`` names and leaves a ticket in ``kv_transfer_params``. 0.22 to 0.30 and 0.31 on keep rows in
-different places, but hand them to the scheduler's outputs alike. Decides nothing about records: see ``ledger``.
+different places, but hand them to the scheduler's outputs alike. Decides nothing about records: see ``engine_writer``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
-from routeplane.capture.vllm.geometry import captures_routes, spec_from_vllm
-from routeplane.capture.vllm.ledger import Flight, RouteLedger
-from routeplane.capture.vllm.reports import LedgerReport
-from routeplane.capture.vllm.shipping import WriterConfig
+from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, Flight, WriterConfig
+from routeplane.capture.vllm.model_config import captures_routes, spec_from_vllm
 from routeplane.errors import CaptureError, ErrorKind
 
 if TYPE_CHECKING:
@@ -38,16 +36,16 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _require_capture(self.vllm_config)
-        self._ledger = RouteLedger(
+        self._writer = EngineWriter(
             spec_from_vllm(self.vllm_config),
             WriterConfig.from_additional(self.vllm_config.additional_config),
             rank=self.vllm_config.parallel_config.data_parallel_rank,
             logprobs_mode=self.vllm_config.model_config.logprobs_mode,
         )
 
-    def routes_report(self) -> LedgerReport:
+    def routes_report(self) -> EngineReport:
         """What the writer did so far."""
-        return self._ledger.report()
+        return self._writer.report()
 
     def add_request(self, request: Request) -> None:
         """A request enters; what it wants shipped stands in its ``extra_args``."""
@@ -56,7 +54,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
         sampling = request.sampling_params
         if sampling is None or known or request.request_id not in self.requests:
             return  # pooling, or a further piece of a streamed prompt
-        self._ledger.open(
+        self._writer.open(
             request.request_id,
             None if request.resumable or request.prompt_embeds is not None else request.prompt_token_ids,
             extra_args=sampling.extra_args,
@@ -67,7 +65,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's own, and then every output gives up its rows."""
         made = super().update_from_output(scheduler_output, model_runner_output)
-        flights, inline = self._ledger.flights, self._ledger.inline
+        flights, inline = self._writer.flights, self._writer.inline
         for client in made.values():
             for output in client.outputs:
                 request_id = output.request_id
@@ -77,7 +75,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
                 if request_id not in inline:
                     output.routed_experts = None
                 if output.finish_reason is not None:
-                    found = self._ledger.finish(request_id, str(output.finish_reason))
+                    found = self._writer.finish(request_id, str(output.finish_reason))
                     if found:
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), **found}
         return made
@@ -87,7 +85,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
         ended = super().finish_requests(request_ids, finished_status)
         for request in ended:
             reason = RequestStatus.get_finished_reason(finished_status)
-            self._ledger.finish(request.request_id, str(reason))
+            self._writer.finish(request.request_id, str(reason))
         return ended
 
     def set_pause_state(self, pause_state: Any) -> None:
@@ -95,11 +93,11 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
         paused = self.pause_state != PauseState.UNPAUSED
         super().set_pause_state(pause_state)
         if paused and pause_state == PauseState.UNPAUSED:
-            self._ledger.weights_may_have_changed()
+            self._writer.weights_may_have_changed()
 
     def shutdown(self) -> None:
         """End the stream, so that its readers see it whole."""
-        self._ledger.close()
+        self._writer.close()
         super().shutdown()
 
 

@@ -84,10 +84,9 @@ def _generate(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: d
         from routeplane.capture import vllm as engine
 
         llm = engine.start_engine(options.model_dir, dtype="bfloat16", seed=options.seed, max_model_len=512)
-        spec = engine.spec_from_vllm(llm)
         seconds["load"] = time.perf_counter() - started
         started = time.perf_counter()
-        records = engine.generate_records(llm, prompts, spec=spec, sample_ids=names, **common)
+        records = engine.generate_records(llm, prompts, sample_ids=names, **common)
     else:
         model = Qwen3MoeForCausalLM.from_pretrained(options.model_dir, dtype=torch.bfloat16).train(False)
         spec = RouteSpec.from_hf_config(model.config)

@@ -68,6 +68,9 @@ def make_environment(config: EnvironmentConfig) -> Conversations:
     return Conversations(config)
 
 
+make_environment.consumes = ()  # type: ignore[attr-defined]
+
+
 def _post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,22 @@ import ray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from routeplane.capture.openai import calls_from_response
+from routeplane.capture import CaptureOptions
+from routeplane.capture.http import openai
 from routeplane.cli.demo import DemoOptions
 from routeplane.cli.demo.engine import build_model, demo_prompts
 from routeplane.cli.demo.environment import TURNS
 from routeplane.cli.demo.scoring import LoadedTrainer, score_stream
 from routeplane.cli.demo.transformers import load
-from routeplane.fleet.actors import ActorHandle, build_environment_actor, start_actor, start_engine
+from routeplane.fleet.actors import (
+    ActorHandle,
+    ActorOptions,
+    EngineHandle,
+    EnvironmentHandle,
+    build_environment_actor,
+    start_actor,
+    start_engine,
+)
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start_async
@@ -36,7 +46,7 @@ from routeplane.stream import new_stream
 from routeplane.stream.ray import PlaneOptions, RayPlane, connect
 
 if TYPE_CHECKING:
-    from routeplane.fleet.timeline import Timeline
+    from routeplane.fleet.startup import Timeline
 
 __all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
 
@@ -74,7 +84,7 @@ class TrainerWorker:
         return score_stream(replace(self._options, address=address), lambda _: trainer)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._trainer = None
 
 
@@ -99,8 +109,8 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
         return found
 
     async def reserved(context: TaskContext) -> Any:
-        engine = await asyncio.to_thread(start_engine, config, 0, options={"runtime_env": {"env_vars": _ENGINE_ENV}})
-        context.defer(engine.close)
+        options = ActorOptions(ray={"runtime_env": {"env_vars": _ENGINE_ENV}})
+        engine = await context.acquire(partial(start_engine, config, 0, options=options), EngineHandle.close)
         return engine, Endpoints(states=(await engine.reserve(),))
 
     async def engine(context: TaskContext) -> Any:
@@ -110,15 +120,13 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
     async def environment(context: TaskContext) -> Any:
         _, endpoints = context.results["reserved"]
-        handle = await build_environment_actor(
-            {}, endpoints, factory="routeplane.cli.demo.environment:make_environment", captured=spec
-        )
-        context.defer(handle.close)
-        return handle
+        factory = "routeplane.cli.demo.environment:make_environment"
+        build = partial(build_environment_actor, {}, endpoints, factory=factory, captured=spec)
+        return await context.acquire(build, EnvironmentHandle.close)
 
     async def trainer(context: TaskContext) -> ActorHandle:
-        handle = await asyncio.to_thread(ActorHandle, start_actor(TrainerWorker, [options]), "trainer")
-        context.defer(handle.close)
+        make = partial(start_actor, TrainerWorker, [options], name="trainer")
+        handle: ActorHandle = await context.acquire(make, ActorHandle.close)
         await handle.call("load")
         return handle
 
@@ -146,7 +154,7 @@ async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
             calls = [
                 call
                 for response in responses
-                for call in calls_from_response(response, spec, weights_version=0, cached=0)
+                for call in openai.calls(response, spec, weights_version=0, options=CaptureOptions(cached=0))
             ]
             assembly = assemble(calls, spec, sample_id=f"sample-{index}", attributes={"logprobs_mode": "raw"})
             for record in assembly.records:

@@ -33,7 +33,7 @@ from routeplane.cli.demo.scoring import LoadedTrainer, run_stage
 from routeplane.replay import megatron as gates
 
 if TYPE_CHECKING:
-    from routeplane.batch.collation import RouteBatch
+    from routeplane.batch.batch import RouteBatch
     from routeplane.cli.demo import DemoOptions
 
 __all__ = ["convert_weights", "cpu_stand_ins", "load", "main", "one_rank"]

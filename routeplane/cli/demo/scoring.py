@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from routeplane.batch.collation import RouteBatch, microbatches, token_logprobs
+from routeplane.batch.batch import RouteBatch, token_logprobs
+from routeplane.batch.collation import microbatches
 from routeplane.cli.demo import DemoOptions
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows

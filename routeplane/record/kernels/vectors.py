@@ -22,12 +22,19 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from routeplane.record.kernels.compiling import compiled
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ASIDE_ALIGN", "MAX_TOP_K", "VECTORS", "VECTOR_BYTES", "lay", "present_steps", "steps_are_legal"]
+__all__ = [
+    "ASIDE_ALIGN",
+    "MAX_TOP_K",
+    "VECTORS",
+    "VECTOR_BYTES",
+    "compiled",
+    "lay",
+    "present_steps",
+    "steps_are_legal",
+]
 
 #: Largest top-k that a vector of int16 holds.
 MAX_TOP_K = 32
@@ -43,6 +50,21 @@ _AHEAD_BYTES = 4096
 
 if numba.config.DISABLE_JIT:
     raise ImportError("expected numba with its compiler, got NUMBA_DISABLE_JIT: intrinsics have no Python body")
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a loop for the types of its first call, or load what an earlier process compiled.
+
+    Args:
+        function: A function at module level, as numba takes it; numba's cache looks at its file alone.
+
+    Returns:
+        The compiled function. It runs without the interpreter's lock, and is kept on disk where a cache can be written.
+    """
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the function's folder nor the user's cache can be written
+        return numba.njit(nogil=True)(function)
 
 
 @compiled

@@ -16,12 +16,12 @@ import numpy as np
 import ray
 
 from routeplane.errors import DataError, ErrorKind, SpecError, TransportError, refused
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import Encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
 from routeplane.stream.gate import Gate, PlaneOptions
-from routeplane.stream.protocol import ReadPolicy
 from routeplane.stream.ray.objects import opened, stream_of
 from routeplane.stream.selection import Selection
 

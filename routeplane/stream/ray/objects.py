@@ -11,12 +11,12 @@ import ray
 from numpy.typing import NDArray
 
 from routeplane.record.codec import write_batch
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.stream.frames import frames_of_buffer
 from routeplane.stream.ipc import IpcReader, IpcWriter
-from routeplane.stream.protocol import ReadPolicy
 
 __all__ = ["ObjectCodec", "opened", "stream_of"]
 

@@ -15,6 +15,7 @@ import ray
 import ray.exceptions
 
 from routeplane.errors import ErrorKind, RouteplaneError, TransportError, refused
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import choose_encoding
 from routeplane.record.spec import RouteSpec
@@ -22,7 +23,6 @@ from routeplane.stream.addresses import yes_or_no
 from routeplane.stream.brokered import BrokeredReader, BrokeredWriter
 from routeplane.stream.delivery import Block, DeliveryReport, Membership, Session, Taken, Totals
 from routeplane.stream.gate import PlaneOptions
-from routeplane.stream.protocol import ReadPolicy
 from routeplane.stream.ray.actor import PlaneActor
 from routeplane.stream.ray.objects import ObjectCodec, opened
 from routeplane.stream.selection import Selection

@@ -22,7 +22,7 @@ from nemo_automodel.components.moe.layers import FakeBalancedGate, Gate
 from nemo_automodel.components.moe.router_replay import RouterReplay
 from torch import nn
 
-from routeplane.batch import collate
+from routeplane.batch import PlanOptions, collate
 from routeplane.batch.plan import TokenPlan
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import automodel as gates
@@ -267,7 +267,7 @@ class TestContextParallel:
     @feature("context parallel")
     def test_context_parallel_slices_are_automodels(self, layout: str, indices: Any, world: int) -> None:
         """``rank_shard`` takes of each sequence the positions that Automodel's own function names."""
-        plan = TokenPlan.padded([16, 11], seq_len=16)
+        plan = TokenPlan.padded([16, 11], options=PlanOptions(seq_len=16))
         for rank in range(world):
             positions = indices(Mesh(rank, world), 16)
             expected = [16 * sequence + int(position) for sequence in range(2) for position in positions]

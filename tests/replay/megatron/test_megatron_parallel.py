@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from routeplane.batch import collate
+from routeplane.batch import BatchOptions, collate
 from routeplane.replay import megatron as gates
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_harness import feature
@@ -99,7 +99,7 @@ class TestOneRank:
         """What ``rank_shard`` cuts of token ids and routes is what Megatron's own function cuts of the same tensors."""
         spec = watermarked_spec(layers=(0, 1), top_k=3)
         records = [watermarked_record(sample, num_tokens=length, spec=spec) for sample, length in enumerate((16, 11))]
-        whole = collate(records, spec, layout="padded", seq_len=16)
+        whole = collate(records, spec, layout="padded", options=BatchOptions(seq_len=16))
         model = build(PLAIN.options)
         for rank in range(world):
             for _, router in gates.find_gates(model):
@@ -107,7 +107,7 @@ class TestOneRank:
             shard = gates.rank_shard(model, spec)
             cut = {"tokens": whole.token_ids, "routes": whole.routes.flatten(2)}
             expected = get_batch_on_this_cp_rank(dict(cut), cp_group=Group(rank, world))
-            found = collate(records, spec, layout="padded", seq_len=16, shard=shard)
+            found = collate(records, spec, layout="padded", shard=shard, options=BatchOptions(seq_len=16))
             assert torch.equal(expected["tokens"], found.token_ids)
             assert torch.equal(expected["routes"], found.routes.flatten(2))
 

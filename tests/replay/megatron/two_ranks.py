@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random as tensor_random
 
-from routeplane.batch import collate
+from routeplane.batch import BatchOptions, collate
 from routeplane.cli.demo.megatron import cpu_stand_ins
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
@@ -60,8 +60,10 @@ def sequence(rank: int) -> dict[str, Any]:
     spec = RouteSpec(num_experts=32, top_k=TOP_K, layer_ids=(0, 1), model="tiny")
     model = build({"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_moe_experts": spec.num_experts})
     records = [marked_record(sample, length, spec) for sample, length in enumerate(LENGTHS)]
-    batch = collate(records, spec, layout="padded", seq_len=8, shard=gates.rank_shard(model, spec))
-    whole = collate(records, spec, layout="padded", seq_len=8)
+    batch = collate(
+        records, spec, layout="padded", shard=gates.rank_shard(model, spec), options=BatchOptions(seq_len=8)
+    )
+    whole = collate(records, spec, layout="padded", options=BatchOptions(seq_len=8))
     with gates.attach(model, spec) as handle, recorded(model) as seen, handle.replaying(batch):
         output = model(*Inputs(tokens=whole.token_ids % 64).arguments())
         torch.autograd.backward(output.square().mean())

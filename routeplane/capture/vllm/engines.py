@@ -1,0 +1,200 @@
+"""vLLM engines of this process whose outputs carry routes: started, asked for a batch, stopped.
+
+The engine reads its own environment. For the same records in every run it must run in the caller's process
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``): then all prompts wait before its first step, and its batches are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm import LLM, EngineArgs, SamplingParams
+
+from routeplane.capture.requests import check_requests, sample_names
+from routeplane.capture.vllm.engine_writer import KEY, request_args
+from routeplane.capture.vllm.model_config import captures_routes, model_config_of, require_moe, spec_from_vllm
+from routeplane.capture.vllm.outputs import OutputOptions, records
+from routeplane.errors import CaptureError, ErrorKind, UsageError
+from routeplane.record.interfaces import RouteTicket
+
+if TYPE_CHECKING:
+    from routeplane.record.record import RouteRecord
+
+__all__ = ["SETTINGS", "generate_records", "generate_tickets", "start_engine", "stop_engine"]
+
+#: Settings that also work without a GPU.
+SETTINGS: Mapping[str, Any] = {
+    "block_size": 32,  # the CPU backend asks for a multiple of 32, and its own default of 128 hardly ever hits
+    "enforce_eager": True,  # compiling a graph costs more than a short run gives back
+    # vLLM 0.30 and its kin rewind the generator of a request that has a seed after each chunk but the last, which a CPU
+    # generator cannot do: the engine dies (v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+    "enable_chunked_prefill": False,
+}
+# Which arguments of the engine decide what its model is.
+_MODEL_OPTIONS = ("dtype", "hf_overrides", "revision", "skip_tokenizer_init", "trust_remote_code")
+
+
+def start_engine(
+    model_dir: str, *, dtype: str = "bfloat16", seed: int = 0, max_model_len: int | None = None, **options: Any
+) -> LLM:
+    """Start a ``vllm.LLM`` whose outputs carry routes: token ids in, token ids out.
+
+    Args:
+        model_dir: A folder as ``save_pretrained`` writes it; no tokenizer is needed.
+        dtype: The weights' type.
+        seed: vLLM seeds the global random state of the process that runs the model.
+        max_model_len: Tokens per sequence; None takes the model's.
+        options: Further arguments of ``LLM``, which override the settings made here.
+
+    Returns:
+        An engine that the caller owns; its weights and KV cache are freed with it.
+
+    Raises:
+        SpecError: A dense model, before any weight is loaded.
+        UsageError: ``options`` turn capture off.
+
+    Example:
+        ``llm = start_engine("path/to/model", max_model_len=512)``
+    """
+    if not options.setdefault("enable_return_routed_experts", True):
+        raise UsageError("expected capture to be on, got enable_return_routed_experts=False", kind=ErrorKind.ARGUMENT)
+    settings = {"skip_tokenizer_init": True, **SETTINGS}
+    settings |= {"dtype": dtype, "seed": seed, "max_model_len": max_model_len, **options}
+    # vLLM finds out that there is nothing to capture only when all weights are loaded.
+    about_model = {name: settings[name] for name in _MODEL_OPTIONS if name in settings}
+    require_moe(EngineArgs(model=str(model_dir), **about_model).create_model_config())
+    return LLM(str(model_dir), **settings)
+
+
+def generate_records(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    weights_version: int = 0,
+    eos_token_id: int | None = None,
+    sample_ids: Sequence[str] | None = None,
+) -> list[RouteRecord]:
+    """Sample from an engine and read each sequence as a record.
+
+    The prefix cache is emptied first: a prompt that hits it is prefilled in another shape, so in low precision to other
+    last bits, and its cached rows would be of unknown weights.
+
+    Args:
+        llm: An engine that captures.
+        prompts: Token ids.
+        max_tokens: Most tokens to generate per prompt.
+        temperature: 0 decodes greedily.
+        seed: Request i samples under ``seed + i``.
+        weights_version: Version of the engine's weights.
+        eos_token_id: The only token that ends a sequence early, whatever the model's generation configuration says.
+        sample_ids: Names of the records; None: ``sample-0``, ...
+
+    Returns:
+        One record per prompt, with raw log-probabilities of what was sampled. Raises CaptureError where the engine runs
+        without capture, UsageError for bad prompts, seeds or names, else as ``records``.
+
+    Example:
+        ``made = generate_records(llm, [[10, 11, 12]], max_tokens=64, weights_version=12)``
+    """
+    names = sample_names(sample_ids, len(prompts))
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if not captures_routes(llm):
+        raise CaptureError(
+            "expected an engine with enable_return_routed_experts=True, got one without", kind=ErrorKind.CAPTURE_OFF
+        )
+    spec, options = spec_from_vllm(llm), OutputOptions(logprobs_mode=model_config_of(llm).logprobs_mode)
+    batch = _Batch(max_tokens=max_tokens, temperature=temperature, seed=seed, eos_token_id=eos_token_id)
+    made: list[RouteRecord] = []
+    for name, output in zip(names, batch.generate(llm, prompts, [None] * len(prompts)), strict=True):
+        # The engine numbers requests over its lifetime; the sample's own name makes equal runs equal records.
+        made += records(output, spec, sample_id=name, call_id=name, weights_version=weights_version, options=options)
+    return made
+
+
+def generate_tickets(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    weights_version: int = 0,
+    eos_token_id: int | None = None,
+    sample_ids: Sequence[str] | None = None,
+) -> list[RouteTicket]:
+    """Sample from an engine whose scheduler writes the records (``RouteScheduler``).
+
+    Args:
+        llm: An engine with ``scheduler_cls="routeplane.capture.vllm.RouteScheduler"``.
+        prompts: Token ids; the other arguments are those of ``generate_records``.
+
+    Returns:
+        One ticket per prompt, which says where its record is. Raises CaptureError where an answer has no ticket: the
+        engine has no writer, or it refused the sequence.
+
+    Example:
+        ``tickets = generate_tickets(llm, [[10, 11, 12]], max_tokens=64)``
+    """
+    names = sample_names(sample_ids, len(prompts))
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    extra = [request_args(sample_id=name, weights_version=weights_version) for name in names]
+    batch = _Batch(max_tokens=max_tokens, temperature=temperature, seed=seed, eos_token_id=eos_token_id)
+    return [_ticket(name, output) for name, output in zip(names, batch.generate(llm, prompts, extra), strict=True)]
+
+
+def _ticket(name: str, output: Any) -> RouteTicket:
+    answer = output.kv_transfer_params or {}
+    if KEY not in answer:
+        raise CaptureError(
+            f"expected a ticket of scheduler_cls='routeplane.capture.vllm.RouteScheduler', got "
+            f"{answer.get(f'{KEY}_error', 'none')} @ sample {name}",
+            kind=ErrorKind.CAPTURE_OFF,
+        )
+    return RouteTicket.from_json(answer[KEY])
+
+
+def stop_engine(llm: LLM) -> None:
+    """Shut an engine down, so that a writer inside it ends its stream.
+
+    Args:
+        llm: The engine. The call ends what all engines of one process share.
+
+    Example:
+        ``stop_engine(llm)``
+    """
+    llm.llm_engine.engine_core.shutdown()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """Settings of one batch; a fresh cache, a seed per prompt."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    eos_token_id: int | None
+
+    def generate(self, llm: LLM, prompts: Sequence[Sequence[int]], extra_args: Sequence[Any]) -> list[Any]:
+        llm.reset_prefix_cache()
+        inputs = [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
+        made: list[Any] = llm.generate(
+            inputs, [self._sampling(at, extra) for at, extra in enumerate(extra_args)], use_tqdm=False
+        )
+        return made
+
+    def _sampling(self, index: int, extra_args: Any) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed + index,
+            logprobs=0,
+            ignore_eos=True,
+            stop_token_ids=[] if self.eos_token_id is None else [self.eos_token_id],
+            detokenize=False,
+            extra_args=extra_args,
+        )

@@ -1,0 +1,291 @@
+"""From one container to another: streams, archives and Parquet, chosen by suffix; goes on where it was stopped.
+
+What is done is kept in parts, each whole and published on its own, and each saying which records of which source it
+holds: runs of an archive, or files beside the target that are joined at the end. A second call finds them, and begins
+behind them. Every record is verified on the way in; its checksum comes along unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+
+from routeplane.errors import ErrorKind, FormatError, refused
+from routeplane.inspect.parquet import ParquetReader, ParquetWriter
+from routeplane.record.policy import ReadPolicy
+from routeplane.record.schema import choose_encoding
+from routeplane.stream import new_stream, open_stream
+from routeplane.stream.files import PublishedPath
+
+if TYPE_CHECKING:
+    from routeplane.record.interfaces import RouteSink
+    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
+
+__all__ = ["DEFAULT_PART_BYTES", "SUFFIXES", "Conversion", "convert", "kind_of", "make_file", "open_any"]
+
+#: Payload of one part. A stopped conversion loses at most so much work; an archive gets runs of this size.
+DEFAULT_PART_BYTES = 2**30
+
+_PART = re.compile(r"([0-9]{12})-([0-9]{12})\.[a-z]+")
+#: Told after each record: how many are done, those of an earlier attempt included, and how many there are, if known.
+Progress = Callable[[int, int | None], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What was done. ``resumed``: records that an earlier attempt had converted."""
+
+    records: int
+    resumed: int
+    bytes: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    encoding: Literal["plain", "narrow", "auto"] = "auto",
+    overwrite: bool = False,
+    part_bytes: int = DEFAULT_PART_BYTES,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Copy all records of ``source`` into ``target``: ``.arrows`` streams, ``.zarr`` archives, ``.parquet`` files.
+
+    A file appears when it is complete, and one that is there is kept unless ``overwrite``. An archive is appended to,
+    part by part, so its first records can be read while the rest is copied. Where an earlier call with the same source
+    was stopped, however, this one goes on; a source whose content has no digest before its end (a pipe) begins anew.
+    ``encoding`` is that of a stream or Parquet file. Records are held one batch at a time.
+
+    Raises what the readers raise for a damaged source, UsageError for an unknown suffix, a target that exists, or
+    arguments out of range, StoreError where an archive's disk is full, OSError.
+    """
+    places = os.fspath(source), os.fspath(target)
+    if kind_of(places[0]) == kind_of(places[1]) and os.path.realpath(places[0]) == os.path.realpath(places[1]):
+        raise refused("two places", f"{places[0]} twice")
+    if part_bytes < 1:
+        raise refused("part_bytes of at least 1", f"{part_bytes}")
+    opened = open_any(places[0])
+    tell = progress or _silent
+    if kind_of(places[1]) == "archive":
+        return _into_archive(opened, places[1], part_bytes=part_bytes, tell=tell)
+    if os.path.lexists(places[1]) and not overwrite:
+        raise refused("a target that does not exist (or overwrite=True)", places[1])
+    return _into_file(opened, Path(os.path.realpath(places[1])), encoding=encoding, part_bytes=part_bytes, tell=tell)
+
+
+def _silent(done: int, total: int | None) -> None:
+    """No progress."""
+
+
+def _told(records: Iterable[RouteRecord], *, done: int, total: int | None, tell: Progress) -> Iterator[RouteRecord]:
+    tell(done, total)
+    for count, record in enumerate(records, done + 1):
+        yield record
+        tell(count, total)
+
+
+class _Part:
+    """The next records of a source, up to a bound of bytes; at least one, where there is one."""
+
+    def __init__(self, records: Iterator[RouteRecord], *, limit: int) -> None:
+        self._records, self._limit = records, limit
+        self.first = next(records, None)
+        self.count = 0
+
+    def __iter__(self) -> Iterator[RouteRecord]:
+        if self.first is None:
+            return
+        size = 0
+        for record in chain([self.first], self._records):
+            self.count += 1
+            size += record.nbytes
+            yield record
+            if size >= self._limit:
+                return
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An archive: parts are its runs
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _into_archive(opened: Opened, target: str, *, part_bytes: int, tell: Progress) -> Conversion:
+    from routeplane.archive import new_run, open_archive
+
+    resumed = _converted_runs(target, opened.digest)
+    done = resumed
+    records = _told(opened.records(skip=done), done=done, total=opened.total, tell=tell)
+    while True:
+        part = _Part(records, limit=part_bytes)
+        if part.first is None and done:
+            break
+        # the count is known only at the end of the part, and attributes are written with the commit
+        attributes = {"source": opened.digest or "", "first": str(done)}
+        with new_run(target, opened.spec, attributes=attributes) as sink:
+            for record in part:
+                sink.write(record)
+        done += part.count
+        if part.first is None:
+            break
+    archive = open_archive(target)
+    return Conversion(records=done, resumed=resumed, bytes=archive.nbytes)
+
+
+def _converted_runs(target: str, digest: str | None) -> int:
+    """How many records of that source the archive holds, counted over runs that follow each other."""
+    from routeplane.archive import open_archive
+
+    if digest is None:
+        return 0
+    try:
+        archive = open_archive(target)
+    except FileNotFoundError:
+        return 0
+    except FormatError as error:
+        if error.kind == ErrorKind.TRUNCATED:
+            return 0  # begun, and nothing committed
+        raise
+    done = 0
+    for run in archive.runs:
+        said = archive.attributes(run.name)
+        if said.get("source") == digest and said.get("first") == str(done):
+            done += run.records
+    return done
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A file: parts lie beside it until all are there
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _into_file(
+    opened: Opened, target: Path, *, encoding: Literal["plain", "narrow", "auto"], part_bytes: int, tell: Progress
+) -> Conversion:
+    folder = target.with_name(f".{target.name}.{opened.digest or 'unknown'}.{encoding}.parts")
+    if opened.digest is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    parts = _whole_parts(folder)
+    done = resumed = parts[-1][1] if parts else 0
+    records = _told(opened.records(skip=done), done=done, total=opened.total, tell=tell)
+    while True:
+        part = _Part(records, limit=part_bytes)
+        if part.first is None and parts:
+            break
+        made = folder / f"unfinished{target.suffix}"
+        _write(part, made, opened.spec, encoding=encoding)
+        path = folder / f"{done:012d}-{done + part.count:012d}{target.suffix}"
+        os.replace(made, path)
+        done += part.count
+        parts.append((path, done))
+        if part.first is None:
+            break
+    _join([path for path, _ in parts], target, made=folder / f"unfinished{target.suffix}", encoding=encoding)
+    shutil.rmtree(folder)
+    return Conversion(records=done, resumed=resumed, bytes=target.stat().st_size)
+
+
+def _whole_parts(folder: Path) -> list[tuple[Path, int]]:
+    """Parts that follow each other from record 0, with the count of records behind each; others are deleted."""
+    parts: list[tuple[Path, int]] = []
+    for path in sorted(folder.iterdir()):
+        found = _PART.fullmatch(path.name)
+        if found and int(found[1]) == (parts[-1][1] if parts else 0):
+            parts.append((path, int(found[2])))
+        else:
+            path.unlink()
+    return parts
+
+
+def _write(
+    records: Iterable[RouteRecord], path: Path, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]
+) -> None:
+    with make_file(str(path), spec, encoding=encoding) as sink:
+        for record in records:
+            sink.write(record)
+
+
+def _join(parts: list[Path], target: Path, *, made: Path, encoding: Literal["plain", "narrow", "auto"]) -> None:
+    """One part becomes the target; several are copied into it, which happens once, at the end. So is one into what is
+    no regular file, such as a FIFO: a rename would put a file in its place."""
+    in_place = target.exists() and not target.is_file()
+    if len(parts) > 1 or in_place:
+        records = chain.from_iterable(open_any(str(path)).records(skip=0) for path in parts)
+        # among the parts, where the next call deletes what a killed one left
+        _write(records, target if in_place else made, open_any(str(parts[0])).spec, encoding=encoding)
+    if in_place:
+        return
+    os.replace(made if len(parts) > 1 else parts[0], target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the parts are deleted next
+    finally:
+        os.close(folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Containers, by suffix
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Kind = Literal["stream", "archive", "parquet"]
+
+SUFFIXES: dict[str, Kind] = {".arrows": "stream", ".zarr": "archive", ".parquet": "parquet"}
+
+
+def kind_of(place: str) -> Kind:
+    """The container that a path's suffix names. Raises UsageError."""
+    suffix = PurePosixPath(place.rstrip("/")).suffix
+    if suffix not in SUFFIXES:
+        raise refused(f"a path that ends in {', '.join(SUFFIXES)}", repr(place))
+    return SUFFIXES[suffix]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A source. ``digest``: names its content, None where only reading it can tell. ``total``: its records,
+    likewise."""
+
+    source: Any
+    spec: RouteSpec
+    digest: str | None
+    total: int | None
+
+    def records(self, *, skip: int) -> Iterator[RouteRecord]:
+        """All records but the first ``skip``; an archive does not read these."""
+        if hasattr(self.source, "keys"):
+            return (self.source[key] for key in islice(self.source, skip, None))
+        return islice(self.source, skip, None)
+
+
+def open_any(place: str) -> Opened:
+    """Open a stream, an archive or a Parquet file, checking everything. Raises as their readers do."""
+    kind = kind_of(place)
+    if kind == "archive":
+        from routeplane.archive import open_archive
+
+        archive = open_archive(place)
+        return Opened(source=archive, spec=archive.spec, digest=archive.digest, total=len(archive))
+    reader: Any
+    if kind == "parquet":
+        reader = ParquetReader(place, policy=ReadPolicy(on_alarm="ignore"))
+    else:
+        reader = open_stream(place, on_alarm="ignore")
+    return Opened(source=reader, spec=reader.spec, digest=reader.digest, total=getattr(reader, "total_records", None))
+
+
+def make_file(place: str, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]) -> RouteSink:
+    """A sink for a stream or a Parquet file, which appears when it is closed."""
+    kind = kind_of(place)
+    if kind == "archive":
+        raise refused("a stream or a Parquet file", repr(place))
+    if kind == "parquet":
+        return ParquetWriter(PublishedPath(os.fspath(place)), spec, encoding=choose_encoding(encoding, spec))
+    return new_stream(place, spec, encoding=encoding)

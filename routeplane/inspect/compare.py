@@ -1,0 +1,379 @@
+"""Two sources side by side, sample by sample: where do they choose other experts?
+
+Owns matching by key, alignment by token identity, and the counts. Engine against trainer, policy against policy, one
+capture against another: whatever wrote them, equal keys are the same sequence. Knows no file.
+
+Rows are compared as sets: the order within a row carries no meaning. Axes: S tokens, L common layers, K top-k slots,
+P bins of absolute position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
+from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS
+from routeplane.inspect.tally import shared_ids
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["AlignedRows", "Divergence", "RouteDiff", "align", "compare", "compare_records"]
+
+#: Samples that are kept by name: those that differ most, and those on one side alone.
+MAX_NAMED = 16
+#: Bytes of routes that wait for their partner where the sources come in other orders.
+MAX_HELD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """One sample that differs. ``token`` and ``layer``: of its first row that does, by position, then by layer.
+
+    ``flipped`` of ``compared`` rows (one token in one layer) differ. ``token_mismatch``: the first position whose token
+    ids differ, None where none does; rows from there on belong to other sequences and are not compared.
+    """
+
+    key: RecordKey
+    flipped: int
+    compared: int
+    token: int | None = None
+    layer: int | None = None
+    token_mismatch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouteDiff:
+    """Counts over the samples that both sides have; merges over parts.
+
+    ``compared_L``, ``equal_L``, ``shared_L``: rows that both have, those equal as sets, and ids in common, by layer of
+    ``layer_ids``. ``union_L``: ids in either, so that ``shared_L / union_L`` is the Jaccard index over all rows.
+    ``positions_P2``: compared and flipped rows by absolute position. ``one_sided_rows``: rows that one side alone has.
+    """
+
+    layer_ids: tuple[int, ...]
+    layers_left_only: tuple[int, ...] = ()
+    layers_right_only: tuple[int, ...] = ()
+    samples: int = 0
+    equal_samples: int = 0
+    compared_L: NDArray[np.int64]
+    equal_L: NDArray[np.int64]
+    shared_L: NDArray[np.int64]
+    union_L: NDArray[np.int64]
+    positions_P2: NDArray[np.int64]
+    one_sided_rows: int = 0
+    token_mismatches: int = 0
+    left_only: int = 0
+    right_only: int = 0
+    left_only_keys: tuple[RecordKey, ...] = ()
+    right_only_keys: tuple[RecordKey, ...] = ()
+    worst: tuple[Divergence, ...] = ()
+
+    @classmethod
+    def empty(cls, left: RouteSpec, right: RouteSpec) -> RouteDiff:
+        """Nothing compared yet. Raises SpecError where no layer is common, or E, K or the id space differ on one."""
+        common = tuple(layer_id for layer_id in left.layer_ids if layer_id in right.layer_ids)
+        if not common:
+            raise SpecError(
+                f"expected a layer that both have, got {list(left.layer_ids)} and {list(right.layer_ids)}",
+                kind=ErrorKind.SPEC_MISMATCH,
+            )
+        left.select(common).require_same_geometry(right.select(common), where="the other side")
+        counts = np.zeros(len(common), dtype=np.int64)
+        return cls(
+            layer_ids=common,
+            layers_left_only=tuple(layer_id for layer_id in left.layer_ids if layer_id not in common),
+            layers_right_only=tuple(layer_id for layer_id in right.layer_ids if layer_id not in common),
+            compared_L=counts,
+            equal_L=counts,
+            shared_L=counts,
+            union_L=counts,
+            positions_P2=np.zeros((POSITION_BINS, 2), dtype=np.int64),
+        )
+
+    @property
+    def same(self) -> bool:
+        """Whether both sides have the same samples, layers, tokens and rows."""
+        return self.equal_samples == self.samples and not (
+            self.left_only or self.right_only or self.layers_left_only or self.layers_right_only
+        )
+
+    @property
+    def flipped_share(self) -> float:
+        """Share of compared rows that are other sets; 0.0 without any."""
+        compared = int(self.compared_L.sum())
+        return 1.0 - int(self.equal_L.sum()) / compared if compared else 0.0
+
+    def merge(self, other: RouteDiff) -> RouteDiff:
+        """The counts of both. Raises UsageError where the compared layers differ."""
+        if self.layer_ids != other.layer_ids:
+            raise UsageError(
+                f"expected differences of layers {self.layer_ids}, got {other.layer_ids}", kind=ErrorKind.ARGUMENT
+            )
+        tables = ("compared_L", "equal_L", "shared_L", "union_L", "positions_P2")
+        counts = ("samples", "equal_samples", "one_sided_rows", "token_mismatches", "left_only", "right_only")
+        return RouteDiff(
+            layer_ids=self.layer_ids,
+            layers_left_only=self.layers_left_only,
+            layers_right_only=self.layers_right_only,
+            left_only_keys=_named(self.left_only_keys, other.left_only_keys),
+            right_only_keys=_named(self.right_only_keys, other.right_only_keys),
+            worst=tuple(sorted((*self.worst, *other.worst), key=_most_flipped)[:MAX_NAMED]),
+            **{name: getattr(self, name) + getattr(other, name) for name in (*tables, *counts)},
+        )
+
+    def layers(self) -> list[dict[str, Any]]:
+        """One JSON-ready row for each common layer."""
+        return [
+            {
+                "layer": layer_id,
+                "compared": int(self.compared_L[slot]),
+                "equal_share": _ratio(self.equal_L[slot], self.compared_L[slot]),
+                "jaccard": _ratio(self.shared_L[slot], self.union_L[slot]),
+            }
+            for slot, layer_id in enumerate(self.layer_ids)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "same": self.same,
+            "samples": self.samples,
+            "equal_samples": self.equal_samples,
+            "compared_rows": int(self.compared_L.sum()),
+            "flipped_share": round(self.flipped_share, 9),
+            "one_sided_rows": self.one_sided_rows,
+            "token_mismatches": self.token_mismatches,
+            "left_only": self.left_only,
+            "right_only": self.right_only,
+            "left_only_keys": [list(key) for key in self.left_only_keys],
+            "right_only_keys": [list(key) for key in self.right_only_keys],
+            "layers_left_only": list(self.layers_left_only),
+            "layers_right_only": list(self.layers_right_only),
+            "layers": self.layers(),
+            "positions": [
+                {"from": place * POSITION_BIN, "compared": int(compared), "flipped": int(flipped)}
+                for place, (compared, flipped) in enumerate(self.positions_P2)
+                if compared
+            ],
+            "worst": [
+                {
+                    "key": list(found.key),
+                    "flipped": found.flipped,
+                    "compared": found.compared,
+                    "token": found.token,
+                    "layer": found.layer,
+                    "token_mismatch": found.token_mismatch,
+                }
+                for found in self.worst
+            ],
+        }
+
+    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
+        """A flat dict with stable names for a metrics logger."""
+        return {
+            f"{prefix}diff_samples": float(self.samples),
+            f"{prefix}diff_rows": float(self.compared_L.sum()),
+            f"{prefix}diff_flipped_share": self.flipped_share,
+            f"{prefix}diff_jaccard": _ratio(self.shared_L.sum(), self.union_L.sum()),
+            f"{prefix}diff_one_sided_rows": float(self.one_sided_rows),
+            f"{prefix}diff_token_mismatches": float(self.token_mismatches),
+            f"{prefix}diff_unmatched_samples": float(self.left_only + self.right_only),
+        }
+
+
+def compare_records(left: RouteRecord, right: RouteRecord) -> RouteDiff:
+    """The difference of one sample. Rows before either's ``routes_start`` are not compared. Raises SpecError."""
+    total = RouteDiff.empty(left.spec, right.spec)
+    return total.merge(_count(left, align(left, right, layer_ids=total.layer_ids), total.layer_ids))
+
+
+def compare(
+    left: Iterable[RouteRecord],
+    right: Iterable[RouteRecord] | Mapping[RecordKey, RouteRecord],
+    *,
+    specs: tuple[RouteSpec, RouteSpec],
+    max_held_bytes: int = MAX_HELD_BYTES,
+    watch: Callable[[RouteRecord, RouteRecord, AlignedRows], object] | None = None,
+) -> RouteDiff:
+    """Match by key and count, in one pass over each side.
+
+    ``watch`` is given every pair with its aligned rows, such as ``Examiner.add`` of ``diagnose``.
+
+    ``right`` as a mapping (an archive) is looked up, so that its order does not matter. Of two streams, records whose
+    partner has not come are held; in the same order that is none. Raises UsageError (TOO_LONG) where more than
+    ``max_held_bytes`` wait, DataError (DUPLICATE_KEY), SpecError.
+    """
+    total = RouteDiff.empty(*specs)
+    pairs = _look_up(left, right) if isinstance(right, Mapping) else _in_step(left, right, max_held_bytes)
+    for mine, theirs in pairs:
+        if mine is not None and theirs is not None:
+            rows = align(mine, theirs, layer_ids=total.layer_ids)
+            total = total.merge(_count(mine, rows, total.layer_ids))
+            if watch is not None:
+                watch(mine, theirs, rows)
+        elif mine is not None:
+            total = _one_sided(total, "left_only", mine.key)
+        elif theirs is not None:
+            total = _one_sided(total, "right_only", theirs.key)
+    return total
+
+
+_Pair = tuple[RouteRecord | None, RouteRecord | None]
+
+
+def _look_up(left: Iterable[RouteRecord], right: Mapping[RecordKey, RouteRecord]) -> Iterator[_Pair]:
+    seen: set[RecordKey] = set()
+    for record in left:
+        _see(record.key, seen)
+        yield record, right.get(record.key)
+    for key in right:
+        if key not in seen:
+            yield None, right[key]
+
+
+def _in_step(left: Iterable[RouteRecord], right: Iterable[RouteRecord], max_held_bytes: int) -> Iterator[_Pair]:
+    """Take turns, so that two streams in one order hold nothing."""
+    sides = (iter(left), iter(right))
+    held: tuple[dict[RecordKey, RouteRecord], dict[RecordKey, RouteRecord]] = ({}, {})
+    seen: tuple[set[RecordKey], set[RecordKey]] = (set(), set())
+    waiting, open_sides = 0, [0, 1]
+    while open_sides:
+        for side in tuple(open_sides):
+            record = next(sides[side], None)
+            if record is None:
+                open_sides.remove(side)
+                continue
+            _see(record.key, seen[side])
+            partner = held[1 - side].pop(record.key, None)
+            if partner is not None:
+                waiting -= partner.routes.nbytes
+                yield (record, partner) if side == 0 else (partner, record)
+                continue
+            if 1 - side not in open_sides:
+                yield (record, None) if side == 0 else (None, record)
+                continue
+            held[side][record.key] = record
+            waiting += record.routes.nbytes
+            if waiting > max_held_bytes:
+                raise UsageError(
+                    f"expected samples of both sides in about one order, got {waiting} bytes waiting for their "
+                    "partner: convert one side to an archive, which is looked up by key",
+                    kind=ErrorKind.TOO_LONG,
+                )
+    yield from ((record, None) for record in held[0].values())
+    yield from ((None, record) for record in held[1].values())
+
+
+def _see(key: RecordKey, seen: set[RecordKey]) -> None:
+    if key in seen:
+        raise DataError(f"expected every key once, got {key} twice", kind=ErrorKind.DUPLICATE_KEY)
+    seen.add(key)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AlignedRows:
+    """The rows of two records that can be compared: same token, same layer, int16 ``[S, L, K]``, copies.
+
+    They begin at token ``start`` and end before the first one whose ids differ; ``mismatch`` is its position, or the
+    shorter record's end where one goes on, and None where the sequences are the same.
+    """
+
+    start: int
+    mismatch: int | None
+    left_SLK: NDArray[np.int16]
+    right_SLK: NDArray[np.int16]
+
+    @cached_property
+    def both_SL(self) -> NDArray[np.bool_]:
+        """Whether both sides have the row."""
+        return np.asarray((self.left_SLK[:, :, 0] != MISSING) & (self.right_SLK[:, :, 0] != MISSING))
+
+    @cached_property
+    def shared_SL(self) -> NDArray[np.int32]:
+        """Ids that the two rows have in common; 0 where a side has no row."""
+        return np.where(self.both_SL, shared_ids(self.left_SLK, self.right_SLK), 0).astype(np.int32)
+
+    @property
+    def flipped_SL(self) -> NDArray[np.bool_]:
+        """Whether both have the row, as other sets of experts."""
+        return np.asarray(self.both_SL & (self.shared_SL < self.left_SLK.shape[2]))
+
+
+def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) -> AlignedRows:
+    """Cut two records to what both have of ``layer_ids``, by absolute position and token identity."""
+    start = max(left.routes_start, right.routes_start)
+    shortest = min(left.num_tokens, right.num_tokens)
+    differing = np.flatnonzero(left.token_ids[:shortest] != right.token_ids[:shortest])
+    stop = int(differing[0]) if len(differing) else shortest
+    mine, theirs = (
+        record.routes[start - record.routes_start : max(start, stop) - record.routes_start][
+            :, [record.spec.slot(layer_id) for layer_id in layer_ids]
+        ]
+        for record in (left, right)
+    )
+    mismatch = stop if len(differing) or left.num_tokens != right.num_tokens else None
+    return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs)
+
+
+def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> RouteDiff:
+    """The counts of one pair."""
+    both_SL, shared_SL, flipped_SL = rows.both_SL, rows.shared_SL, rows.flipped_SL
+    one_sided = int(((rows.left_SLK[:, :, 0] != MISSING) != (rows.right_SLK[:, :, 0] != MISSING)).sum())
+    counts_P = [_by_position(flags_SL.sum(axis=1), rows.start) for flags_SL in (both_SL, flipped_SL)]
+    equal = not flipped_SL.any() and one_sided == 0 and rows.mismatch is None
+    return RouteDiff(
+        layer_ids=layer_ids,
+        samples=1,
+        equal_samples=int(equal),
+        compared_L=both_SL.sum(axis=0),
+        equal_L=(both_SL & ~flipped_SL).sum(axis=0),
+        shared_L=shared_SL.sum(axis=0),
+        union_L=np.where(both_SL, 2 * left.spec.top_k - shared_SL, 0).sum(axis=0),
+        positions_P2=np.stack(counts_P, axis=1),
+        one_sided_rows=one_sided,
+        token_mismatches=int(rows.mismatch is not None),
+        worst=() if equal else (_divergence(left.key, rows, layer_ids),),
+    )
+
+
+def _divergence(key: RecordKey, rows: AlignedRows, layer_ids: tuple[int, ...]) -> Divergence:
+    flips = np.argwhere(rows.flipped_SL)
+    return Divergence(
+        key=key,
+        flipped=len(flips),
+        compared=int(rows.both_SL.sum()),
+        token=rows.start + int(flips[0][0]) if len(flips) else None,
+        layer=layer_ids[int(flips[0][1])] if len(flips) else None,
+        token_mismatch=rows.mismatch,
+    )
+
+
+def _by_position(counts_S: NDArray[Any], start: int) -> NDArray[np.int64]:
+    bins_S = np.minimum((start + np.arange(len(counts_S))) // POSITION_BIN, POSITION_BINS - 1)
+    counted = np.bincount(bins_S, weights=counts_S, minlength=POSITION_BINS)
+    return counted.astype(np.int64)
+
+
+def _one_sided(total: RouteDiff, side: str, key: RecordKey) -> RouteDiff:
+    keys = f"{side}_keys"
+    return replace(total, **{side: getattr(total, side) + 1, keys: _named(getattr(total, keys), (key,))})
+
+
+def _named(left: tuple[RecordKey, ...], right: tuple[RecordKey, ...]) -> tuple[RecordKey, ...]:
+    return tuple(sorted((*left, *right)))[:MAX_NAMED]
+
+
+def _most_flipped(found: Divergence) -> tuple[int, RecordKey]:
+    return (-found.flipped, found.key)
+
+
+def _ratio(part: Any, whole: Any) -> float:
+    return round(float(part) / float(whole), 9) if whole else 0.0
