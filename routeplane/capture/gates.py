@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -244,17 +244,13 @@ def find_gates(
     run = probe or partial(_default_probe, model)
     with _left_as_it_was(model):
         rows, choices = _watch(model, modules, run)
-        gates = _gates_of(modules, _left(choices, leave_live))
+        gates = _gates_of(modules, [each for each in choices if not _is_left(each.path, leave_live)])
         _refuse_unseen(modules, [gate.name for gate, _, _ in gates], leave_live)
         _refuse_none(model, gates)
         _verify_kinds(model, modules, gates, run, rows)
-    named = [(Gate(**{**_fields(gate), "name": _WRAPPER.sub("", gate.name)}), modules[path]) for gate, path, _ in gates]
+    named = [(replace(gate, name=_WRAPPER.sub("", gate.name)), modules[path]) for gate, path, _ in gates]
     order = {id(module): at for at, module in enumerate(modules.values())}
     return sorted(named, key=lambda found: order[id(found[1])])
-
-
-def _fields(gate: Gate) -> dict[str, Any]:
-    return {name: getattr(gate, name) for name in Gate.__slots__}
 
 
 def _without_mtp(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -270,21 +266,13 @@ def _without_mtp(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _default_probe(model: nn.Module) -> object:
     config = getattr(model, "config", None)
-    reserved = {
-        value
-        for level in (config, getattr(config, "text_config", None))
-        for name, value in _settings(level)
-        if name.endswith(("token_id", "token_index"))
-    }
+    levels = [vars(level) for level in (config, getattr(config, "text_config", None)) if level is not None]
+    named = [pair for level in levels for pair in level.items()]
+    reserved = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     usable = [token for token in range(3, max(sizes, default=64)) if token not in reserved][:PROBE_ROWS]
     device = next(iter(model.parameters())).device
     return model(input_ids=torch.tensor([usable], device=device), use_cache=False)
-
-
-def _settings(config: object) -> Iterable[tuple[str, object]]:
-    values = getattr(config, "__dict__", {})
-    return [(name, value) for name, value in values.items() if isinstance(value, int)]
 
 
 def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> tuple[int, list[_Choice]]:
@@ -334,10 +322,6 @@ def _count_rows(args: object, kwargs: Mapping[str, object]) -> int:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             return int(value.numel() // value.shape[-1])
     return 0
-
-
-def _left(choices: Sequence[_Choice], leave_live: Sequence[str]) -> list[_Choice]:
-    return [each for each in choices if not _is_left(each.path, leave_live)]
 
 
 def _is_left(path: str, leave_live: Sequence[str]) -> bool:
@@ -611,9 +595,9 @@ class _Trial:
         own, forced = self._gradients(live.live_NK), self._gradients(other)
         if own is None or forced is None:
             return "weights that no gradient links to the gate's scores"
-        if not _moves(own):
+        if float(own.abs().max()) <= 1e-7:
             return ""  # constant by the family's own rule, as of one expert with weight 1
-        if not _moves(forced):
+        if float(forced.abs().max()) <= 1e-7:
             return "weights of forced ids that no gradient reaches"
         is_live = torch.zeros(forced.shape[:2], dtype=torch.bool).scatter_(1, live.live_NK.cpu(), value=True)
         is_forced = torch.zeros_like(is_live).scatter_(1, other.cpu(), value=True)
@@ -749,10 +733,6 @@ class _FirstLogits(TorchFunctionMode):
         ):
             self.seen.logits_NE = result
         return result
-
-
-def _moves(gradients_NEP: torch.Tensor) -> bool:
-    return float(gradients_NEP.abs().max()) > 1e-7
 
 
 def _beyond_common(gradients_NEP: torch.Tensor, beside_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

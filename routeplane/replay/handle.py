@@ -350,10 +350,11 @@ def admit_step(choice: Literal["force", "live", "skip"], /, *, group: Any = None
 def _check_live(batch: ReplayBatch, limit: float | None) -> None:
     if limit is None or not batch.unexplained_missing:
         return
-    padding = getattr(batch, "pad_mask", None)
+    coverage = getattr(batch, "coverage", None)
     tokens = batch.num_rows
-    if isinstance(padding, torch.Tensor) and padding.device.type == "cpu":
-        tokens -= int(padding.numpy().sum())
+    if callable(coverage):  # padding is not among them
+        rows = coverage()
+        tokens = batch.unexplained_missing + sum(rows.count(state) for state in ("captured", "cached"))
     share = batch.unexplained_missing / max(tokens, 1)
     if share > limit:
         raise DataError(

@@ -80,7 +80,7 @@ def attach(
     """
     policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits, leave_live=probe.leave_live)
     _refuse_attached(model)
-    return _attached(model, spec, find_gates(model, probe), policy=policy, compiled=compiled)
+    return _attached(model, spec, find_gates(model, probe=probe), policy=policy, compiled=compiled)
 
 
 def record(
@@ -92,13 +92,13 @@ def record(
     different K.
     """
     _refuse_attached(model)
-    gates = find_gates(model, probe)
+    gates = find_gates(model, probe=probe)
     spec = spec_of_gates([gate for gate, _ in gates], model="")
     policy = ReplayPolicy(aux=aux, leave_live=probe.leave_live)
     return _attached(model, spec, gates, policy=policy, compiled=compiled)
 
 
-def find_gates(model: nn.Module, probe: Probe = Probe(), /) -> list[tuple[Gate, nn.Module]]:
+def find_gates(model: nn.Module, /, *, probe: Probe = Probe()) -> list[tuple[Gate, nn.Module]]:
     """Probe the model for its gates, in module order, MTP left out. Raises ReplayError (NO_SEAM) as ``attach`` does."""
     return probe_gates(model, leave_live=probe.leave_live, probe=probe.forward)
 

@@ -51,7 +51,7 @@ def tiny(family: FamilyCase) -> tuple[Any, list[Gate], RouteSpec]:
     for implement in ("set_experts_implementation", "set_attn_implementation"):
         if hasattr(model, implement) and implement == "set_experts_implementation":
             getattr(model, implement)("eager")
-    found = gates.find_gates(model, probe_of(family))
+    found = gates.find_gates(model, probe=probe_of(family))
     with torch.no_grad():
         for _, module in found:
             for parameter in module.parameters():
