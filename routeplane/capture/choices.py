@@ -17,7 +17,6 @@ import numpy as np
 
 from routeplane.capture.layers import LayerAxis, rows_from_axis
 from routeplane.capture.recorder import record_of_call
-from routeplane.capture.requests import cached_rows
 from routeplane.capture.wire import WireForm, decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
@@ -38,9 +37,12 @@ __all__ = [
     "Choice",
     "FinalRow",
     "Redeem",
+    "cached_rows",
     "call_of_choice",
+    "check_requests",
     "read_rows",
     "records_of_calls",
+    "sample_names",
 ]
 
 #: What a row for the call's last token is: absent (no engine made it, so it may only be MISSING), the engine's own, or
@@ -131,9 +133,10 @@ DEFAULTS = CaptureOptions()
 class Choice:
     """What a server said of one choice.
 
-    ``routes``: a value in a wire form, or None. ``rows``: the rows and the token of the first one, where they were read
-    already. ``cached``: prompt tokens that the server says came from its prefix cache. ``short_prefill``: whether the
-    server drops the row of the last token where nothing was sampled.
+    ``routes``: a value in a wire form, or None. ``prompt_routes``: the prompt's rows, where a server sends them apart.
+    ``form``: the form of both, where the place alone tells it. ``rows``: the rows and the token of the first one, where
+    they were read already. ``cached``: prompt tokens that the server says came from its prefix cache.
+    ``short_prefill``: whether the server drops the row of the last token where nothing was sampled.
     """
 
     call_id: str
@@ -141,6 +144,8 @@ class Choice:
     generation_ids: Sequence[int]
     finish_reason: str | None
     routes: Any = None
+    prompt_routes: Any = None
+    form: WireForm | None = None
     rows: tuple[NDArray[np.int16], int] | None = None
     logprobs: Any = None
     cached: int | None = None
@@ -340,18 +345,48 @@ def _rows(
     tokens = len(choice.prompt_ids) + len(choice.generation_ids)
     if choice.rows is not None:
         rows_RLK, begin = choice.rows
-    elif choice.routes is None:
+    elif choice.routes is None and choice.prompt_routes is None:
         return None, 0
     else:
+        how = options if options.form is not None else replace(options, form=choice.form)
         filler = tokens - 1 if last == "filler" else None
-        rows_RLK, begin = read_rows(
-            choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id
-        )
+        rows_RLK, begin = _read(choice, spec, options=how, first_row=first_row, filler=filler)
     if last == "absent" and len(choice.generation_ids) and begin + len(rows_RLK) == tokens:
         # a row that no engine captured says nothing; any other means that rows are not where they are thought to be
         if len(rows_RLK) and bool((rows_RLK[-1] == MISSING).all()):
             rows_RLK = rows_RLK[:-1]
+    elif last == "absent" and begin and len(rows_RLK) > 1 and _ends_in_padding(rows_RLK):
+        raise DataError(
+            f"expected the row of the last token that was fed, got -1 behind {len(rows_RLK) - 1} rows from row {begin} "
+            f"on: a row was added, so all of them are of other tokens @ call {choice.call_id}",
+            kind=ErrorKind.ROW_COUNT,
+        )
     return rows_RLK, begin
+
+
+def _ends_in_padding(rows_RLK: NDArray[np.int16]) -> bool:
+    """Whether the last row alone is MISSING: an engine that captures has the row of the last token that it fed."""
+    return bool((rows_RLK[-1] == MISSING).all()) and not (rows_RLK[-2] == MISSING).all()
+
+
+def _read(
+    choice: Choice, spec: RouteSpec, *, options: CaptureOptions, first_row: int | None, filler: int | None
+) -> tuple[NDArray[np.int16], int]:
+    """The rows of a choice; of the prompt and of what was generated where a server sends them apart (vLLM 0.21)."""
+    if choice.prompt_routes is None:
+        return read_rows(choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id)
+    prompt = len(choice.prompt_ids)
+    prompt_RLK, begin = read_rows(choice.prompt_routes, spec, options=options, first_row=first_row, call=choice.call_id)
+    if begin + len(prompt_RLK) != prompt:
+        raise DataError(
+            f"expected prompt_routed_experts up to token {prompt}, got {len(prompt_RLK)} rows from {begin} "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.ROW_COUNT,
+        )
+    if choice.routes is None:
+        return prompt_RLK, begin
+    more_RLK, _ = read_rows(choice.routes, spec, options=options, first_row=prompt, filler=filler, call=choice.call_id)
+    return np.concatenate([prompt_RLK, more_RLK]), begin
 
 
 def _loss(
@@ -366,8 +401,14 @@ def _loss(
             return declared
         if absent is not None or (generated == 0 and prompt == 0):
             return absent or "not_captured"
+        why = choice.why_absent
+        if declared is not None:
+            why = (
+                f"the answer ended as {choice.finish_reason!r} after {generated} tokens, and servers may drop the rows "
+                f"of such an answer (absent={declared!r} declares them)"
+            )
         raise CaptureError(
-            f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {choice.why_absent} "
+            f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {why} "
             f"@ call {choice.call_id}",
             kind=ErrorKind.CAPTURE_OFF,
         )
@@ -427,3 +468,46 @@ def records_of_calls(
         )
         for index, call in enumerate(calls)
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every engine asks of a request, and says of its cache
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def sample_names(given: Sequence[str] | None, count: int, *, stem: str = "sample") -> list[str]:
+    """The caller's names, else ``sample-0``, ``sample-1``, ...
+
+    >>> sample_names(None, 2)
+    ['sample-0', 'sample-1']
+    """
+    return list(given) if given is not None else [f"{stem}-{index}" for index in range(count)]
+
+
+def check_requests(
+    prompts: Sequence[Sequence[int]], names: Sequence[str], *, max_tokens: int, temperature: float, seed: int
+) -> None:
+    """Raise UsageError for prompts, names or settings that no engine can serve as they stand."""
+    if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
+        raise refused("prompts of at least one token each", "an empty one")
+    for prompt in prompts:
+        if not all(isinstance(token, int | np.integer) and token >= 0 for token in prompt):
+            raise refused("prompts of non-negative token ids", repr(list(prompt)[:8]))
+    if len(names) != len(prompts) or len(set(names)) != len(names):
+        raise refused(f"{len(prompts)} different names", f"{len(names)}, {len(set(names))} of them different")
+    if max_tokens < 1:
+        raise refused("max_tokens of at least 1", repr(max_tokens))
+    if not 0 <= temperature < float("inf"):
+        raise refused("a finite temperature of at least 0", repr(temperature))
+    if seed < 0:
+        raise refused("a seed of at least 0", repr(seed))
+
+
+def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) -> int:
+    """``ModelCall.cached`` where rows before ``bound`` may come from a prefix cache, and ``[first_row, ...)`` came.
+
+    0 where none of the rows that came does, so that one call has one form (and checksum) in every reader.
+    """
+    if rows_RLK is None or len(rows_RLK) == 0 or bound <= first_row:
+        return 0
+    return min(bound, first_row + len(rows_RLK))

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.gates import Gate, SelectionMode, find_gates
-from routeplane.capture.requests import check_requests, sample_names
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall

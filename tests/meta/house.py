@@ -34,12 +34,12 @@ BARS: dict[str, float] = {
     "import problems, cycles included": 0,
     "duplicate basenames": 16,
     "public names": 200,
-    "import paths in docs": 26,
-    "public functions with more than 8 parameters": 3,
+    "import paths in docs": 21,
+    "public functions with more than 8 parameters": 2,
     "function lines, median": 8,
     "function lines, p90": 25,
-    "words of design section 8": 413,
-    "doctests": 41,
+    "words of design section 8": 365,
+    "doctests": 53,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {

@@ -71,11 +71,13 @@ THIRD_PARTY = {
         "replay",
         "capture.gates",
         "capture.transformers",
+        "record.meta_model",
         *_REPLAY_SUITE,
         *_DEMO,
     ),
     "transformers": (
         "capture.transformers",
+        "record.meta_model",
         "replay.transformers",
         *(f"cli.demo.{name}" for name in ("engine", "fleet", "transformers", "automodel")),
     ),
@@ -107,6 +109,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 #: Where an import may stand inside a function, and why. An ``__init__.py`` may too: its public names load on first use.
 DEFERRED = {
     "record.validate": "the kernels are used where numba is installed",
+    "record.geometry": "a model that no table knows is built without weights where Transformers is installed",
     "capture.text64": "the fast codec is used where it is installed",
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from routeplane.capture.choices import cached_rows
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
-from routeplane.capture.requests import cached_rows
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.coverage import Coverage

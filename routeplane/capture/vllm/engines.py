@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import LLM, EngineArgs, SamplingParams
 
-from routeplane.capture.requests import check_requests, sample_names
+from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.vllm.engine_writer import KEY, request_args
 from routeplane.capture.vllm.model_config import captures_routes, model_config_of, require_moe, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, records

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.capture.requests import cached_rows
+from routeplane.capture.choices import cached_rows
 
 
 @given(bound=st.integers(0, 12), first_row=st.integers(0, 8), count=st.integers(0, 8))
