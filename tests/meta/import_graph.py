@@ -25,7 +25,7 @@ __all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
 STAGES = ("record", "capture", "stream", "archive", "batch", "replay", "inspect", "fleet", "testing", "cli")
 
 #: Files of the package root: the public face and the errors. ``py.typed`` stands beside them.
-ROOT_FILES = ("__init__", "errors")
+ROOT_FILES = ("__init__", "__main__", "errors")
 
 _PARTS = {"errors", "record", "capture", "stream", "archive", "batch", "replay", "inspect"}
 
@@ -71,6 +71,7 @@ THIRD_PARTY = {
         "replay",
         "capture.gates",
         "capture.transformers",
+        "inspect.audit",
         "record.meta_model",
         *_REPLAY_SUITE,
         *_DEMO,
@@ -83,12 +84,15 @@ THIRD_PARTY = {
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
+    "mooncake": ("stream.mooncake",),
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
     "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
-    "rich": ("cli.main", "cli.inspect", "inspect.tables"),
+    "vl_convert": ("inspect.charts", "inspect.report", "cli.demo.fleet"),
+    "polars": ("inspect.export",),
+    "pandas": ("inspect.export",),
+    "shtab": ("cli.main",),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("cli.demo.automodel",),
     "megatron": ("cli.demo.megatron",),
@@ -200,6 +204,8 @@ def stage(module: str) -> str | None:
     first = below.split(".")[0]
     if not below:
         return "root"
+    if below == "__main__":
+        return "cli"  # ``python -m routeplane`` is the command line
     return first if first in STAGES or below == "errors" else None
 
 
