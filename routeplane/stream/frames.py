@@ -118,11 +118,13 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
     """
     view = memoryview(buffer)
     at = 0
-    while at < len(view):
+    while True:
         try:
             length, start = _prefix_of(bytes(view[at : at + 8]), at)
             if length == 0:
-                return
+                break
+            if start + length > len(view):
+                raise _truncated(f"a header of {length} bytes", len(view) - start)
             header = parse_metadata(bytes(view[start : start + length]))
             stop = start + length + header.body_length
             if stop > len(view):
@@ -134,6 +136,7 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
                 raise  # without a schema nothing can be read, and a cut is not a damaged batch
             yield Frame(kind="damaged", compressed=False, rows=0, metadata={}, data=buffer.slice(at, stop - at))
         at = stop
+    _refuse_rest(len(view) - start)
 
 
 def _next_batch(view: memoryview, at: int) -> int:
