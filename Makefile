@@ -198,8 +198,14 @@ $(STAMP)-base: pyproject.toml | $(BIN)/python
 	@$(PIP) -e .
 	@touch $@
 
+# Mooncake's wheel is linked to three system libraries. Root installs them where apt-get is; elsewhere its import says
+# which one is missing, and its tests fail.
 $(STAMP)-dev: $(STAMP)-base
 	@echo "installing the development tools"
+	@ldconfig -p | grep -q librdmacm.so.1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	    libibverbs1 librdmacm1 libnuma1; } >$(VENV)/mooncake.log 2>&1; } || \
+	  echo "libibverbs1, librdmacm1 and libnuma1 are not here: the tests of Mooncake will fail"
 	@$(PIP) -e '.[dev]'
 	@touch $@
 

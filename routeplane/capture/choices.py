@@ -8,6 +8,7 @@ Axes: R rows, P prompt tokens, G generated tokens, D layers as the sender counts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -81,6 +82,8 @@ class CaptureOptions:
         media: One digest per media item of the prompt.
         absent: What it means where tokens came without routes. None refuses.
         redeem: Gives the call of a ticket; needed where answers carry tickets.
+        version_numbers: The number of each weights version that the server names by text. Decimal text is its own
+            number; a name without a number is a version that is not known.
         logprobs_mode: Whether log-probabilities are those before temperature and truncation ("raw") or after
             ("processed"); becomes the attribute of records that have some.
 
@@ -97,6 +100,7 @@ class CaptureOptions:
     media: tuple[str, ...] = ()
     absent: RowLoss | None = None
     redeem: Redeem | None = None
+    version_numbers: Mapping[str, int] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +141,8 @@ class Choice:
     ``form``: the form of both, where the place alone tells it. ``rows``: the rows and the token of the first one, where
     they were read already. ``cached``: prompt tokens that the server says came from its prefix cache.
     ``short_prefill``: whether the server drops the row of the last token where nothing was sampled.
+    ``weight_version``: what the server calls the weights. ``weight_versions``: the same by spans of generated tokens.
+    ``retractions``: how often the server gave the request's memory to others and computed it again.
     """
 
     call_id: str
@@ -150,6 +156,9 @@ class Choice:
     logprobs: Any = None
     cached: int | None = None
     short_prefill: bool = False
+    weight_version: Any = None
+    weight_versions: Any = None
+    retractions: int = 0
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = WHY_ABSENT
 
@@ -285,16 +294,20 @@ def call_of_choice(
     last = options.final_row or final_row
     rows_RLK, begin = _rows(choice, spec, options=options, first_row=first_row, last=last)
     loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
+    version = _version(choice, weights_version, options)
     cached = choice.cached if options.cached is None else options.cached
     # what was generated comes from no prefix cache, whatever a server's count says
     bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
+    if choice.retractions and rows_RLK is not None and _may_have_changed(choice):
+        # what was computed again replaced the rows of the first time, by weights that nothing names
+        bound = begin + len(rows_RLK)
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,
         routes=rows_RLK,
         first_row=begin,
         layer_ids=spec.layer_ids,
-        weights_version=weights_version,
+        weights_version=version,
         call_id=choice.call_id,
         logprobs=_logprobs(choice),
         media=options.media,
@@ -303,6 +316,73 @@ def call_of_choice(
         loss=loss,
         columns=choice.columns,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Versions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _version(choice: Choice, weights_version: int | None, options: CaptureOptions) -> int | None:
+    """The version that sampled all of the call, from the caller and from the answer; None where it is unknown.
+
+    That is so, too, where an answer names several: a call has one version.
+    """
+    spans = _spans_of(choice)
+    if not spans:
+        return weights_version
+    names = {name for _, _, name in spans}
+    number = _number(next(iter(names)), options) if len(names) == 1 else None
+    number = weights_version if number is None and len(names) == 1 else number
+    if weights_version is not None and number != weights_version:
+        raise DataError(
+            f"expected tokens that weights {weights_version} sampled, got an answer that names "
+            f"{[(name, start, stop) for start, stop, name in spans][:4]} (version, start, stop) "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.SPANS,
+        )
+    return number
+
+
+def _spans_of(choice: Choice) -> list[tuple[int, int, int | str]]:
+    """Which weights sampled the generated tokens, as the answer says: ``[start, stop)`` of them, and the name."""
+    generated, where = len(choice.generation_ids), f"@ call {choice.call_id}"
+    if generated == 0 or (choice.weight_versions is None and choice.weight_version is None):
+        return []
+    if choice.weight_versions is None:
+        return [(0, generated, _name(choice.weight_version, where))]
+    found: list[tuple[int, int, int | str]] = []
+    for span in choice.weight_versions if isinstance(choice.weight_versions, list) else ():
+        said = span if isinstance(span, Mapping) else {}
+        name = _name(said.get("version", said.get("weight_version")), where)
+        found.append((said.get("start", -1), said.get("end", said.get("stop", -1)), name))
+    edges = [0, *(stop for _, stop, _ in found)]
+    contiguous = [start for start, _, _ in found] == edges[:-1]
+    if not found or not contiguous or edges[-1] != generated or any(a >= b for a, b in itertools.pairwise(edges)):
+        raise DataError(
+            f"expected weight_versions that cover the {generated} generated tokens, got "
+            f"{str(choice.weight_versions)[:120]} {where}",
+            kind=ErrorKind.SPANS,
+        )
+    return found
+
+
+def _name(version: object, where: str) -> int | str:
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise DataError(f"expected a weights version as text or an int, got {version!r} {where}", kind=ErrorKind.DTYPE)
+    return version
+
+
+def _number(name: int | str, options: CaptureOptions) -> int | None:
+    if isinstance(name, int):
+        return name
+    known = options.version_numbers or {}
+    return known.get(name, int(name) if name.isdecimal() and name.isascii() else None)
+
+
+def _may_have_changed(choice: Choice) -> bool:
+    """Whether what was computed again may be of other weights than the tokens: unless spans say one version for all."""
+    return choice.weight_versions is None or len({name for _, _, name in _spans_of(choice)}) > 1
 
 
 def _is_ticket(routes: Any) -> bool:

@@ -100,6 +100,23 @@ def open_writer(
     ...         list(reader), reader.report().complete
     ([], True)
     """
+    root, found = declare_place(place, spec, run=run, producer=producer, groups=groups, encoding=encoding)
+    chosen = limits or BlockLimits()
+    blocks = BlockFiles(root / "producers" / producer, sync=chosen.sync)
+    slot = FolderSlot(root, blocks, groups=found.groups, limits=chosen)
+    return FolderWriter(slot, spec, encoding=found.encoding, limits=chosen)
+
+
+def declare_place(
+    place: str | os.PathLike[str],
+    spec: RouteSpec,
+    *,
+    run: str,
+    producer: str,
+    groups: Sequence[str],
+    encoding: Literal["plain", "narrow", "auto"],
+) -> tuple[Path, Manifest]:
+    """Create a place, or check that it is the same one. Returns its folder and manifest; raises as ``open_writer``."""
     check_name(producer, "producer")
     manifest = Manifest(
         place=secrets.token_hex(16),
@@ -112,10 +129,7 @@ def open_writer(
         raise refused("at least one group, each once", f"{list(groups)}")
     root = Path(place)
     root.mkdir(parents=True, exist_ok=True)
-    found = _declare(root, manifest)
-    chosen = limits or BlockLimits()
-    slot = FolderSlot(root, producer, groups=found.groups, limits=chosen)
-    return FolderWriter(slot, spec, encoding=found.encoding, limits=chosen)
+    return root, _declare(root, manifest)
 
 
 def open_reader(
@@ -140,8 +154,7 @@ def open_reader(
     living reader), FormatError for damaged files, TransportError (TIMED_OUT).
     """
     chosen = options or ReadOptions()
-    root = Path(place)
-    _wait_for(root / "manifest.json", chosen.timeout_s if follow else 0.0)
+    root = found_place(place, chosen.timeout_s if follow else 0.0)
     store = FolderStore(root, group=group)
     try:
         return FolderReader(store, producers=producers, follow=follow, policy=policy or ReadPolicy(), options=chosen)
@@ -237,12 +250,15 @@ def _declare(root: Path, manifest: Manifest) -> Manifest:
     return found
 
 
-def _wait_for(path: Path, timeout_s: float | None) -> None:
+def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
+    """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
+    path = Path(place) / "manifest.json"
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while not path.exists():
         if end is not None and time.monotonic() >= end:
             raise TransportError(f"expected a place, got no {path} within {timeout_s} s", kind=ErrorKind.TIMED_OUT)
         time.sleep(0.01)
+    return path.parent
 
 
 def _block_path(home: Path, number: int) -> Path:
@@ -339,15 +355,76 @@ def _is_locked(path: Path) -> bool:
         os.close(descriptor)
 
 
+# -- where the bytes lie -----------------------------------------------------------------------------------------------
+
+
+class BlockFiles:
+    """One producer's blocks as files beside its control data. Another carrier keeps the bytes elsewhere: ``mooncake``.
+
+    A block is prepared, then committed. A block that was prepared and not committed leaves a file that says so.
+    """
+
+    def __init__(self, home: Path, *, sync: bool = True) -> None:
+        self.home, self._sync = home, sync
+
+    def held(self, numbers: range) -> dict[int, int]:
+        """Sizes in bytes of the blocks that are there, by number."""
+        del numbers  # the files say which there are
+        return {int(path.stem): path.stat().st_size for path in self.home.glob("*.arrows")}
+
+    def prepare(self, number: int, block: SealedBlock) -> int:
+        """Write a block where no reader sees it. Returns its size in bytes."""
+        path = _written_path(self.home, number)
+        with pa.OSFile(str(path), "wb") as sink:
+            block.write_to(sink)
+        if self._sync:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        return path.stat().st_size
+
+    def commit(self, number: int) -> None:
+        """Show a prepared block to readers, whole."""
+        os.replace(_written_path(self.home, number), _block_path(self.home, number))
+        if self._sync:
+            _sync_folder(self.home)
+
+    def is_prepared(self, number: int) -> bool:
+        """Whether a block was prepared and neither committed nor discarded."""
+        return _written_path(self.home, number).exists()
+
+    def discard(self, number: int) -> None:
+        """Remove what ``prepare`` left."""
+        _written_path(self.home, number).unlink(missing_ok=True)
+
+    def exists(self, number: int) -> bool:
+        """Whether readers see the block."""
+        return _block_path(self.home, number).exists()
+
+    def read(self, number: int, pool: BufferPool) -> pa.Buffer:
+        """The bytes of a block, copied into memory of the pool. Raises FileNotFoundError."""
+        with open(_block_path(self.home, number), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            memory, data = pool.take(size)
+            came = 0
+            while came < size and (part := file.readinto(memory[came:])):
+                came += part
+            del memory
+            return data.slice(0, came)
+
+    def delete(self, number: int) -> None:
+        """Remove a block; one that is gone is not an error."""
+        _block_path(self.home, number).unlink(missing_ok=True)
+
+
 # -- the writer's side -------------------------------------------------------------------------------------------------
 
 
 class FolderSlot(ProducerSlot):
     """One producer's folder, locked for as long as its writer lives."""
 
-    def __init__(self, root: Path, producer: str, *, groups: Sequence[str], limits: BlockLimits) -> None:
-        self._root, self._producer, self._groups, self._limits = root, producer, groups, limits
-        self._home = root / "producers" / producer
+    def __init__(self, root: Path, blocks: BlockFiles, *, groups: Sequence[str], limits: BlockLimits) -> None:
+        self._root, self._blocks, self._groups, self._limits = root, blocks, groups, limits
+        self._home, self._producer = blocks.home, blocks.home.name
         self._lock = FileLock(self._home / "lock", taken=self._taken, tries_s=_LOCK_TRIES_S)
         try:
             self._begin()
@@ -371,9 +448,10 @@ class FolderSlot(ProducerSlot):
             )
         number = _load(self._home / "number.json") or {"next": 0, "void": []}
         self._next, self._void = int(number["next"]), list(number["void"])
-        self._sizes = {int(path.stem): path.stat().st_size for path in self._home.glob("*.arrows")}
-        # the number is stored before the block is renamed into place: a writer that died in between left the file
-        if _written_path(self._home, self._next - 1).exists():
+        below = min(self._acknowledged(group) for group in self._groups)
+        self._sizes = self._blocks.held(range(below, self._next))
+        # the number is stored before the block is committed: a writer that died in between left it prepared
+        if self._blocks.is_prepared(self._next - 1):
             self._void.append(self._next - 1)
         self._store_number(self._next)
         for left in self._home.glob(".*.tmp"):
@@ -393,27 +471,16 @@ class FolderSlot(ProducerSlot):
                 kind=ErrorKind.CLOSED,
             )
         number = self._next
-        written = _written_path(self._home, number)
         try:
-            self._write(block, written)
-            size = written.stat().st_size
+            size = self._blocks.prepare(number, block)
             self._wait_for_space(size)
         except OSError as error:
-            written.unlink(missing_ok=True)
+            self._blocks.discard(number)
             raise _full(error, self._home) from error
         self._store_number(number + 1)
-        os.replace(written, _block_path(self._home, number))
-        if self._limits.sync:
-            _sync_folder(self._home)
+        self._blocks.commit(number)
         self._next, self._sizes[number] = number + 1, size
         return BlockName(self._producer, number)
-
-    def _write(self, block: SealedBlock, path: Path) -> None:
-        with pa.OSFile(str(path), "wb") as sink:
-            block.write_to(sink)
-        if self._limits.sync:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
 
     def _wait_for_space(self, size: int) -> None:
         limit, timeout_s = self._limits.max_bytes, self._limits.timeout_s
@@ -438,7 +505,7 @@ class FolderSlot(ProducerSlot):
         for number in sorted(self._sizes):
             if number >= below or sum(self._sizes.values()) + size <= self._limits.max_bytes:
                 break
-            _block_path(self._home, number).unlink(missing_ok=True)
+            self._blocks.delete(number)
             del self._sizes[number]
             found = True
         return found
@@ -509,16 +576,20 @@ class FolderStore(BlockStore):
     def _producer_home(self, producer: str) -> Path:
         return self._root / "producers" / check_name(producer, "producer")
 
+    def _blocks_of(self, producer: str) -> BlockFiles:
+        """Where the bytes of a producer's blocks lie; carriers that keep them elsewhere override this."""
+        return BlockFiles(self._producer_home(producer))
+
     def state(self, name: BlockName) -> BlockState:
         """What can be said of a block now; the files are looked at in the order opposite to that of writing them."""
         home = self._producer_home(name.producer)
-        path = _block_path(home, name.number)
-        if path.exists():
+        blocks = self._blocks_of(name.producer)
+        if blocks.exists(name.number):
             return "sealed"
         alive = _is_locked(home / "lock")
         end, number = _load(home / "end.json"), _load(home / "number.json")
         following = 0 if number is None else int(number["next"])
-        if path.exists():
+        if blocks.exists(name.number):
             return "sealed"  # sealed since the first look
         if number is not None and name.number in number["void"]:
             return "void"
@@ -530,8 +601,8 @@ class FolderStore(BlockStore):
 
     def _is_unfinished(self, name: BlockName, following: int, *, alive: bool) -> bool:
         """Whether a number that was stored may have no block yet: between storing it and renaming the block."""
-        written = _written_path(self._producer_home(name.producer), name.number)
-        return name.number == following - 1 and (alive or written.exists())
+        blocks = self._blocks_of(name.producer)
+        return name.number == following - 1 and (alive or blocks.is_prepared(name.number))
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
@@ -540,18 +611,10 @@ class FolderStore(BlockStore):
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block, copied."""
-        path = _block_path(self._producer_home(name.producer), name.number)
         try:
-            with open(path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                memory, data = self._pool.take(size)
-                came = 0
-                while came < size and (part := file.readinto(memory[came:])):
-                    came += part
-                del memory
-                return data.slice(0, came)
+            return self._blocks_of(name.producer).read(name.number, self._pool)
         except FileNotFoundError as error:
-            raise DataError(f"expected block {name}, got none @ {path}", kind=ErrorKind.EXPIRED) from error
+            raise DataError(f"expected block {name}, got none @ {self._root}", kind=ErrorKind.EXPIRED) from error
 
     def load_position(self) -> tuple[Position, bytes]:
         """What the group acknowledged, and the remembered keys."""

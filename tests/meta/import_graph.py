@@ -68,6 +68,7 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
         "replay",
         "capture.transformers",
+        "inspect.audit",
         "record.meta_model",
         *_REPLAY_SUITE,
         *_DEMO,
@@ -80,6 +81,7 @@ THIRD_PARTY = {
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
+    "mooncake": ("stream.mooncake",),
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
     "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr

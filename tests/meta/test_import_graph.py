@@ -111,7 +111,7 @@ ILLEGAL = {
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
         "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
-        "'record.meta_model', "
+        "'inspect.audit', 'record.meta_model', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),
@@ -119,7 +119,7 @@ ILLEGAL = {
         _changed("routeplane/record/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
         "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
-        "'record.meta_model', "
+        "'inspect.audit', 'record.meta_model', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),

@@ -269,6 +269,8 @@ def _choice(
         prompt_routes=places.first(["prompt_routed_experts"], response=True),
         form=form,
         logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
+        weight_version=places.first(["weight_version"], response=True),
+        weight_versions=places.first(["weight_versions"]),
         why_absent=why_absent(document),
     )
 
