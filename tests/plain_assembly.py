@@ -83,9 +83,10 @@ def _capture(turns: tuple[Turn, ...], token: int, keeper: Turn | None) -> tuple[
         call, cached = keeper.call, token < keeper.call.cached
         state = "partial" if _rank(keeper, token) == 1 else "cached" if cached else "captured"
         return state, call.call_id, None if cached else call.weights_version
-    for turn in turns:
+    for place, turn in enumerate(turns):
         if token < _fed(turn):
-            return turn.call.loss or "not_captured", turn.call.call_id, None
+            trimmed = place > 0 and token < turn.call.first_row and bool(turn.brought_SL.any())
+            return turn.call.loss or ("lost" if trimmed else "not_captured"), turn.call.call_id, None
     return "not_fed", turns[-1].call.call_id, None
 
 

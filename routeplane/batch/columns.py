@@ -29,6 +29,7 @@ __all__ = [
     "check_pad_token",
     "check_token_columns",
     "check_whole",
+    "column_arrays",
     "count_states",
     "generated_tokens",
     "layer_slots",
@@ -96,6 +97,17 @@ def check_token_columns(records: Sequence[RouteRecord]) -> dict[str, float]:
                 kind=ErrorKind.TOKEN_COLUMN,
             )
     return {name: np.nan if kind.kind == "f" else 0 for name, kind in types.items()}
+
+
+def column_arrays(records: Sequence[RouteRecord], name: str) -> list[NDArray[Any]]:
+    """The entries of one column of every record, each ``[S, *shape]``; raises DataError for lists and nulls."""
+    found = []
+    for record in records:
+        try:
+            found.append(record.columns[name].array())
+        except DataError as error:
+            raise DataError(f"column {name!r}: {error} @ sample {record.key}", kind=ErrorKind.TOKEN_COLUMN) from None
+    return found
 
 
 def generated_tokens(record: RouteRecord) -> NDArray[np.bool_]:

@@ -336,8 +336,10 @@ def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) ->
     """Cut two records to what both have of ``layer_ids``, by absolute position and token identity."""
     start = max(left.routes_start, right.routes_start)
     shortest = min(left.num_tokens, right.num_tokens)
-    differing = np.flatnonzero(left.token_ids[:shortest] != right.token_ids[:shortest])
-    stop = int(differing[0]) if len(differing) else shortest
+    known = min(max(left.tokens_start, right.tokens_start), shortest)  # tokens before stand in another record
+    mine_S, theirs_S = (one.token_ids[known - one.tokens_start : shortest - one.tokens_start] for one in (left, right))
+    differing = np.flatnonzero(mine_S != theirs_S)
+    stop = known + int(differing[0]) if len(differing) else shortest
     mine, theirs = (
         record.routes[start - record.routes_start : max(start, stop) - record.routes_start][
             :, [record.spec.slot(layer_id) for layer_id in layer_ids]

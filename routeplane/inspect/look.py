@@ -293,7 +293,7 @@ def _alarms(record: RouteRecord) -> list[Problem]:
     return find_alarms(
         record.routes,
         record.spec,
-        token_ids=record.token_ids[record.routes_start :],
+        token_ids=record.row_token_ids,
         first_token=record.routes_start,
         sample=record.sample_id,
     )
@@ -392,20 +392,27 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
             kind=ErrorKind.ARGUMENT,
         )
     chosen = record.spec.layer_ids if layer_ids is None else layer_ids
-    logprob = None if record.logprobs is None else float(record.logprobs[token])
+    own = token - record.tokens_start
+    if own < 0:
+        raise UsageError(
+            f"expected a token from {record.tokens_start} on (those before stand in another record), got {token} "
+            f"@ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    logprob = None if record.logprobs is None else float(record.logprobs[own])
     return Explanation(
         key=record.key,
         group=record.group,
         token=token,
         tokens=record.num_tokens,
-        token_id=int(record.token_ids[token]),
+        token_id=int(record.token_ids[own]),
         span=next(span for span in record.spans if span.start <= token < span.stop),
         capture=next(capture for capture in record.captures if capture.start <= token < capture.stop),
         where=_where(record, token),
         checksum=int(record.checksum),
         intact=record.compute_checksum() == record.checksum,
         logprob=None if logprob is None or logprob != logprob else logprob,
-        columns={name: values[token].item() for name, values in record.columns.items()},
+        columns={name: values[own : own + 1].tolist()[0] for name, values in record.columns.items()},
         attributes=dict(record.attributes),
         layers=tuple(_layer_rows(record, token, layer_id) for layer_id in chosen),
     )

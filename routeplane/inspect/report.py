@@ -89,7 +89,8 @@ def view_sample(
     styles_S[missing_S == layers] = STYLES.index("missing")
     styles_S[not_fed_S] = STYLES.index("unfed")
     coloured = np.flatnonzero((missing_S > 0) | (flipped_S > 0))
-    first = max(0, int(coloured[0]) - _LEAD) if len(coloured) else 0
+    lead = int(coloured[0]) - _LEAD if len(coloured) else 0
+    first = max(record.tokens_start, lead)  # those before stand in the prefix's record
     stop = min(record.num_tokens, first + MAX_TOKENS)
     said = str if decode is None else decode
     shown = slice(first, stop)
@@ -99,7 +100,10 @@ def view_sample(
         + ("" if against is None else f", {int((flipped_S > 0).sum()):,} with flipped rows"),
         left_out=first,
         cut=record.num_tokens - stop,
-        texts=tuple(said(int(token_id)) for token_id in record.token_ids[shown]),
+        texts=tuple(
+            said(int(token_id))
+            for token_id in record.token_ids[first - record.tokens_start : stop - record.tokens_start]
+        ),
         styles=tuple(styles_S[shown].tolist()),
         missing=tuple(missing_S[shown].tolist()),
         flipped=tuple(flipped_S[shown].tolist()),

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.record.aligned import AlignedColumn, aligned_columns, concatenate_columns
 from routeplane.record.calls import ModelCall
 from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage
+from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES, Capture, CaptureState, Span
 from routeplane.record.validate import check_routes, missing_rows
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["Assembly", "AssemblyReport", "assemble"]
+__all__ = ["Assembly", "AssemblyReport", "UnfedTokens", "assemble"]
 
 _CODE: dict[CaptureState, int] = {state: code for code, state in enumerate(STATES)}
 _UNKNOWN = len(STATES)
@@ -52,11 +54,36 @@ class AssemblyReport(Counts):
     overlap_rows: int = 0  # captured twice and compared
     drift_rows: int = 0  # ... and different as sets
     boundary_tokens: int = 0  # tokens whose row an earlier call lacked and a later one brought
+    drift_values: int = 0  # entries of fed columns that two calls brought, and differently
     coverage: Coverage = field(default_factory=Coverage)
 
     def derived(self) -> dict[str, float]:
         """The share of compared rows that differ."""
         return {"drift_share": self.drift_rows / self.overlap_rows if self.overlap_rows else 0.0}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnfedTokens:
+    """Tokens that an environment or a template appended behind the last call: in the record, never fed to the model.
+
+    ``token_ids``: int32, at least one. ``role``: a chat role. ``call_id``: what spans and captures call them by.
+    ``columns``: one entry per token, for every column of the calls. Raises DataError.
+
+    >>> UnfedTokens(token_ids=[5, 6], role="tool", call_id="observation").role
+    'tool'
+    """
+
+    token_ids: NDArray[Any]
+    role: str | None = None
+    call_id: str
+    columns: Mapping[str, Any] = field(default_factory=dict)  # takes arrays too; AlignedColumn by name ever after
+
+    def __post_init__(self) -> None:
+        token_ids = as_integers(self.token_ids, np.int32, what="token_ids", ndim=1)
+        if len(token_ids) == 0:
+            raise DataError("expected at least one token that was not fed, got none", kind=ErrorKind.SHAPE)
+        check_text(self.call_id, "call_id")
+        settle(self, token_ids=token_ids, columns=aligned_columns(self.columns, len(token_ids)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +95,7 @@ class Assembly:
 
 
 def assemble(
-    calls: Iterable[ModelCall],
+    calls: Iterable[ModelCall | UnfedTokens],
     spec: RouteSpec,
     *,
     sample_id: str,
@@ -86,17 +113,20 @@ def assemble(
     and token by token: rows in all layers replace rows in some, which replace none, under either; captures of different
     layers are not mixed, so that ``captures`` says exactly who brought a row (``merge_layers`` joins pipeline stages).
     ``on_break``: what a prompt does that is no extension of the tokens before it. ``on_missing``: whether rows that
-    were fed and did not come are marked with their state or refused.
+    were fed and did not come are marked with their state or refused. The last of ``calls`` may be UnfedTokens. A token
+    inside a record whose row no call brought is ``lost``, unless its call was made without capture.
 
     Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call and token,
     UsageError for an unknown policy.
     """
     _check_policies(overlap=overlap, on_break=on_break, on_missing=on_missing)
-    verified = [_checked(call, spec) for call in calls]
+    made, tail = _split_tail(list(calls))
+    verified = [_checked(call, spec) for call in made]
     segments = _plan(verified, split=on_break == "split")
     records, report = [], AssemblyReport(calls=len(verified), breaks=len(segments) - 1)
     for index, segment in enumerate(segments):
-        fill = _Fill(segment, spec)
+        unfed = tail if index == len(segments) - 1 else None
+        fill = _Fill(segment, spec, unfed)
         for position in range(len(segment)):
             fill.add(position, keep_last=overlap == "keep_last")
         captures = fill.captures()
@@ -107,19 +137,32 @@ def assemble(
             attempt=attempt,
             segment=index,
             group=group,
-            token_ids=segment[-1].token_ids,
+            token_ids=_tokens(segment, unfed),
             routes=fill.routes_SLK,
-            spans=_spans(segment),
+            spans=_spans(segment, unfed),
             captures=captures,
             spec=spec,
-            logprobs=_logprobs(segment),
+            logprobs=_logprobs(segment, unfed),
             attributes=_attributes(segment, attributes),
-            columns=_columns(segment),
+            columns=fill.columns(),
         )
         records.append(record)
         found = replace(fill.counts, records=1, coverage=record.coverage())
         report = report.merge(found)
     return Assembly(records=tuple(records), report=report)
+
+
+def _split_tail(given: list[ModelCall | UnfedTokens]) -> tuple[list[ModelCall], UnfedTokens | None]:
+    tail = given[-1] if given and isinstance(given[-1], UnfedTokens) else None
+    calls = given if tail is None else given[:-1]
+    if any(isinstance(call, UnfedTokens) for call in calls):
+        raise DataError("expected tokens that were not fed behind the last call alone", kind=ErrorKind.CONTEXT_BREAK)
+    return [call for call in calls if isinstance(call, ModelCall)], tail
+
+
+def _tokens(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> NDArray[np.int32]:
+    token_S = segment[-1].token_ids
+    return token_S if unfed is None else np.concatenate([token_S, unfed.token_ids])
 
 
 def _check_policies(*, overlap: str, on_break: str, on_missing: str) -> None:
@@ -184,10 +227,12 @@ def _break(before: ModelCall, call: ModelCall) -> str | None:
 class _Fill:
     """The arrays of one segment while calls are written into them, each row at its absolute place."""
 
-    def __init__(self, segment: Sequence[ModelCall], spec: RouteSpec) -> None:
+    def __init__(self, segment: Sequence[ModelCall], spec: RouteSpec, unfed: UnfedTokens | None = None) -> None:
         self._segment = segment
         self._spec = spec
-        size = segment[-1].num_tokens
+        self._unfed = unfed
+        size = segment[-1].num_tokens + (0 if unfed is None else len(unfed.token_ids))
+        _check_columns(segment, unfed)
         self.routes_SLK = spec.missing_rows(size)
         self.counts = AssemblyReport()
         self._rank_S = np.full(size, _ABSENT, dtype=np.int8)
@@ -203,12 +248,16 @@ class _Fill:
         fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
         unexplained_S = np.flatnonzero((self._rank_S[:fed] == _ABSENT) & (self._state_S[:fed] == _UNKNOWN))
         self._state_S[unexplained_S] = _CODE[call.loss or "not_captured"]
+        if position > 0 and call.loss is None and _brings_rows(call):
+            # a first call may leave out rows of a prefix; a later one left out what no other brings
+            self._state_S[unexplained_S[unexplained_S < call.first_row]] = _CODE["lost"]
         self._call_S[unexplained_S] = position
 
     def _take(self, position: int, call: ModelCall, *, keep_last: bool) -> None:
         where = slice(call.first_row, call.rows_stop)
         new_RLK = self._on_spec_layers(call)
         new_rank_R, old_rank_R = _rank(new_RLK), self._rank_S[where]
+        self._count_column_drift(call, position, (new_rank_R > _ABSENT) & (old_rank_R > _ABSENT))
         self._count_drift(self.routes_SLK[where], new_RLK, (new_rank_R > _ABSENT) & (old_rank_R > _ABSENT))
         better_R = new_rank_R > old_rank_R
         filled = int(np.count_nonzero(better_R & (old_rank_R == _ABSENT) & self._known(where, position)))
@@ -250,24 +299,86 @@ class _Fill:
             drift_rows=self.counts.drift_rows + int(drift.sum()),
         )
 
+    def _count_column_drift(self, call: ModelCall, position: int, both_R: NDArray[np.bool_]) -> None:
+        """Count entries of fed columns that this call and the one whose row stands both brought, and differently."""
+        fed = [name for name, column in call.columns.items() if column.type.aligned == "fed"]
+        if not fed or not both_R.any():
+            return
+        at_S = np.flatnonzero(both_R) + call.first_row
+        found = 0
+        for name in fed:
+            for token in at_S.tolist():
+                theirs = self._segment[int(self._call_S[token])].columns[name][token : token + 1]
+                found += not theirs.equals(call.columns[name][token : token + 1])
+        self.counts = replace(self.counts, drift_values=self.counts.drift_values + found)
+
+    def columns(self) -> dict[str, AlignedColumn]:
+        """Aligned columns: a fed one has the entry of the call whose row stands, others that of the call that brought
+        the token."""
+        starts = [0, *(call.num_tokens for call in self._segment)]
+        found: dict[str, AlignedColumn] = {}
+        for name, column in self._segment[0].columns.items():
+            parts = [self._column(call, name) for call in self._segment]
+            cuts = [part[start:] for start, part in zip(starts, parts, strict=False)]
+            tail = [] if self._unfed is None else [self._unfed.columns[name]]
+            where = f"call {self._segment[-1].call_id}"
+            joined = concatenate_columns([*cuts, *tail], name=name, where=where)
+            if column.type.aligned == "fed":
+                joined = self._fed_column(joined, parts, name)
+            found[name] = joined
+        return found
+
+    def _column(self, call: ModelCall, name: str) -> AlignedColumn:
+        layers = self._spec.layer_ids if call.layer_ids is None else call.layer_ids
+        slots = [self._spec.slot(layer) for layer in layers]
+        column: AlignedColumn = call.columns[name]
+        return column.place_layers(slots, self._spec.num_layers, name=name)
+
+    def _fed_column(self, joined: AlignedColumn, parts: Sequence[AlignedColumn], name: str) -> AlignedColumn:
+        """Entries of tokens whose row a later call brought, from that call."""
+        # as one list of entries, of which each token has its place
+        offsets = np.cumsum([len(joined), *(len(part) for part in parts)])
+        place_S = np.arange(len(joined))
+        rows_S = np.flatnonzero(self._rank_S > _ABSENT)
+        place_S[rows_S] = offsets[self._call_S[rows_S]] + rows_S
+        if np.array_equal(place_S, np.arange(len(joined))):
+            return joined
+        return concatenate_columns([joined, *parts], name=name, where="assembly").take(place_S)
+
     def captures(self) -> tuple[Capture, ...]:
-        """Runs of equal (call, state). What is still unexplained at the end was never fed."""
+        """Runs of equal (call, state, version). What is still unexplained at the end was never fed."""
         state_S, call_S = self._state_S.copy(), self._call_S.copy()
         left = state_S == _UNKNOWN
         state_S[left], call_S[left] = _CODE["not_fed"], len(self._segment) - 1
         same_run = (np.diff(state_S) == 0) & (np.diff(call_S) == 0) & (np.diff(self._cached_S.astype(np.int8)) == 0)
         edges = np.flatnonzero(~same_run) + 1
-        bounds = [0, *edges.tolist(), len(state_S)]
-        return tuple(
-            self._capture(start, stop, STATES[int(state_S[start])], self._segment[int(call_S[start])])
-            for start, stop in itertools.pairwise(bounds)
-        )
+        tail = [] if self._unfed is None else [len(state_S) - len(self._unfed.token_ids)]
+        bounds = sorted({0, *edges.tolist(), *tail, len(state_S)})
+        found: list[Capture] = []
+        for start, stop in itertools.pairwise(bounds):
+            if tail and start == tail[0] and self._unfed is not None:
+                call_id = self._unfed.call_id
+                found.append(Capture(start=start, stop=stop, call=call_id, weights_version=None, state="not_fed"))
+            else:
+                found += self._captures(start, stop, STATES[int(state_S[start])], self._segment[int(call_S[start])])
+        return tuple(found)
 
-    def _capture(self, start: int, stop: int, state: CaptureState, call: ModelCall) -> Capture:
+    def _captures(self, start: int, stop: int, state: CaptureState, call: ModelCall) -> list[Capture]:
+        """One capture per version of the weights."""
         # Cached rows may come from weights before an update; rows that are not there come from none.
         known = state in ("captured", "partial") and not self._cached_S[start]
-        version = call.weights_version if known else None
-        return Capture(start=start, stop=stop, call=call.call_id, weights_version=version, state=state)
+        spans = call.row_versions() if known else ((start, stop, None),)
+        return [
+            Capture(
+                start=max(start, first), stop=min(stop, last), call=call.call_id, weights_version=version, state=state
+            )
+            for first, last, version in spans
+            if first < stop and last > start
+        ]
+
+
+def _brings_rows(call: ModelCall) -> bool:
+    return call.routes is not None and bool((_rank(call.routes) > _ABSENT).any())
 
 
 def _rank(routes_RLK: NDArray[np.int16]) -> NDArray[np.int8]:
@@ -285,24 +396,38 @@ def _refuse_missing(captures: Iterable[Capture], sample_id: str) -> None:
             )
 
 
-def _spans(segment: Sequence[ModelCall]) -> tuple[Span, ...]:
+def _spans(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> tuple[Span, ...]:
     spans: list[Span] = []
     at = 0
     for call in segment:
-        prompt, stop = len(call.prompt_ids), call.num_tokens
+        prompt = len(call.prompt_ids)
         if prompt > at:
             spans.append(Span(start=at, stop=prompt, kind="prompt", call=call.call_id, weights_version=None))
-        if stop > prompt:
-            version = call.weights_version
-            spans.append(Span(start=prompt, stop=stop, kind="generation", call=call.call_id, weights_version=version))
-        at = stop
+        spans += [
+            Span(
+                start=start,
+                stop=stop,
+                kind="generation",
+                call=call.call_id,
+                weights_version=version,
+                sampling=call.sampling,
+            )
+            for start, stop, version in call.version_spans()
+        ]
+        at = call.num_tokens
+    if unfed is not None:
+        stop = at + len(unfed.token_ids)
+        spans.append(
+            Span(start=at, stop=stop, kind="prompt", role=unfed.role, call=unfed.call_id, weights_version=None)
+        )
     return tuple(spans)
 
 
-def _logprobs(segment: Sequence[ModelCall]) -> NDArray[np.float32] | None:
+def _logprobs(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> NDArray[np.float32] | None:
     if all(call.logprobs is None for call in segment):
         return None
-    logprobs_S = np.full(segment[-1].num_tokens, np.nan, dtype=np.float32)
+    size = segment[-1].num_tokens + (0 if unfed is None else len(unfed.token_ids))
+    logprobs_S = np.full(size, np.nan, dtype=np.float32)
     for call in segment:
         if call.logprobs is not None:
             logprobs_S[len(call.prompt_ids) : call.num_tokens] = call.logprobs
@@ -314,18 +439,21 @@ def _attributes(segment: Sequence[ModelCall], given: Mapping[str, str] | None) -
     return {**(given or {}), **({"media": json.dumps(list(media))} if media else {})}
 
 
-def _columns(segment: Sequence[ModelCall]) -> dict[str, NDArray[Any]]:
-    """Token columns; each call gives the values of the tokens it brought. All calls must carry the same ones."""
-    types = {name: values.dtype for name, values in segment[0].columns.items()}
-    for call in segment:
-        found = {name: values.dtype for name, values in call.columns.items()}
+def _check_columns(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> None:
+    """Every call, and what follows the last, must carry the same columns; calls of some layers differ in these."""
+    types = _kinds(segment[0].columns)
+    for part in (*segment, *(() if unfed is None else (unfed,))):
+        found = _kinds(part.columns)
         if found != types:
             raise DataError(
-                f"expected token columns {types} in every call, got {found} @ call {call.call_id}",
+                f"expected token columns {types} in every call, got {found} @ call {part.call_id}",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
-    starts = [0, *(call.num_tokens for call in segment)]
+
+
+def _kinds(columns: Mapping[str, AlignedColumn]) -> dict[str, str]:
+    """Types by name, without the number of layers."""
     return {
-        name: np.concatenate([call.columns[name][start:] for start, call in zip(starts, segment, strict=False)])
-        for name in types
+        name: f"{column.dtype} {list(column.type.axes)} {column.type.aligned} nullable={column.type.nullable}"
+        for name, column in columns.items()
     }

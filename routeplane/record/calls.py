@@ -11,33 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind
-from routeplane.record.checksum import CanonicalHash, require_equal
-from routeplane.record.parse import (
-    as_integers,
-    as_logprobs,
-    as_token_columns,
-    check_count,
-    check_optional_int64,
-    check_text,
-)
+from routeplane.record.aligned import AlignedColumn, aligned_columns, hash_columns, join_layers
+from routeplane.record.checksum import CanonicalHash, hash_sampling, require_equal
+from routeplane.record.parse import as_integers, as_logprobs, check_count, check_optional_int64, check_text, settle
+from routeplane.record.spans import Sampling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ModelCall", "RowLoss", "merge_layers"]
+__all__ = ["ModelCall", "RowLoss", "VersionSpan", "merge_layers"]
 
 #: Why rows that were fed did not come: the states that a capture may declare.
 RowLoss = Literal["aborted", "lost", "not_captured"]
 
 
-def _no_columns() -> Mapping[str, NDArray[Any]]:
-    return MappingProxyType({})
+#: Tokens ``[start, stop)`` of a call and the version of the weights that sampled them, None where it is unknown.
+VersionSpan = tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,10 +41,13 @@ class ModelCall:
     ``prompt_ids`` int32 ``[P]`` and ``generation_ids`` int32 ``[G]``: the tokens fed and sampled. ``routes`` int16
     ``[R, L, K]`` or None: rows of tokens ``[first_row, first_row + R)``; ``layer_ids`` names the layers of axis L
     (None: those of the spec it is assembled under). ``weights_version``: of the policy, None where unknown.
-    ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order. ``cached``: rows ``[first_row,
-    cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``: declares that rows are absent,
-    and why (those before ``first_row`` included, unless another call brings them); without it ``first_row + R`` must be
-    n or n - 1. ``columns``: token columns ``[P + G]``. ``checksum``: None computes it.
+    ``versions``: where the weights changed inside the call, ``(start, stop, version)`` of generated tokens, which they
+    cover; ``weights_version`` is then None. The row of token t was produced by the forward that sampled t + 1.
+    ``sampling``: the parameters. ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order.
+    ``cached``: rows ``[first_row, cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``:
+    declares that rows are absent, and why (those before ``first_row`` included, unless another call brings them);
+    without it ``first_row + R`` must be n or n - 1. ``columns``: aligned columns of P + G entries. ``checksum``: None
+    computes it.
 
     Raises DataError for anything else. Arrays are kept as read-only views where their type fits.
     """
@@ -66,13 +63,17 @@ class ModelCall:
     media: tuple[str, ...] = ()
     cached: int = 0
     loss: RowLoss | None = None
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=_no_columns)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # takes arrays too; AlignedColumn by name ever after
+    versions: tuple[VersionSpan, ...] = ()
+    sampling: Sampling | None = None
     checksum: Any = None  # None asks for it to be computed; an int ever after
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "prompt_ids", as_integers(self.prompt_ids, np.int32, what="prompt_ids", ndim=1))
-        put(self, "generation_ids", as_integers(self.generation_ids, np.int32, what="generation_ids", ndim=1))
+        settle(
+            self,
+            prompt_ids=as_integers(self.prompt_ids, np.int32, what="prompt_ids", ndim=1),
+            generation_ids=as_integers(self.generation_ids, np.int32, what="generation_ids", ndim=1),
+        )
         check_text(self.call_id, "call_id")
         check_optional_int64(self.weights_version, "weights_version")
         for name in ("first_row", "cached"):
@@ -80,20 +81,45 @@ class ModelCall:
         if self.num_tokens == 0:
             raise DataError(f"expected at least one token, got none @ call {self.call_id}", kind=ErrorKind.SHAPE)
         if self.logprobs is not None:
-            put(self, "logprobs", as_logprobs(self.logprobs, len(self.generation_ids), what="logprobs of a call"))
-        put(self, "columns", as_token_columns(self.columns, self.num_tokens))
-        put(self, "media", _media(self.media, self.call_id))
+            settle(self, logprobs=as_logprobs(self.logprobs, len(self.generation_ids), what="logprobs of a call"))
+        settle(self, columns=aligned_columns(self.columns, self.num_tokens), media=_media(self.media, self.call_id))
+        self._check_versions()
         if self.loss is not None and self.loss not in get_args(RowLoss):
             raise DataError(f"expected loss of {get_args(RowLoss)}, got {self.loss!r}", kind=ErrorKind.COVERAGE)
         self._check_rows()
         if self.checksum is None:
-            put(self, "checksum", self.compute_checksum())
+            settle(self, checksum=self.compute_checksum())
         check_count(self.checksum, "checksum", below=2**64)
 
+    def _check_versions(self) -> None:
+        """Versions cover the generated tokens, and are not given twice."""
+        spans = tuple((start, stop, version) for start, stop, version in self.versions)
+        settle(self, versions=spans)
+        at = len(self.prompt_ids)
+        for start, stop, version in spans:
+            check_optional_int64(version, "a version of versions")
+            if type(start) is not int or type(stop) is not int or start != at or not start < stop:
+                raise DataError(
+                    f"expected versions contiguous from token {at}, got [{start}, {stop}) @ call {self.call_id}",
+                    kind=ErrorKind.SPANS,
+                )
+            at = stop
+        if spans and (at != self.num_tokens or self.weights_version is not None):
+            raise DataError(
+                f"expected versions that cover the generated tokens up to {self.num_tokens}, and weights_version None, "
+                f"got {at} and {self.weights_version} @ call {self.call_id}",
+                kind=ErrorKind.SPANS,
+            )
+        if self.sampling is not None and not isinstance(self.sampling, Sampling):
+            raise DataError(
+                f"expected sampling as a Sampling, got {self.sampling!r} @ call {self.call_id}", kind=ErrorKind.SPANS
+            )
+
     def _check_rows(self) -> None:
-        put, where = object.__setattr__, f"@ call {self.call_id}"
+        where = f"@ call {self.call_id}"
         if self.layer_ids is not None:
-            put(self, "layer_ids", tuple(check_count(layer, "a layer id", below=2**31) for layer in self.layer_ids))
+            layer_ids = tuple(check_count(layer, "a layer id", below=2**31) for layer in self.layer_ids)
+            settle(self, layer_ids=layer_ids)
         if self.first_row > self.num_tokens:
             raise DataError(
                 f"expected first_row in [0, {self.num_tokens}], got {self.first_row} {where}", kind=ErrorKind.ROW_COUNT
@@ -105,7 +131,7 @@ class ModelCall:
                 )
             return
         routes_RLK = as_integers(self.routes, np.int16, what=f"routes of call {self.call_id}", ndim=3)
-        put(self, "routes", routes_RLK)
+        settle(self, routes=routes_RLK)
         if self.layer_ids is not None and routes_RLK.shape[1] != len(self.layer_ids):
             raise DataError(
                 f"expected {len(self.layer_ids)} layers {list(self.layer_ids)}, got {routes_RLK.shape[1]} {where}",
@@ -125,6 +151,25 @@ class ModelCall:
     def num_tokens(self) -> int:
         """n = P + G."""
         return len(self.prompt_ids) + len(self.generation_ids)
+
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled the generated tokens: one span where nothing changed, none where none was generated."""
+        if self.versions or len(self.generation_ids) == 0:
+            return self.versions
+        return ((len(self.prompt_ids), self.num_tokens, self.weights_version),)
+
+    def row_versions(self) -> tuple[VersionSpan, ...]:
+        """Which weights produced the rows of tokens ``[0, n)``: those that sampled the token behind each.
+
+        The prompt's rows come from the forward that sampled the first generated token; the last token's row, where it
+        was fed, from weights that no sampled token names.
+        """
+        spans = self.version_spans()
+        if not self.versions:
+            return ((0, self.num_tokens, self.weights_version),)
+        shifted = [(start - 1 if place else 0, stop - 1, version) for place, (start, stop, version) in enumerate(spans)]
+        last = (self.num_tokens - 1, self.num_tokens, None)
+        return tuple((start, stop, version) for start, stop, version in (*shifted, last) if start < stop)
 
     @property
     def rows_stop(self) -> int:
@@ -152,8 +197,15 @@ class ModelCall:
             out.text("digest", digest)
         out.int64("cached", self.cached)
         out.text("loss", self.loss)
-        for name, values in self.columns.items():
-            out.token_column(name, values)
+        if self.versions:
+            out.begin_list("versions", len(self.versions))
+            for start, stop, version in self.versions:
+                out.int64("start", start)
+                out.int64("stop", stop)
+                out.int64("weights_version", version)
+        if self.sampling is not None:
+            hash_sampling(out, self.sampling)
+        hash_columns(out, self.columns)
         return out.value()
 
     def verify(self) -> Self:
@@ -216,7 +268,17 @@ def merge_layers(calls: Iterable[ModelCall]) -> ModelCall:
 
 
 def _check_same_call(first: ModelCall, part: ModelCall) -> None:
-    for name in ("call_id", "first_row", "rows_stop", "weights_version", "media", "cached", "loss"):
+    for name in (
+        "call_id",
+        "first_row",
+        "rows_stop",
+        "weights_version",
+        "media",
+        "cached",
+        "loss",
+        "versions",
+        "sampling",
+    ):
         if getattr(first, name) != getattr(part, name):
             raise DataError(
                 f"expected parts of one call to agree in {name}, got {getattr(first, name)!r} and "
@@ -236,16 +298,41 @@ def _check_same_call(first: ModelCall, part: ModelCall) -> None:
             )
 
 
-def _merge_columns(parts: Sequence[ModelCall]) -> tuple[NDArray[np.float32] | None, dict[str, NDArray[Any]]]:
-    """Log-probabilities and token columns of all parts; any that come twice must be equal."""
-    merged: dict[str, NDArray[Any]] = {}
+def _merge_columns(parts: Sequence[ModelCall]) -> tuple[NDArray[np.float32] | None, dict[str, AlignedColumn]]:
+    """Log-probabilities and columns of all parts; any that come twice must be equal, unless layers tell them apart."""
+    merged: dict[str, AlignedColumn] = {}
+    logprobs = None
     for part in parts:
-        mine = dict(part.columns) if part.logprobs is None else {**part.columns, "logprobs": part.logprobs}
-        for name, values in mine.items():
-            known = merged.setdefault(name, values)
-            if not np.array_equal(known, values, equal_nan=known.dtype.kind == "f"):
-                raise DataError(
-                    f"expected equal {name} in the parts of one call, got two @ call {part.call_id}",
-                    kind=ErrorKind.TOKEN_COLUMN,
-                )
-    return merged.pop("logprobs", None), merged
+        if part.logprobs is not None and logprobs is not None:
+            if not np.array_equal(logprobs, part.logprobs, equal_nan=True):
+                raise _unequal("logprobs", part)
+        logprobs = part.logprobs if logprobs is None else logprobs
+        for name, column in part.columns.items():
+            if "layers" in column.type.axes:
+                continue
+            if not merged.setdefault(name, column).equals(column):
+                raise _unequal(name, part)
+    names = {name for part in parts for name, column in part.columns.items() if "layers" in column.type.axes}
+    return logprobs, {**merged, **{name: _join_layers(parts, name) for name in sorted(names)}}
+
+
+def _unequal(name: str, part: ModelCall) -> DataError:
+    return DataError(
+        f"expected equal {name} in the parts of one call, got two @ call {part.call_id}", kind=ErrorKind.TOKEN_COLUMN
+    )
+
+
+def _join_layers(parts: Sequence[ModelCall], name: str) -> AlignedColumn:
+    """A column with an axis of layers, put together from every part's, in the order of the layers."""
+    given: list[tuple[int, AlignedColumn]] = []
+    for part in parts:
+        column = part.columns.get(name)
+        layers = part.layer_ids or ()
+        if column is None or column.type.shape[column.type.axes.index("layers")] != len(layers):
+            raise DataError(
+                f"expected {name} over the {len(layers)} layers of every part @ call {part.call_id}",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+        given += [(layer, column.pick_layers([slot])) for slot, layer in enumerate(layers)]
+    ordered = [column for _, column in sorted(given, key=lambda item: item[0])]
+    return join_layers(ordered, name=name)

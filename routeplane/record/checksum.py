@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from routeplane.errors import ChecksumError, ErrorKind, Problem
 
 if TYPE_CHECKING:
-    from routeplane.record.spans import Capture, Prefix, Span
+    from routeplane.record.spans import Capture, Prefix, Sampling, Span
 
-__all__ = ["CanonicalHash", "hash_captures", "hash_prefix", "hash_spans", "require_equal"]
+__all__ = ["CanonicalHash", "hash_captures", "hash_prefix", "hash_sampling", "hash_spans", "require_equal"]
 
 
 _U64 = struct.Struct("<Q")
 _I32 = struct.Struct("<i")
 _I64 = struct.Struct("<q")
+_F64 = struct.Struct("<d")
 _LENGTH_4, _LENGTH_8 = _U64.pack(4), _U64.pack(8)
 
 # the one NaN per float width (format v1)
@@ -74,6 +75,13 @@ class CanonicalHash:
         if value is None:
             return self.null(name)
         self._small += (_head(name, b"\x00"), _LENGTH_8, _I64.pack(value))
+        return None
+
+    def float64(self, name: str, value: float | None) -> None:
+        """A float64 column."""
+        if value is None:
+            return self.null(name)
+        self._small += (_head(name, b"\x00"), _LENGTH_8, _F64.pack(value))
         return None
 
     def uint64(self, name: str, value: int) -> None:
@@ -169,6 +177,26 @@ def hash_spans(out: CanonicalHash, spans: tuple[Span, ...]) -> None:
         out.text("role", span.role)
         out.text("call", span.call)
         out.int64("weights_version", span.weights_version)
+        if span.sampling is not None:
+            hash_sampling(out, span.sampling)
+
+
+def hash_sampling(out: CanonicalHash, sampling: Sampling) -> None:
+    """With which parameters tokens were sampled; a span without them has no such item."""
+    out.begin_list("sampling", 1)
+    for name in ("temperature", "top_p"):
+        out.float64(name, getattr(sampling, name))
+    out.int64("top_k", sampling.top_k)
+    for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        out.float64(name, getattr(sampling, name))
+    out.text("logit_bias", sampling.logit_bias)
+    if sampling.processors is None:
+        out.null("processors")
+    else:
+        out.begin_list("processors", len(sampling.processors))
+        for processor in sampling.processors:
+            out.text("name", processor)
+    out.text("logprobs_mode", sampling.logprobs_mode)
 
 
 def hash_captures(out: CanonicalHash, captures: tuple[Capture, ...]) -> None:

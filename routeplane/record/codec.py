@@ -15,40 +15,49 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from routeplane.errors import DataError, ErrorKind, FormatError, SpecError
-from routeplane.record.coverage import lose_rows
+from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
+from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns, read_column
+from routeplane.record.coverage import lose_rows, unfed_start
 from routeplane.record.record import Prefix, RouteRecord, read_record
 from routeplane.record.rows import widen
 from routeplane.record.schema import (
     CAPTURE_TYPE,
+    FORMAT_VERSION,
     PREFIX_TYPE,
-    SPAN_TYPE,
+    SPAN_TYPES,
     Encoding,
     StreamHeader,
     arrow_schema,
+    check_version,
     row_type,
 )
-from routeplane.record.spans import Capture, Interval, Span
+from routeplane.record.spans import Capture, Interval, Sampling, Span
 from routeplane.record.spec import RouteSpec
 
-__all__ = ["column_types", "read_records", "salvage", "stored_rows", "widen", "write_batch"]
+__all__ = ["column_types", "read_records", "require_version", "salvage", "stored_rows", "widen", "write_batch"]
 
 
-def write_batch(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding) -> pa.RecordBatch:
-    """One RecordBatch of the given records, which must share spec and token columns; copies their arrays once, and
+def write_batch(
+    records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding, version: str = FORMAT_VERSION
+) -> pa.RecordBatch:
+    """One RecordBatch of the given records, which must share spec and aligned columns; copies their arrays once, and
     views those of a single record.
 
-    Raises SpecError or DataError naming the record that differs.
+    Raises SpecError or DataError naming the record that differs, UsageError (VERSION) for one that ``version`` cannot
+    say.
     """
     columns = _common_columns(records)
     for record in records:
+        require_version(record, version)
         if record.spec != spec:
             spec.require_same_geometry(record.spec, where=f"sample {record.key}")
             raise SpecError(
                 f"expected spec of model {spec.model!r}, got {record.spec.model!r} @ sample {record.key}",
                 kind=ErrorKind.SPEC_MISMATCH,
             )
-    schema = arrow_schema(spec, encoding, columns=columns)
+    schema = arrow_schema(spec, encoding, columns=columns, version=version)
+    span_type = SPAN_TYPES[version]
+    declared = [(name, schema.field(name)) for name, _ in columns]
     arrays = [
         pa.array([record.sample_id for record in records], pa.utf8()),
         pa.array([record.attempt for record in records], pa.int32()),
@@ -58,19 +67,37 @@ def write_batch(records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: En
         pa.array([record.routes_start for record in records], pa.int64()),
         _ragged_routes([record.routes for record in records], spec, encoding),
         pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
-        pa.array([[_entry(span, SPAN_TYPE) for span in record.spans] for record in records], pa.list_(SPAN_TYPE)),
+        pa.array([[_entry(span, span_type) for span in record.spans] for record in records], pa.list_(span_type)),
         pa.array(
             [[_entry(item, CAPTURE_TYPE) for item in record.captures] for record in records], pa.list_(CAPTURE_TYPE)
         ),
         _ragged([record.logprobs for record in records], pa.float32()),
         pa.array([sorted(record.attributes.items()) for record in records], pa.map_(pa.utf8(), pa.utf8())),
         pa.array([record.checksum for record in records], pa.uint64()),
-        *(_ragged([record.columns[name] for record in records], value_type) for name, value_type in columns),
+        *(_aligned([record.columns[name] for record in records], field.type) for name, field in declared),
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _common_columns(records: Sequence[RouteRecord]) -> tuple[tuple[str, pa.DataType], ...]:
+def require_version(record: RouteRecord, version: str) -> None:
+    """Raise UsageError (VERSION), naming what it is, where a record has what this version of the format cannot say."""
+    if version == FORMAT_VERSION:
+        return
+    check_version(version, spec=record.spec, columns=column_types(record))
+    unfed = record.num_tokens - unfed_start(record.captures)
+    needs = {
+        f"{unfed} tokens that were not fed": unfed > 1,
+        "tokens that begin at routes_start": record.tokens_start > 0,
+        "sampling parameters": any(span.sampling is not None for span in record.spans),
+    }
+    for what, needed in needs.items():
+        if needed:
+            raise UsageError(
+                f"expected format 1.1 for {what}, got {version} @ sample {record.key}", kind=ErrorKind.VERSION
+            )
+
+
+def _common_columns(records: Sequence[RouteRecord]) -> tuple[tuple[str, ColumnType], ...]:
     expected = column_types(records[0]) if records else ()
     for record in records:
         if column_types(record) != expected:
@@ -82,9 +109,27 @@ def _common_columns(records: Sequence[RouteRecord]) -> tuple[tuple[str, pa.DataT
     return expected
 
 
-def column_types(record: RouteRecord) -> tuple[tuple[str, pa.DataType], ...]:
-    """Names and Arrow value types of a record's token columns."""
-    return tuple((name, pa.from_numpy_dtype(values.dtype)) for name, values in record.columns.items())
+def column_types(record: RouteRecord) -> tuple[tuple[str, ColumnType], ...]:
+    """Names of a record's aligned columns, and what they declare."""
+    return tuple((name, column.type) for name, column in record.columns.items())
+
+
+def _aligned(columns: Sequence[AlignedColumn], list_type: pa.LargeListType) -> pa.LargeListArray:
+    """One column of all records: their entries one after the other."""
+    offsets_B1 = np.concatenate([[0], np.cumsum([len(column) for column in columns], dtype=np.int64)]).astype(np.int64)
+    joined = columns[0] if len(columns) == 1 else concatenate_columns(columns, name="a column", where="a batch")
+    mask = None if joined.valid is None else pa.array(~joined.valid)
+    kind, inner = joined.type, list_type.value_type
+    if kind.ragged:
+        values = pa.array(joined.values, inner.value_type)
+        entries = pa.LargeListArray.from_arrays(pa.array(joined.offsets, pa.int64()), values, mask=mask)
+    elif kind.shape:
+        flat = pa.array(joined.values.reshape(-1), inner.value_type)
+        width = int(np.prod(kind.shape))
+        entries = pa.ExtensionArray.from_storage(inner, pa.FixedSizeListArray.from_arrays(flat, width, mask=mask))
+    else:
+        entries = pa.array(joined.values, inner, mask=None if joined.valid is None else ~joined.valid)
+    return pa.LargeListArray.from_arrays(pa.array(offsets_B1, pa.int64()), entries)
 
 
 def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> pa.LargeListArray:
@@ -116,7 +161,12 @@ def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encodin
 
 
 def _entry(item: Span | Capture, kind: pa.StructType) -> dict[str, object]:
-    return {field.name: getattr(item, field.name) for field in kind}
+    entry = {field.name: getattr(item, field.name) for field in kind}
+    if entry.get("sampling") is not None:
+        entry["sampling"] = {
+            field.name: getattr(entry["sampling"], field.name) for field in kind.field("sampling").type
+        }
+    return entry
 
 
 def _prefix_entry(prefix: Prefix | None) -> dict[str, object] | None:
@@ -142,7 +192,7 @@ def read_records(
     tokens = _Ragged(batch.column("token_ids"))
     logprobs = _Ragged(batch.column("logprobs"))
     routes = _RaggedRoutes(batch.column("routes"), header)
-    extra = {name: _Ragged(batch.column(name)) for name, _ in header.columns}
+    extra = {name: _Aligned(batch.column(name), kind, name) for name, kind in header.columns}
     for index in range(batch.num_rows):
         row = {name: values[index] for name, values in small.items()}
         columns = {name: column[index] for name, column in extra.items()}
@@ -184,23 +234,35 @@ def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> Route
     """
     one = batch.slice(index, 1)
     row = {name: one.column(name).to_pylist()[0] for name in _SMALL}
-    tokens = _Ragged(one.column("token_ids"))[0]
-    rows = len(tokens) - row["routes_start"]
-    if rows < 0 or row["routes_start"] < 0:
+    tokens, start = _Ragged(one.column("token_ids"))[0], row["routes_start"]
+    rows = _own_rows(row, len(tokens))
+    if rows is None:
         return None  # before anything of that size is allocated
-    row["captures"] = _lost_captures(row["captures"], row["routes_start"])
+    row["captures"] = _lost_captures(row["captures"], start)
     kept = [(key, value) for key, value in row["attributes"] if key != "quarantined"]
     row["attributes"] = [*kept, ("quarantined", "true")]
     row["checksum"] = None
-    extra = {name: _Ragged(one.column(name))[0] for name, _ in header.columns}
+    try:
+        extra = {name: _Aligned(one.column(name), kind, name)[0] for name, kind in header.columns}
+    except (DataError, FormatError):
+        return None
     arrays = _Arrays(
         token_ids=tokens,
         routes=header.spec.missing_rows(rows),
         logprobs=_Ragged(one.column("logprobs"))[0],
-        columns=extra,
+        columns=dict(blank_weights(extra, own=min(rows, len(tokens)))),
     )
     read = _build(row, header, arrays, verify=False)
     return read if isinstance(read, RouteRecord) else None
+
+
+def _own_rows(row: dict[str, Any], tokens: int) -> int | None:
+    """How many rows a record of ``tokens`` stored tokens has; None where its columns contradict each other."""
+    start, last = row["routes_start"], row["captures"][-1] if row["captures"] else None
+    length = tokens if last is None else last["stop"]
+    if start < 0 or length not in (tokens, tokens + start) or length < start:
+        return None
+    return int(length - start)
 
 
 def _lost_captures(entries: list[dict[str, Any]], routes_start: int) -> list[dict[str, Any]]:
@@ -216,6 +278,11 @@ def _entries(entries: Sequence[dict[str, Any] | None], kind: type[Interval]) -> 
     for entry in entries:
         if entry is None:
             raise DataError(f"expected no null among the {kind.__name__.lower()}s, got one", kind=ErrorKind.SCHEMA)
+        if entry.get("sampling") is not None:
+            found = dict(entry["sampling"])
+            if found["processors"] is not None:
+                found["processors"] = tuple(found["processors"])
+            entry = {**entry, "sampling": Sampling(**found)}
         built.append(kind(**entry))
     return tuple(built)
 
@@ -226,7 +293,7 @@ class _Arrays(NamedTuple):
     token_ids: NDArray[Any]
     routes: NDArray[Any]
     logprobs: NDArray[Any] | None
-    columns: dict[str, NDArray[Any]]
+    columns: dict[str, AlignedColumn]
 
 
 def _build(
@@ -277,6 +344,49 @@ class _Ragged:
         if not self._valid[index]:
             return None
         return self._values[self.offsets_B1[index] : self.offsets_B1[index + 1]]
+
+
+class _Aligned:
+    """One aligned column of a batch; item i is the column of record i, a view where no entry is null."""
+
+    def __init__(self, column: pa.LargeListArray, kind: ColumnType, name: str) -> None:
+        self._kind, self._name = kind, name
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+        self._tokens_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        entries = column.flatten()
+        storage = entries.storage if isinstance(entries, pa.ExtensionArray) else entries
+        if storage.null_count and not kind.nullable:
+            raise FormatError(
+                f"expected no nulls inside column {name}, got {storage.null_count}", kind=ErrorKind.TOKEN_COLUMN
+            )
+        self._valid = storage.is_valid().to_numpy(zero_copy_only=False) if kind.nullable else None
+        self._offsets = None
+        if kind.ragged:
+            sizes = storage.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            self._offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+            self._values = _plain_values(_without_nulls(storage.flatten()))
+        elif kind.shape:
+            width = int(np.prod(kind.shape))
+            inner = storage.values.slice(storage.offset * width, len(storage) * width)
+            self._values = _plain_values(_without_nulls(inner)).reshape(-1, *kind.shape)
+        else:
+            self._values = _plain_values(storage)
+
+    def __getitem__(self, index: int) -> AlignedColumn:
+        start, stop = self._tokens_B1[index], self._tokens_B1[index + 1]
+        valid = None if self._valid is None else self._valid[start:stop]
+        if self._offsets is None:
+            return read_column(self._kind, self._values[start:stop], offsets=None, valid=valid, name=self._name)
+        first, last = self._offsets[start], self._offsets[stop]
+        offsets = self._offsets[start : stop + 1] - first
+        return read_column(self._kind, self._values[first:last], offsets=offsets, valid=valid, name=self._name)
+
+
+def _plain_values(array: pa.Array) -> NDArray[Any]:
+    """The values of a flat array, those of null entries as they lie there."""
+    if array.null_count:
+        array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], offset=array.offset)
+    return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
 def _without_nulls(array: pa.Array) -> pa.Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +17,18 @@ from numpy.typing import NDArray
 
 from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.record.counts import Counts, add_by_key, rule
-from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span
 from routeplane.record.validate import missing_rows
 
-__all__ = ["Coverage", "coverage_problems", "lose_rows", "partial_states", "settle_partial"]
+__all__ = [
+    "Coverage",
+    "coverage_problems",
+    "lose_rows",
+    "partial_states",
+    "settle_partial",
+    "suffix_problems",
+    "unfed_start",
+]
 
 # by the number of yes-answers to: is any layer missing? are all?
 _SETTLED = np.asarray([STATES.index(state) for state in ("captured", "partial", "not_captured")], dtype=np.int8)
@@ -105,13 +113,8 @@ def coverage_problems(
     ``routes_SLK``: int16 or narrow. ``absent``: the rows, ascending, that ``rows.absent_tokens`` finds in them, where
     the caller knows them.
     """
-    last = routes_start + len(routes_SLK) - 1
     absent_N = np.flatnonzero(missing_rows(routes_SLK).any(axis=1)) if absent is None else absent
     for capture in captures:
-        if capture.state == "not_fed" and capture.start != last:
-            # an engine feeds every token but the last it sampled; anything else that is absent was lost, and counts
-            message = f"expected not_fed for the last token {last} alone, got [{capture.start}, {capture.stop})"
-            yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=capture.start)
         start, stop = max(capture.start, routes_start), capture.stop
         if start >= stop:
             continue
@@ -132,6 +135,34 @@ def coverage_problems(
                 f"expected {expected} where the capture says {capture.state}, got {int(wrong_S.sum())} rows otherwise"
             )
             yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=token)
+
+
+def suffix_problems(captures: Sequence[Capture], spans: Sequence[Span], *, cut: bool, sample: str) -> Iterator[Problem]:
+    """Where ``not_fed`` stands for tokens that an engine must have fed: one finding at most.
+
+    An engine feeds every token but the last it sampled, and what an environment or a template appended behind it: so
+    ``not_fed`` rows end the record, and hold at most one generated token, which is their first. ``cut``: whether the
+    record is a slice of another; one that is not, without any generated token, has its last token alone not fed.
+    Anything else that is absent was lost, and counts.
+    """
+    first = next((place for place, capture in enumerate(captures) if capture.state == "not_fed"), None)
+    if first is None:
+        return
+    start, length = captures[first].start, captures[-1].stop
+    generated = [span.stop for span in spans if span.kind == "generation"]
+    ends = all(capture.state == "not_fed" for capture in captures[first:])
+    if ends and (generated or cut or start == length - 1) and all(stop <= start + 1 for stop in generated):
+        return
+    message = (
+        f"expected not_fed from the last sampled token on, to the end of the record's {length} tokens, got it from "
+        f"token {start} (tokens were sampled up to {max(generated, default=None)})"
+    )
+    yield Problem(kind=ErrorKind.COVERAGE, message=message, sample=sample, token=start)
+
+
+def unfed_start(captures: Sequence[Capture]) -> int:
+    """Where the rows that were never fed begin; the number of tokens where all were."""
+    return next((capture.start for capture in captures if capture.state == "not_fed"), captures[-1].stop)
 
 
 def settle_partial(captures: Iterable[Capture], routes_SLK: NDArray[Any], *, routes_start: int) -> tuple[Capture, ...]:

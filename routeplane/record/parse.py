@@ -6,8 +6,6 @@ Knows no record, no spec, no Arrow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,11 @@ __all__ = [
     "as_array",
     "as_integers",
     "as_logprobs",
-    "as_token_columns",
     "check_count",
     "check_optional_int64",
     "check_text",
     "frozen_view",
+    "settle",
 ]
 
 
@@ -57,7 +55,7 @@ def check_optional_int64(value: object, name: str) -> int | None:
     return value
 
 
-#: Names a token column may not take: the format's own columns, and ``route_weights``, kept for a later version.
+#: Names an aligned column may not take: the format's own columns.
 RESERVED_COLUMNS = frozenset(
     {
         "attempt",
@@ -67,7 +65,6 @@ RESERVED_COLUMNS = frozenset(
         "group",
         "logprobs",
         "prefix",
-        "route_weights",
         "routes",
         "routes_start",
         "sample_id",
@@ -76,6 +73,12 @@ RESERVED_COLUMNS = frozenset(
         "token_ids",
     }
 )
+
+
+def settle(instance: object, **values: Any) -> None:
+    """Give a frozen value its checked fields while it is being constructed; nothing else may call this."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
 
 
 def frozen_view(values: NDArray[Any]) -> NDArray[Any]:
@@ -146,33 +149,3 @@ def as_array(values: Any, *, what: str) -> NDArray[Any]:
     except (ValueError, OverflowError, TypeError, RuntimeError) as error:
         kind = ErrorKind.DTYPE if isinstance(error, TypeError | RuntimeError) else ErrorKind.SHAPE
         raise DataError(f"expected {what} as one array, got what numpy refuses: {error}", kind=kind) from None
-
-
-def as_token_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[str, NDArray[Any]]:
-    """Token columns by ascending name, each a read-only numeric or bool array ``[length]``.
-
-    Raises DataError for a reserved or empty name, a length that is not the record's, or a type Arrow has no fixed width
-    for.
-    """
-    checked: dict[str, NDArray[Any]] = {}
-    given = dict(columns or {})
-    for name in given:
-        check_text(name, "a token column's name")
-        if name in RESERVED_COLUMNS:
-            raise DataError(
-                f"expected a token column name outside the format's own, got {name!r}", kind=ErrorKind.TOKEN_COLUMN
-            )
-    for name in sorted(given):
-        array = as_array(given[name], what=f"token column {name!r}")
-        if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
-            raise DataError(
-                f"expected token column {name!r} of an integer, float or bool type, got {array.dtype}",
-                kind=ErrorKind.TOKEN_COLUMN,
-            )
-        if array.shape != (length,):
-            raise DataError(
-                f"expected token column {name!r} of the record's {length} tokens, got shape {list(array.shape)}",
-                kind=ErrorKind.TOKEN_COLUMN,
-            )
-        checked[name] = frozen_view(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
-    return MappingProxyType(checked)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind
+from routeplane.record.aligned import concatenate_columns
 from routeplane.record.counts import Counts, rule
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
 
-__all__ = ["PromptReport", "SharedPrompts", "resolve", "share_prompts"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PromptReport", "SharedPrompts", "as_delta", "resolve", "share_prompts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +72,68 @@ def share_prompts(records: Iterable[RouteRecord]) -> SharedPrompts:
 def _same_prompt(holder: RouteRecord, record: RouteRecord, *, stop: int) -> bool:
     return (
         holder.spec == record.spec
+        and _types(holder) == _types(record)
         and np.array_equal(holder.token_ids[:stop], record.token_ids[:stop])
         and np.array_equal(holder.routes[:stop], record.routes[:stop])
+        and (
+            holder.logprobs is None
+            or record.logprobs is None
+            or np.array_equal(_bits(holder.logprobs[:stop]), _bits(record.logprobs[:stop]))
+        )
+        and all(column[:stop].equals(holder.columns[name][:stop]) for name, column in record.columns.items())
     )
+
+
+def as_delta(record: RouteRecord, base: RouteRecord) -> RouteRecord:
+    """Refer to the rows that a record shares with the start of another one.
+
+    Args:
+        record: A whole record, such as a rollout after its next turn.
+        base: The one it goes on from, such as the same rollout a turn earlier, whole or a delta's whole form.
+
+    Returns:
+        The record from the first row on that differs: its tokens and columns begin there too. Itself where nothing is
+        shared. Verifies ``record``; the checksum is new. Raises DataError (PREFIX) for a record that is a delta.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> longer, base = (watermarked_record(0, num_tokens=n, spec=watermarked_spec(), prompt_tokens=2) for n in (8, 5))
+    >>> as_delta(longer, base).tokens_start
+    4
+    """
+    for one in (record, base):
+        if one.prefix is not None:
+            raise DataError(f"expected whole records, got a delta @ sample {one.key}", kind=ErrorKind.PREFIX)
+    stop = _shared_tokens(record.verify(), base)
+    return _delta(record, base, stop=stop) if stop else record
+
+
+def _shared_tokens(record: RouteRecord, base: RouteRecord) -> int:
+    """How many first tokens have equal ids, rows, log-probabilities and entries of every column."""
+    if base.spec != record.spec or _types(base) != _types(record):
+        return 0
+    most = min(record.num_tokens, base.num_tokens)
+    differs_S = (record.token_ids[:most] != base.token_ids[:most]) | (record.routes[:most] != base.routes[:most]).any(
+        axis=(1, 2)
+    )
+    if record.logprobs is not None and base.logprobs is not None:
+        differs_S |= _bits(record.logprobs[:most]) != _bits(base.logprobs[:most])
+    most = int(differs_S.argmax()) if differs_S.any() else most
+    low = 0
+    while low < most:  # the largest number whose first entries are equal in every column
+        middle = (low + most + 1) // 2
+        if all(column[:middle].equals(base.columns[name][:middle]) for name, column in record.columns.items()):
+            low = middle
+        else:
+            most = middle - 1
+    return low
+
+
+def _types(record: RouteRecord) -> tuple[object, ...]:
+    return record.logprobs is None, *((name, column.type) for name, column in record.columns.items())
+
+
+def _bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
 
 
 def _delta(record: RouteRecord, holder: RouteRecord, *, stop: int) -> RouteRecord:
@@ -80,7 +144,16 @@ def _delta(record: RouteRecord, holder: RouteRecord, *, stop: int) -> RouteRecor
         stop=stop,
         checksum=holder.checksum,
     )
-    return replace(record, routes=record.routes[stop:], routes_start=stop, prefix=prefix, checksum=None)
+    return replace(
+        record,
+        token_ids=record.token_ids[stop:],
+        routes=record.routes[stop:],
+        routes_start=stop,
+        prefix=prefix,
+        logprobs=None if record.logprobs is None else record.logprobs[stop:],
+        columns={name: column[stop:] for name, column in record.columns.items()},
+        checksum=None,
+    )
 
 
 def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
@@ -130,9 +203,32 @@ def _joined(record: RouteRecord, whole: Mapping[RecordKey, RouteRecord]) -> Rout
         return whole[record.key]
     if record.prefix is None:
         return record
-    shared_SLK = whole[record.prefix.key].routes[: record.routes_start]
-    rows_SLK = np.concatenate([shared_SLK, record.routes])
-    return replace(record, routes=rows_SLK, routes_start=0, prefix=None, checksum=None)
+    holder, stop = whole[record.prefix.key], record.routes_start
+    rows_SLK = np.concatenate([holder.routes[:stop], record.routes])
+    found = {} if record.tokens_start == 0 else _first_tokens(record, holder)
+    return replace(record, routes=rows_SLK, routes_start=0, prefix=None, checksum=None, **found)
+
+
+def _first_tokens(record: RouteRecord, holder: RouteRecord) -> dict[str, Any]:
+    """Tokens and columns that begin at ``routes_start``, joined with the first ones of the record that holds them."""
+    stop = record.tokens_start
+    if _types(holder) != _types(record):
+        raise DataError(
+            f"expected {holder.key} with the columns of its delta, {_types(record)}, got {_types(holder)} "
+            f"@ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    where = f"sample {record.key}"
+    return {
+        "token_ids": np.concatenate([holder.token_ids[:stop], record.token_ids]),
+        "logprobs": None
+        if record.logprobs is None or holder.logprobs is None
+        else np.concatenate([holder.logprobs[:stop], record.logprobs]),
+        "columns": {
+            name: concatenate_columns([holder.columns[name][:stop], column], name=name, where=where)
+            for name, column in record.columns.items()
+        },
+    }
 
 
 def _check_prefix(record: RouteRecord, holder: RouteRecord) -> None:
@@ -144,7 +240,9 @@ def _check_prefix(record: RouteRecord, holder: RouteRecord) -> None:
             f"@ sample {record.sample_id}",
             kind=ErrorKind.PREFIX,
         )
-    if stop > holder.num_tokens or not np.array_equal(holder.token_ids[:stop], record.token_ids[:stop]):
+    # tokens that are not repeated are proved by the checksum of the record that holds them
+    repeated = record.tokens_start == 0 and holder.tokens_start == 0
+    if stop > holder.num_tokens or (repeated and not np.array_equal(holder.token_ids[:stop], record.token_ids[:stop])):
         raise DataError(
             f"expected {holder.key} to begin with the same {stop} tokens @ sample {record.sample_id}",
             kind=ErrorKind.PREFIX,

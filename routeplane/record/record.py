@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -18,12 +18,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.record.aligned import AlignedColumn, aligned_columns, blank_weights, check_columns, hash_columns
 from routeplane.record.checksum import CanonicalHash, hash_captures, hash_prefix, hash_spans, require_equal
-from routeplane.record.coverage import Coverage, coverage_problems, lose_rows, settle_partial
-from routeplane.record.parse import as_integers, as_logprobs, as_token_columns, check_count, check_text, frozen_view
-from routeplane.record.rows import absent_tokens, canonical_blocks, pick_layers, survey, widen, widen_legal
+from routeplane.record.coverage import (
+    Coverage,
+    coverage_problems,
+    lose_rows,
+    settle_partial,
+    suffix_problems,
+    unfed_start,
+)
+from routeplane.record.parse import as_integers, as_logprobs, check_count, check_text, settle
+from routeplane.record.rows import StoredRows, canonical_blocks, pick_layers, widen
 from routeplane.record.spans import Capture, Prefix, RecordKey, Span, check_cover, cut
-from routeplane.record.validate import find_problems
+from routeplane.record.validate import find_problems, missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,10 +43,6 @@ __all__ = ["Prefix", "RecordKey", "RouteRecord", "cut_record", "read_record"]
 _SLICE = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 
 
-def _no_text() -> Mapping[str, str]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouteRecord:
     """One finished sequence of S tokens.
@@ -46,10 +50,11 @@ class RouteRecord:
     ``token_ids``: int32 ``[S]``, the positions *fed*, after any placeholder expansion. ``routes``: int16
     ``[S - routes_start, L, K]``, one row per token and captured layer; rows that were not captured are MISSING (all
     -1). ``spans`` and ``captures`` each cover ``[0, S)``; what a capture declares must be what the rows show.
-    ``routes_start`` above 0 needs a ``prefix`` that names the record holding the rows before it. ``logprobs``: float32
-    ``[S]``, ``logprobs[t]`` is for token t given those before it (so governed by ``routes[t-1]``), NaN where there is
-    none. ``columns``: further token-aligned arrays ``[S]``. ``checksum``: None computes it; a given one is kept, and
-    ``verify()`` compares.
+    ``routes_start`` above 0 needs a ``prefix`` that names the record holding the rows before it; ``token_ids`` and all
+    columns of such a record may begin at ``routes_start`` too (``tokens_start``). ``logprobs``: float32 ``[S]``,
+    ``logprobs[t]`` is for token t given those before it (so governed by ``routes[t-1]``), NaN where there is none.
+    ``columns``: aligned columns of S entries by name; an array ``[S]`` becomes one that declares nothing. ``checksum``:
+    None computes it; a given one is kept, and ``verify()`` compares.
 
     Arrays are kept as read-only views where their type already fits (the caller must not write to them afterwards) and
     copied where they had to be widened or narrowed. Raises DataError, with all findings, for anything illegal.
@@ -67,43 +72,41 @@ class RouteRecord:
     captures: tuple[Capture, ...]
     spec: RouteSpec
     logprobs: NDArray[Any] | None = None
-    attributes: Mapping[str, str] = field(default_factory=_no_text)
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # takes arrays too; AlignedColumn by name ever after
     checksum: Any = None  # None asks for it to be computed; an int ever after
 
-    if TYPE_CHECKING:  # no fields: what construction leaves behind
-        _stored: ClassVar[NDArray[Any]]
-        _absent: ClassVar[NDArray[np.int64]]
+    if TYPE_CHECKING:  # no field: what construction leaves behind
+        _rows: ClassVar[StoredRows]
 
     def __post_init__(self) -> None:
-        self._check_identity()
-        self._hold(as_integers(self.routes, np.int16, what="routes", ndim=3))
-        self._admit(verify=False)
+        self._construct(as_integers(self.routes, np.int16, what="routes", ndim=3))
 
-    def _admit(self, *, verify: bool, select: RouteSpec | None = None) -> None:
-        """Check all but the identity and the type of ``_stored``, the rows as they are held; with ``verify``, the
-        checksum too. ``select``: layers to keep, taken before any row is looked at."""
-        put = object.__setattr__
-        put(self, "token_ids", as_integers(self.token_ids, np.int32, what="token_ids", ndim=1))
-        length = len(self.token_ids)
-        if length == 0:
-            raise DataError(f"expected at least one token, got none @ sample {self.sample_id}", kind=ErrorKind.SHAPE)
-        put(self, "spans", tuple(self.spans))
-        put(self, "captures", tuple(self.captures))
-        check_cover(self.spans, length, what=f"spans of sample {self.sample_id}")
-        check_cover(self.captures, length, what=f"captures of sample {self.sample_id}")
+    def _construct(self, stored_SLK: NDArray[Any], *, verify: bool = False, select: RouteSpec | None = None) -> None:
+        """Check everything and keep it, with the rows as they are stored; with ``verify``, the checksum too.
+
+        ``select``: layers to keep, taken before any row is looked at.
+        """
+        self._check_identity()
+        settle(self, token_ids=as_integers(self.token_ids, np.int32, what="token_ids", ndim=1))
+        settle(self, spans=tuple(self.spans), captures=tuple(self.captures), attributes=_text_map(self.attributes))
+        self._check_lengths(len(stored_SLK))
+        own = len(self.token_ids)
         if self.logprobs is not None:
-            put(self, "logprobs", as_logprobs(self.logprobs, length))
-        put(self, "columns", as_token_columns(self.columns, length))
-        put(self, "attributes", _text_map(self.attributes))
-        self._check_count(length)
+            settle(self, logprobs=as_logprobs(self.logprobs, own))
+        settle(self, columns=aligned_columns(self.columns, own))
         if select is not None:
-            stored_SLK, captures = self._layers(select)
-            vars(self).update(spec=select, captures=captures, checksum=None)
-            self._hold(stored_SLK)
-        out = self._check_routes(hashed=verify or self.checksum is None)
-        if self.checksum is None and out is not None:
-            put(self, "checksum", out.value())
+            stored_SLK = self._take_layers(select, stored_SLK)
+        out = self._hash_until_routes(stored_SLK.size) if verify or self.checksum is None else None
+        rows = StoredRows.check(stored_SLK, self.spec, feed=None if out is None else out.part)
+        if rows is None:
+            self._refuse_rows(stored_SLK)
+        self._hold(rows)
+        self._check_content(rows)
+        if out is not None:
+            self._hash_from_routes_on(out)
+            if self.checksum is None:
+                settle(self, checksum=out.value())
         check_count(self.checksum, "checksum", below=2**64)
         if verify and out is not None:
             require_equal(self.checksum, out.value(), where=f"sample {self.key}", sample=self.sample_id)
@@ -128,46 +131,79 @@ class RouteRecord:
                 kind=ErrorKind.PREFIX,
             )
 
-    def _check_count(self, length: int) -> None:
-        expected, got = length - self.routes_start, len(self._stored)
-        if got != expected:
+    def _check_lengths(self, rows: int) -> None:
+        """Spans and captures cover the record; tokens begin at its first or where the routes do; rows end with it."""
+        own, start = len(self.token_ids), self.routes_start
+        length = self.captures[-1].stop if self.captures else own
+        if own != length and (start == 0 or own != length - start):
+            length = own  # the intervals are at fault: they are measured against the tokens
+        if length == 0:
+            raise DataError(f"expected at least one token, got none @ sample {self.sample_id}", kind=ErrorKind.SHAPE)
+        check_cover(self.spans, length, what=f"spans of sample {self.sample_id}")
+        check_cover(self.captures, length, what=f"captures of sample {self.sample_id}")
+        if rows != length - start:
             raise DataError(
-                f"expected {max(expected, 0)} rows ({length} tokens from {self.routes_start}), got {got} "
+                f"expected {max(length - start, 0)} rows ({length} tokens from {start}), got {rows} "
                 f"@ sample {self.sample_id}",
                 kind=ErrorKind.ROW_COUNT,
             )
 
-    def _check_routes(self, *, hashed: bool) -> CanonicalHash | None:
-        """Check the rows, and hash the record on the way: one read of the rows from memory serves both."""
-        stored_SLK = self._stored
-        out = self._hash_until_routes() if hashed else None
-        absent_N = survey(stored_SLK, self.spec, feed=None if out is None else out.part)
-        if absent_N is None:
-            self._refuse_rows()
-        object.__setattr__(self, "_absent", frozen_view(absent_N))
+    def _take_layers(self, spec: RouteSpec, stored_SLK: NDArray[Any]) -> NDArray[Any]:
+        """Make this the record of a subset of layers, before its rows are checked; returns their rows."""
+        slots = [self.spec.slot(layer) for layer in spec.layer_ids]
+        picked_SLK = pick_layers(stored_SLK, slots)
+        captures = settle_partial(self.captures, picked_SLK, routes_start=self.routes_start)
+        settle(self, spec=spec, captures=captures, columns=_pick(self.columns, slots), checksum=None)
+        return picked_SLK
+
+    def _check_content(self, rows: StoredRows) -> None:
+        """What captures and columns declare against the legal rows."""
         problems = list(
             coverage_problems(
-                self.captures, stored_SLK, routes_start=self.routes_start, sample=self.sample_id, absent=absent_N
+                self.captures, rows.stored, routes_start=self.routes_start, sample=self.sample_id, absent=rows.absent
             )
         )
+        problems += suffix_problems(self.captures, self.spans, cut="slice" in self.attributes, sample=self.sample_id)
         if problems:
             raise DataError.from_problems(problems, what="rows that contradict their captures")
-        if out is not None:
-            self._hash_from_routes_on(out)
-        return out
+        if self.columns:
+            self._check_columns(rows)
 
-    def _refuse_rows(self) -> NoReturn:
-        routes_SLK = widen(self._stored, self.spec) if self._stored.dtype == np.uint8 else self._stored
+    def _check_columns(self, rows: StoredRows) -> None:
+        sampled_S = self.sampled_tokens()[self.tokens_start :]
+        check_columns(
+            self.columns,
+            token_ids=self.token_ids,
+            sampled_S=sampled_S,
+            missing_SL=missing_rows(rows.stored),
+            top_k=self.spec.top_k,
+            attributes=self.attributes,
+            sample=self.sample_id,
+        )
+        mask, start = self.columns.get("loss_mask"), max(unfed_start(self.captures) - self.tokens_start, 0)
+        if mask is not None and (mask.values[start:].astype(np.bool_) & ~sampled_S[start:]).any():
+            raise DataError(
+                f"expected loss_mask 0 at tokens that were neither fed nor sampled, got others from token "
+                f"{start + self.tokens_start} on @ sample {self.sample_id}",
+                kind=ErrorKind.COVERAGE,
+            )
+
+    def _refuse_rows(self, stored_SLK: NDArray[Any]) -> NoReturn:
+        routes_SLK = widen(stored_SLK, self.spec) if stored_SLK.dtype == np.uint8 else stored_SLK
         found = find_problems(routes_SLK, self.spec, first_token=self.routes_start, sample=self.sample_id)
         raise DataError.from_problems(found, what="illegal routes")
+
+    def _hold(self, rows: StoredRows) -> None:
+        vars(self).pop("routes", None)
+        settle(self, _rows=rows)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # narrow rows are widened when they are first asked for, which a reader's own way to a batch never does
-            if name != "routes" or "_stored" not in vars(self):
+            # narrow rows are widened when they are first asked for, which reading into a batch never does
+            if name != "routes" or "_rows" not in vars(self):
                 raise AttributeError(f"expected an attribute of RouteRecord, got {name!r}")
-            object.__setattr__(self, name, frozen_view(widen_legal(self._stored, self.spec)))
+            settle(self, routes=self._rows.widened())
             return vars(self)[name]
 
     @property
@@ -177,12 +213,12 @@ class RouteRecord:
 
         A record of a narrow stream widens its rows, into memory of its own, when ``routes`` is first asked for.
         """
-        return self._stored
+        return self._rows.stored
 
     @property
     def absent_tokens(self) -> NDArray[np.int64]:
         """Which rows of ``routes`` are MISSING in some layer: int64, ascending, read-only."""
-        return self._absent
+        return self._rows.absent
 
     @property
     def key(self) -> RecordKey:
@@ -191,14 +227,31 @@ class RouteRecord:
 
     @property
     def num_tokens(self) -> int:
-        """S."""
-        return len(self.token_ids)
+        """S, tokens that stand in the prefix's record included."""
+        return self.captures[-1].stop
+
+    @property
+    def tokens_start(self) -> int:
+        """Where ``token_ids`` and all columns begin: 0, or ``routes_start`` where those before stand in the prefix."""
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def nbytes(self) -> int:
         """Payload bytes of the arrays, routes as int16, whoever owns them."""
         arrays = [self.token_ids, *self.columns.values(), *(() if self.logprobs is None else (self.logprobs,))]
-        return sum(int(array.nbytes) for array in arrays) + int(self._stored.size) * 2
+        return sum(int(array.nbytes) for array in arrays) + int(self._rows.stored.size) * 2
+
+    @property
+    def row_token_ids(self) -> NDArray[np.int32]:
+        """The tokens of the record's own rows: int32 ``[S - routes_start]``, a read-only view."""
+        return self.token_ids[self.routes_start - self.tokens_start :]
+
+    def sampled_tokens(self) -> NDArray[np.bool_]:
+        """Which tokens a policy sampled: a fresh bool array ``[S]``."""
+        mask_S = np.zeros(self.num_tokens, dtype=np.bool_)
+        for span in self.spans:
+            mask_S[span.start : span.stop] = span.kind == "generation"
+        return mask_S
 
     def coverage(self) -> Coverage:
         """Rows by capture state."""
@@ -206,14 +259,14 @@ class RouteRecord:
 
     def compute_checksum(self) -> int:
         """xxh3-64 of the canonical bytes of this content, whatever ``checksum`` says."""
-        out = self._hash_until_routes()
-        for part_SLK in canonical_blocks(self._stored, self.spec):
+        out = self._hash_until_routes(self._rows.stored.size)
+        for part_SLK in canonical_blocks(self._rows.stored, self.spec):
             out.part(part_SLK)
         self._hash_from_routes_on(out)
         return out.value()
 
-    def _hash_until_routes(self) -> CanonicalHash:
-        """A hash of the columns before the routes, which come next, as int16, by ``part``."""
+    def _hash_until_routes(self, ids: int) -> CanonicalHash:
+        """A hash of the columns before the routes, which come next, ``ids`` of them as int16, by ``part``."""
         out = CanonicalHash(self.spec.digest)
         out.text("sample_id", self.sample_id)
         out.int32("attempt", self.attempt)
@@ -221,7 +274,7 @@ class RouteRecord:
         out.text("group", self.group)
         out.array("token_ids", self.token_ids)
         out.int64("routes_start", self.routes_start)
-        out.begin_array("routes", int(self._stored.size) * 2)
+        out.begin_array("routes", int(ids) * 2)
         return out
 
     def _hash_from_routes_on(self, out: CanonicalHash) -> None:
@@ -230,8 +283,7 @@ class RouteRecord:
         hash_captures(out, self.captures)
         out.array("logprobs", self.logprobs)
         out.text_map("attributes", self.attributes)
-        for name, values in self.columns.items():
-            out.token_column(name, values)
+        hash_columns(out, self.columns)
 
     def verify(self) -> Self:
         """Raise ChecksumError unless the content is what the checksum was made over; return the record itself."""
@@ -258,10 +310,12 @@ class RouteRecord:
 
     def without_routes(self) -> RouteRecord:
         """The same tokens with every row MISSING and captured state ``lost``: what quarantine leaves of a record."""
+        rows = len(self._rows)
         return replace(
             self,
-            routes=self.spec.missing_rows(len(self.routes)),
+            routes=self.spec.missing_rows(rows),
             captures=lose_rows(self.captures, self.routes_start),
+            columns=blank_weights(self.columns, own=rows),
             checksum=None,
         )
 
@@ -284,47 +338,44 @@ class RouteRecord:
         routes_start = min(self.routes_start, stop) if start == 0 else 0
         prefix = replace(self.prefix, stop=routes_start) if self.prefix is not None and routes_start else None
         origin = int(self.attributes["slice"].split(":")[0]) if "slice" in self.attributes else 0
-        first_row = start + routes_start - self.routes_start
+        first_row = max(start + routes_start - self.routes_start, 0)
+        # where tokens begin with the routes, they do so in the part
+        own = slice(max(start - self.tokens_start, 0), max(stop - self.tokens_start, 0))
         return self._derived(
-            self._stored[max(first_row, 0) : max(stop - self.routes_start, 0)],
-            token_ids=self.token_ids[start:stop],
+            self._rows.cut(first_row, max(stop - self.routes_start, 0)),
+            token_ids=self.token_ids[own],
             routes_start=routes_start,
             prefix=prefix,
             spans=cut(self.spans, start=start, stop=stop),
             captures=cut(self.captures, start=start, stop=stop),
-            logprobs=None if self.logprobs is None else self.logprobs[start:stop],
+            logprobs=None if self.logprobs is None else self.logprobs[own],
             attributes=MappingProxyType({**self.attributes, "slice": f"{origin + start}:{origin + stop}"}),
-            columns=MappingProxyType({name: values[start:stop] for name, values in self.columns.items()}),
+            columns=MappingProxyType({name: values[own] for name, values in self.columns.items()}),
         )
 
     def _selected(self, spec: RouteSpec) -> RouteRecord:
-        stored_SLK, captures = self._layers(spec)
-        return self._derived(stored_SLK, spec=spec, captures=captures)
+        rows = self._rows.pick(spec)
+        captures = settle_partial(self.captures, rows.stored, routes_start=self.routes_start)
+        slots = [self.spec.slot(layer) for layer in spec.layer_ids]
+        return self._derived(rows, spec=spec, captures=captures, columns=_pick(self.columns, slots))
 
-    def _layers(self, spec: RouteSpec) -> tuple[NDArray[Any], tuple[Capture, ...]]:
-        """Rows and captures of a subset of layers."""
-        stored_SLK = pick_layers(self._stored, [self.spec.slot(layer) for layer in spec.layer_ids])
-        return stored_SLK, settle_partial(self.captures, stored_SLK, routes_start=self.routes_start)
-
-    def _derived(self, stored_SLK: NDArray[Any], **changes: Any) -> RouteRecord:
-        """This record with some of its own rows, and fields that follow from its own: all of it was checked, and is not
-        checked again. The checksum is new."""
+    def _derived(self, rows: StoredRows, **changes: Any) -> RouteRecord:
+        """This record with rows that were checked, and fields that follow from its own; the checksum is new."""
         made = object.__new__(RouteRecord)
-        vars(made).update(vars(self), **changes, _absent=frozen_view(absent_tokens(stored_SLK)))
-        made._hold(stored_SLK)
-        vars(made).update(checksum=made.compute_checksum())
+        settle(made, **{**vars(self), **changes})
+        made._hold(rows)
+        settle(made, checksum=made.compute_checksum())
         return made
-
-    def _hold(self, stored_SLK: NDArray[Any]) -> None:
-        content, held = vars(self), frozen_view(stored_SLK)
-        content.pop("routes", None)
-        content.update({"_stored": held} if held.dtype == np.uint8 else {"_stored": held, "routes": held})
 
     def __reduce__(self) -> tuple[object, ...]:
         # Read-only mappings do not pickle; going through the constructor also validates what another process sent.
         content = {item.name: getattr(self, item.name) for item in fields(self)}
         content["attributes"], content["columns"] = dict(self.attributes), dict(self.columns)
         return _rebuild, (content,)
+
+
+def _pick(columns: Mapping[str, AlignedColumn], slots: Sequence[int]) -> Mapping[str, AlignedColumn]:
+    return MappingProxyType({name: column.pick_layers(slots) for name, column in columns.items()})
 
 
 def read_record(stored: NDArray[Any], *, verify: bool, select: RouteSpec | None = None, **content: Any) -> RouteRecord:
@@ -336,10 +387,8 @@ def read_record(stored: NDArray[Any], *, verify: bool, select: RouteSpec | None 
     as the constructor does, ChecksumError as ``verify`` does.
     """
     record = object.__new__(RouteRecord)
-    vars(record).update(content)
-    record._hold(stored)
-    record._check_identity()
-    record._admit(verify=verify, select=select)
+    settle(record, **content)
+    record._construct(stored, verify=verify, select=select)
     return record
 
 

@@ -9,10 +9,12 @@ Axes: S tokens, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from routeplane.record.parse import frozen_view
 from routeplane.record.spec import MISSING, NARROW_MISSING
 from routeplane.record.validate import all_legal, kernels_for, missing_rows
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
+    "StoredRows",
     "absent_tokens",
     "canonical_blocks",
     "copy_slots",
@@ -40,6 +43,52 @@ __all__ = [
 _BLOCK_BYTES = 2**20
 # Of narrow rows, as int16. These are written first, into memory that malloc hands out again and again up to this size.
 _WIDE_BYTES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredRows:
+    """Legal rows as they are held: the proof, for whatever is made of them, that they were checked under ``spec``.
+
+    ``stored``: read-only int16, or the bytes of a ``narrow`` stream, ``[R, L, K]``. ``absent``: the rows that are
+    MISSING in some layer, int64, ascending, read-only. Made by ``StoredRows.check``; ``cut`` and ``pick`` of legal rows
+    are legal.
+    """
+
+    stored: NDArray[Any]
+    spec: RouteSpec
+    absent: NDArray[np.int64]
+
+    @classmethod
+    def check(
+        cls, stored: NDArray[Any], spec: RouteSpec, *, feed: Callable[[NDArray[np.int16]], object] | None = None
+    ) -> StoredRows | None:
+        """Check rows in one pass; None where one is not legal, or the array has another shape.
+
+        ``feed``: as in ``survey``.
+        """
+        absent = survey(stored, spec, feed=feed)
+        return None if absent is None else cls(stored=frozen_view(stored), spec=spec, absent=frozen_view(absent))
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def cut(self, start: int, stop: int) -> StoredRows:
+        """Rows ``[start, stop)``; shares memory."""
+        first, last = np.searchsorted(self.absent, (start, stop))
+        return StoredRows(
+            stored=self.stored[start:stop], spec=self.spec, absent=frozen_view(self.absent[first:last] - start)
+        )
+
+    def pick(self, spec: RouteSpec) -> StoredRows:
+        """The rows of a subset of layers, copied; their own where ``spec`` has them all."""
+        picked = pick_layers(self.stored, [self.spec.slot(layer) for layer in spec.layer_ids])
+        return StoredRows(stored=frozen_view(picked), spec=spec, absent=frozen_view(absent_tokens(picked)))
+
+    def widened(self) -> NDArray[np.int16]:
+        """The rows as read-only int16: themselves, or fresh memory for narrow ones."""
+        if self.stored.dtype != np.uint8:
+            return self.stored
+        return frozen_view(widen_legal(self.stored, self.spec))
 
 
 def survey(

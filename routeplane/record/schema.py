@@ -1,4 +1,4 @@
-"""Format v1 in Arrow terms: RouteSpec <-> schema, the names of the encodings, the version rule.
+"""Format 1.1 in Arrow terms, and 1.0: RouteSpec <-> schema, columns, the names of the encodings, the version rule.
 
 Schemas are read and checked here as pure values, before any payload is touched. ``columns`` turns records into batches
 of these schemas and back; ``stream`` frames them.
@@ -6,50 +6,79 @@ of these schemas and back; ``stream`` frames them.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
-from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
+from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
+from routeplane.record.aligned import ColumnType
 from routeplane.record.parse import RESERVED_COLUMNS
 from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "CAPTURE_TYPE",
+    "FORMATS",
     "FORMAT_VERSION",
     "PREFIX_TYPE",
-    "SPAN_TYPE",
+    "SAMPLING_TYPE",
+    "SPAN_TYPES",
     "Encoding",
     "StreamHeader",
     "arrow_schema",
+    "check_version",
     "choose_encoding",
+    "column_arrow_type",
     "parse_schema",
     "row_type",
 ]
 
-#: Version of the format, not of the library. A reader of major N reads N and N - 1.
-FORMAT_VERSION = "1.0"
+#: Version of the format, not of the library: what is written unless asked otherwise, and the newest that is read.
+FORMAT_VERSION = "1.1"
+#: Every version that is written and read.
+FORMATS = ("1.0", "1.1")
 
 Encoding = Literal["plain", "narrow"]
 
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 
 _FORMAT_KEY, _SPEC_KEY, _ENCODING_KEY = b"routeplane.format", b"routeplane.spec", b"routeplane.encoding"
+_COLUMNS_KEY = b"routeplane.columns"
+# A declaration of some thousand columns; text beyond it is damage.
+_MAX_DECLARATION = 2**20
 
-#: Who sampled: one entry of ``spans``.
-SPAN_TYPE = pa.struct(
+#: With which parameters tokens were sampled; every member may be null.
+SAMPLING_TYPE = pa.struct(
     [
-        pa.field("start", pa.int64(), nullable=False),
-        pa.field("stop", pa.int64(), nullable=False),
-        pa.field("kind", pa.utf8(), nullable=False),
-        pa.field("role", pa.utf8()),
-        pa.field("call", pa.utf8(), nullable=False),
-        pa.field("weights_version", pa.int64()),
+        pa.field("temperature", pa.float64()),
+        pa.field("top_p", pa.float64()),
+        pa.field("top_k", pa.int64()),
+        pa.field("min_p", pa.float64()),
+        pa.field("presence_penalty", pa.float64()),
+        pa.field("frequency_penalty", pa.float64()),
+        pa.field("repetition_penalty", pa.float64()),
+        pa.field("logit_bias", pa.utf8()),
+        pa.field("processors", pa.list_(pa.utf8())),
+        pa.field("logprobs_mode", pa.utf8()),
     ]
 )
+_SPAN_FIELDS = [
+    pa.field("start", pa.int64(), nullable=False),
+    pa.field("stop", pa.int64(), nullable=False),
+    pa.field("kind", pa.utf8(), nullable=False),
+    pa.field("role", pa.utf8()),
+    pa.field("call", pa.utf8(), nullable=False),
+    pa.field("weights_version", pa.int64()),
+]
+#: Who sampled: one entry of ``spans``, by version of the format.
+SPAN_TYPES: Mapping[str, pa.StructType] = {
+    "1.0": pa.struct(_SPAN_FIELDS),
+    "1.1": pa.struct([*_SPAN_FIELDS, pa.field("sampling", SAMPLING_TYPE)]),
+}
 #: Who captured: one entry of ``captures``.
 CAPTURE_TYPE = pa.struct(
     [
@@ -74,12 +103,12 @@ PREFIX_TYPE = pa.struct(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamHeader:
-    """What a schema says before any record: the spec, the encoding, the version, and the token columns by name."""
+    """What a schema says before any record: the spec, the encoding, the version, and the aligned columns by name."""
 
     spec: RouteSpec
     encoding: Encoding
     version: str
-    columns: tuple[tuple[str, pa.DataType], ...] = ()
+    columns: tuple[tuple[str, ColumnType], ...] = ()
 
 
 def choose_encoding(wanted: str, spec: RouteSpec) -> Encoding:
@@ -98,8 +127,20 @@ def choose_encoding(wanted: str, spec: RouteSpec) -> Encoding:
     raise UsageError(f"expected encoding plain, narrow or auto, got {wanted!r}", kind=ErrorKind.ENCODING)
 
 
-def arrow_schema(spec: RouteSpec, encoding: Encoding, *, columns: Sequence[tuple[str, pa.DataType]] = ()) -> pa.Schema:
-    """The schema of a stream; ``columns`` names the token columns and their value types."""
+def arrow_schema(
+    spec: RouteSpec,
+    encoding: Encoding,
+    *,
+    columns: Sequence[tuple[str, ColumnType]] = (),
+    version: str = FORMAT_VERSION,
+) -> pa.Schema:
+    """The schema of a stream; ``columns`` names the aligned columns and what they declare.
+
+    Raises UsageError (VERSION) where ``version`` cannot say what spec or columns need.
+    """
+    check_version(version, spec=spec, columns=columns)
+    declared = {name: kind.to_document() for name, kind in columns if not kind.plain}
+    declaration = {_COLUMNS_KEY: json.dumps(declared, sort_keys=True, separators=(",", ":"))} if declared else {}
     return pa.schema(
         [
             pa.field("sample_id", pa.utf8(), nullable=False),
@@ -110,19 +151,46 @@ def arrow_schema(spec: RouteSpec, encoding: Encoding, *, columns: Sequence[tuple
             pa.field("routes_start", pa.int64(), nullable=False),
             pa.field("routes", pa.large_list(row_type(spec, encoding)), nullable=False),
             pa.field("prefix", PREFIX_TYPE),
-            pa.field("spans", pa.list_(SPAN_TYPE), nullable=False),
+            pa.field("spans", pa.list_(SPAN_TYPES[version]), nullable=False),
             pa.field("captures", pa.list_(CAPTURE_TYPE), nullable=False),
             pa.field("logprobs", pa.large_list(pa.float32())),
             pa.field("attributes", pa.map_(pa.utf8(), pa.utf8()), nullable=False),
             pa.field("checksum", pa.uint64(), nullable=False),
-            *(pa.field(name, pa.large_list(value_type), nullable=False) for name, value_type in sorted(columns)),
+            *(pa.field(name, column_arrow_type(kind), nullable=False) for name, kind in sorted(columns, key=_by_name)),
         ],
         metadata={
-            _FORMAT_KEY: FORMAT_VERSION,
+            _FORMAT_KEY: version,
             _SPEC_KEY: spec.to_json(),
             _ENCODING_KEY: encoding,
+            **declaration,
         },
     )
+
+
+def _by_name(column: tuple[str, ColumnType]) -> str:
+    return column[0]
+
+
+def check_version(version: str, *, spec: RouteSpec, columns: Sequence[tuple[str, ColumnType]] = ()) -> None:
+    """Raise UsageError (VERSION) for a version that is not written, or that cannot say what spec or columns need."""
+    if version not in FORMATS:
+        raise UsageError(f"expected a format of {list(FORMATS)}, got {version!r}", kind=ErrorKind.VERSION)
+    if version != "1.0":
+        return
+    needs = [f"column {name!r}, which declares {kind}" for name, kind in columns if not kind.plain]
+    needs += [f"decoder_layers={spec.decoder_layers}"] if spec.decoder_layers is not None else []
+    if needs:
+        raise UsageError(f"expected format 1.1 for {needs[0]}, got 1.0", kind=ErrorKind.VERSION)
+
+
+def column_arrow_type(kind: ColumnType) -> pa.DataType:
+    """The Arrow type of a column: a list of numbers, of tensors of one shape, or of lists."""
+    value = pa.from_numpy_dtype(kind.dtype)
+    if kind.ragged:
+        return pa.large_list(pa.large_list(value))
+    if kind.shape:
+        return pa.large_list(pa.fixed_shape_tensor(value, list(kind.shape), dim_names=list(kind.axes)))
+    return pa.large_list(value)
 
 
 def row_type(spec: RouteSpec, encoding: Encoding) -> pa.FixedShapeTensorType:
@@ -148,9 +216,12 @@ def parse_schema(schema: pa.Schema) -> StreamHeader:
         spec = RouteSpec.from_json(metadata[_SPEC_KEY])
     except SpecError as error:
         raise FormatError(f"schema metadata routeplane.spec: {error}", kind=ErrorKind.SCHEMA) from error
+    if version == "1.0" and spec.decoder_layers is not None:
+        raise FormatError("expected a spec without decoder_layers in format 1.0, got one", kind=ErrorKind.SCHEMA)
     encoding = _check_encoding(metadata[_ENCODING_KEY], spec)
+    declared = {} if version == "1.0" else _declarations(metadata.get(_COLUMNS_KEY, b"{}"))
     try:
-        columns = _check_fields(schema, arrow_schema(spec, encoding))
+        columns = _check_fields(schema, arrow_schema(spec, encoding, version=version), declared)
     except UnicodeDecodeError as error:  # pyarrow decodes names, of children too, only when asked for them
         raise FormatError(
             f"expected column names in utf-8, got a damaged one: {error}", kind=ErrorKind.SCHEMA
@@ -158,8 +229,24 @@ def parse_schema(schema: pa.Schema) -> StreamHeader:
     return StreamHeader(spec=spec, encoding=encoding, version=version, columns=columns)
 
 
-def _check_fields(schema: pa.Schema, fixed: pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
-    """Compare the format's own columns one by one; the rest are token columns."""
+def _declarations(raw: bytes) -> dict[str, ColumnType]:
+    """What the columns declare, by name. Raises FormatError."""
+    try:
+        document: Any = json.loads(raw[:_MAX_DECLARATION])
+        if not isinstance(document, dict):
+            raise ValueError(f"got {document!r}")
+        return {name: ColumnType.from_document(entry) for name, entry in document.items()}
+    except (ValueError, RecursionError, DataError) as error:
+        raise FormatError(
+            f"expected routeplane.columns as the declarations of columns, got what does not parse: {error}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        ) from None
+
+
+def _check_fields(
+    schema: pa.Schema, fixed: pa.Schema, declared: Mapping[str, ColumnType]
+) -> tuple[tuple[str, ColumnType], ...]:
+    """Compare the format's own columns one by one; the rest are aligned columns."""
     names = schema.names
     if len(set(names)) != len(names):
         raise FormatError(f"expected each column once, got {names}", kind=ErrorKind.SCHEMA)
@@ -169,7 +256,11 @@ def _check_fields(schema: pa.Schema, fixed: pa.Schema) -> tuple[tuple[str, pa.Da
             raise FormatError(
                 f"expected column {index} to be {expected.name}: {expected.type}, got {found}", kind=ErrorKind.SCHEMA
             )
-    return tuple(_token_column(field) for field in list(schema)[len(fixed) :])
+    extra = list(schema)[len(fixed) :]
+    absent = sorted(set(declared) - {field.name for field in extra})
+    if absent:
+        raise FormatError(f"expected the declared columns {absent}, got none", kind=ErrorKind.TOKEN_COLUMN)
+    return tuple(_aligned_column(field, declared.get(field.name)) for field in extra)
 
 
 def _same_type(found: pa.DataType, expected: pa.DataType) -> bool:
@@ -190,10 +281,10 @@ def _check_version(raw: bytes) -> str:
     text = raw.decode("ascii", "replace")
     if not _VERSION.fullmatch(text):
         raise FormatError(f"expected a format version like {FORMAT_VERSION}, got {text[:40]!r}", kind=ErrorKind.VERSION)
-    if text.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
+    if text not in FORMATS:
         raise FormatError(
-            f"expected format version {FORMAT_VERSION.partition('.')[0]}.x, got {text}: "
-            "read it with the routeplane that wrote it, or a newer one",
+            f"expected a format version of {', '.join(FORMATS)}, got {text}: read it with the routeplane that wrote "
+            "it, or a newer one",
             kind=ErrorKind.VERSION,
         )
     return text
@@ -208,17 +299,21 @@ def _check_encoding(raw: bytes, spec: RouteSpec) -> Encoding:
     return "narrow" if text == "narrow" else "plain"
 
 
-def _token_column(field: pa.Field) -> tuple[str, pa.DataType]:
+def _aligned_column(field: pa.Field, declared: ColumnType | None) -> tuple[str, ColumnType]:
     kind = field.type
-    fits = pa.types.is_large_list(kind) and (
-        pa.types.is_integer(kind.value_type)
-        or pa.types.is_floating(kind.value_type)
-        or pa.types.is_boolean(kind.value_type)
-    )
-    if not fits or not field.name or field.name in RESERVED_COLUMNS:
+    if declared is not None:
+        fits, expected = _same_type(kind, column_arrow_type(declared)), f"{column_arrow_type(declared)}"
+    else:
+        numbers = pa.types.is_large_list(kind) and (
+            pa.types.is_integer(kind.value_type)
+            or pa.types.is_floating(kind.value_type)
+            or pa.types.is_boolean(kind.value_type)
+        )
+        fits, expected = numbers, "a large_list of numbers or bools where it declares nothing"
+        declared = ColumnType(dtype=np.dtype(kind.value_type.to_pandas_dtype()).name) if numbers else None
+    if not fits or declared is None or not field.name or field.name in RESERVED_COLUMNS:
         raise FormatError(
-            f"expected a token column outside the format's own names, a large_list of numbers or bools, got "
-            f"{field.name!r}: {kind}",
+            f"expected a column outside the format's own names, {expected}, got {field.name!r}: {kind}",
             kind=ErrorKind.TOKEN_COLUMN,
         )
-    return field.name, kind.value_type
+    return field.name, declared

@@ -6,6 +6,7 @@ nothing of routes or Arrow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -15,11 +16,13 @@ from routeplane.record.parse import check_count, check_optional_int64, check_tex
 
 __all__ = [
     "PRESENT_STATES",
+    "SAMPLING_FLOATS",
     "STATES",
     "Capture",
     "CaptureState",
     "Prefix",
     "RecordKey",
+    "Sampling",
     "Span",
     "SpanKind",
     "check_cover",
@@ -69,11 +72,65 @@ PRESENT_STATES: frozenset[CaptureState] = frozenset({"captured", "cached"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How an engine sampled the tokens of a span; None throughout stands for "not known".
+
+    ``logit_bias``: a digest of the biases, not the biases. ``processors``: names of logits processors, in order.
+    ``logprobs_mode``: ``raw`` or ``processed``. Raises DataError.
+
+    >>> Sampling(temperature=0.7, top_p=0.95).top_k is None
+    True
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: str | None = None
+    processors: tuple[str, ...] | None = None
+    logprobs_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in SAMPLING_FLOATS:
+            value = getattr(self, name)
+            if value is not None and (type(value) is not float or not math.isfinite(value)):
+                raise DataError(
+                    f"expected Sampling.{name} as a finite float or None, got {value!r}", kind=ErrorKind.DTYPE
+                )
+        check_optional_int64(self.top_k, "Sampling.top_k")
+        for name in ("logit_bias", "logprobs_mode"):
+            if getattr(self, name) is not None:
+                check_text(getattr(self, name), f"Sampling.{name}")
+        if self.processors is not None:
+            if not isinstance(self.processors, tuple):
+                raise DataError(
+                    f"expected Sampling.processors as a tuple, got {self.processors!r}", kind=ErrorKind.DTYPE
+                )
+            for processor in self.processors:
+                check_text(processor, "a name in Sampling.processors")
+
+
+#: The members of ``Sampling`` that are float64.
+SAMPLING_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """Who *sampled* tokens ``[start, stop)``.
 
     ``kind``: prompt or generation. ``role``: a chat role, or None. ``call``: id of the call that brought the tokens.
-    ``weights_version``: the policy that sampled them; None for tokens no policy sampled. Raises DataError.
+    ``weights_version``: the policy that sampled them; None for tokens no policy sampled. ``sampling``: with which
+    parameters, at generated tokens alone (format 1.1). Raises DataError.
     """
 
     start: int
@@ -82,9 +139,15 @@ class Span:
     role: str | None = None
     call: str
     weights_version: int | None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         _check_interval(self)
+        if self.sampling is not None and (self.kind != "generation" or not isinstance(self.sampling, Sampling)):
+            raise DataError(
+                f"expected a Sampling at generated tokens alone, got {self.sampling!r} at {self.kind}",
+                kind=ErrorKind.SPANS,
+            )
         if self.kind not in get_args(SpanKind):
             raise DataError(f"expected a span kind of {get_args(SpanKind)}, got {self.kind!r}", kind=ErrorKind.SPANS)
         if self.role is not None:

@@ -20,6 +20,7 @@ import xxhash
 
 from routeplane.errors import ErrorKind, SpecError
 from routeplane.record.geometry import Geometry, geometry_from_hf_config, geometry_from_model
+from routeplane.record.parse import settle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +49,8 @@ class RouteSpec:
     ``num_experts``: the router's width E (zero-computation experts in, fused shared experts out), or one width per
     captured layer. ``top_k``: K, one integer. ``layer_ids``: the global decoder-layer index behind each slot of axis
     L, strictly increasing. ``model``: a name for people and for the digest. ``id_space``: always ``"logical"``; a
-    load balancer's physical ids are refused.
+    load balancer's physical ids are refused. ``decoder_layers``: the depth of the decoder, MoE layers and others, where
+    it is known: an axis of another length is then refused (format 1.1).
 
     Raises SpecError where a value is illegal.
     """
@@ -58,21 +60,24 @@ class RouteSpec:
     layer_ids: tuple[int, ...]
     model: str = ""
     id_space: str = "logical"
+    decoder_layers: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer_ids, Iterable):
             raise _invalid("layer_ids as a sequence", repr(self.layer_ids))
         layer_ids = tuple(_whole(layer, "layer_ids") for layer in self.layer_ids)
-        object.__setattr__(self, "layer_ids", layer_ids)
-        object.__setattr__(self, "top_k", _whole(self.top_k, "top_k"))
+        widths: int | tuple[int, ...]
         if isinstance(self.num_experts, tuple | list):
             widths = tuple(_whole(width, "num_experts") for width in self.num_experts)
             if len(widths) != len(layer_ids):
                 raise _invalid(f"one num_experts per layer, {len(layer_ids)} in all", f"{len(widths)}")
             # one spelling for one meaning, so that digests of equal geometries are equal
-            object.__setattr__(self, "num_experts", widths[0] if len(set(widths)) == 1 else widths)
+            widths = widths[0] if len(set(widths)) == 1 else widths
         else:
-            object.__setattr__(self, "num_experts", _whole(self.num_experts, "num_experts"))
+            widths = _whole(self.num_experts, "num_experts")
+        depth = None if self.decoder_layers is None else _whole(self.decoder_layers, "decoder_layers")
+        top_k = _whole(self.top_k, "top_k")
+        settle(self, layer_ids=layer_ids, top_k=top_k, num_experts=widths, decoder_layers=depth)
         self._check()
 
     def _check(self) -> None:
@@ -84,6 +89,8 @@ class RouteSpec:
             or any(a >= b for a, b in zip(self.layer_ids, self.layer_ids[1:], strict=False))
         ):
             raise _invalid("layer_ids in [0, 2^31) and strictly increasing", f"{list(self.layer_ids)}")
+        if self.decoder_layers is not None and not self.layer_ids[-1] < self.decoder_layers <= 2**31:
+            raise _invalid(f"decoder_layers above the last layer id {self.layer_ids[-1]}", f"{self.decoder_layers}")
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise _invalid(f"top_k in [1, {MAX_TOP_K}]", f"{self.top_k}")
         for layer, width in zip(self.layer_ids, self.experts_per_layer, strict=True):
@@ -167,7 +174,13 @@ class RouteSpec:
         geometry."""
         if other is self:
             return []  # nearly always: records of one stream share its spec
-        return [
+        depths = self.decoder_layers, other.decoder_layers
+        depth = (
+            [f"decoder_layers: {depths[0]} against {depths[1]}"]
+            if None not in depths and depths[0] != depths[1]
+            else []
+        )
+        return depth + [
             f"{key}: {getattr(self, key)} against {getattr(other, key)}"
             for key in ("num_experts", "top_k", "layer_ids", "id_space")
             if getattr(self, key) != getattr(other, key)
@@ -185,13 +198,15 @@ class RouteSpec:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no blanks, ASCII. Equal specs give equal text."""
-        document = {
+        document: dict[str, Any] = {
             "id_space": self.id_space,
             "layer_ids": list(self.layer_ids),
             "model": self.model,
             "num_experts": list(self.num_experts) if isinstance(self.num_experts, tuple) else self.num_experts,
             "top_k": self.top_k,
         }
+        if self.decoder_layers is not None:
+            document["decoder_layers"] = self.decoder_layers
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -202,7 +217,7 @@ class RouteSpec:
         except (ValueError, RecursionError) as error:
             raise _invalid("a JSON object", f"text that does not parse ({error})") from None
         expected = {"id_space", "layer_ids", "model", "num_experts", "top_k"}
-        if not isinstance(document, dict) or set(document) != expected:
+        if not isinstance(document, dict) or set(document) - {"decoder_layers"} != expected:
             raise _invalid(
                 f"the keys {sorted(expected)}", f"{sorted(document) if isinstance(document, dict) else document!r}"
             )
@@ -215,6 +230,7 @@ class RouteSpec:
             layer_ids=tuple(document["layer_ids"]),
             model=document["model"],
             id_space=document["id_space"],
+            **({"decoder_layers": document["decoder_layers"]} if "decoder_layers" in document else {}),
         )
 
 

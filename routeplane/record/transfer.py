@@ -198,7 +198,7 @@ class RecordReader(ABC):
             record.stored_routes,
             record.spec,
             absent=record.absent_tokens,
-            token_ids=record.token_ids[record.routes_start :],
+            token_ids=record.row_token_ids,
             first_token=record.routes_start,
             sample=record.sample_id,
         )

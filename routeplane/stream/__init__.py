@@ -11,7 +11,7 @@ from typing import Any, Literal
 from routeplane.errors import refused
 from routeplane.record.interfaces import RouteSink
 from routeplane.record.policy import QuarantineOptions, ReadPolicy, StreamReport
-from routeplane.record.schema import choose_encoding
+from routeplane.record.schema import FORMAT_VERSION, check_version, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordReader, check_max_bytes
 from routeplane.stream.batches import DEFAULT_MAX_BYTES
@@ -41,6 +41,7 @@ def new_stream(
     encoding: Literal["plain", "narrow", "auto"] | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     timeout_s: float | None = None,
+    format: str = FORMAT_VERSION,
 ) -> RouteSink:
     """Open a sink for records of ``spec``.
 
@@ -51,6 +52,7 @@ def new_stream(
         encoding: by default ``plain``, over TCP ``auto``; refused for a MemoryStream, which encodes nothing.
         max_bytes: payload bytes held before a batch is written, or, for a MemoryStream, before ``write`` blocks.
         timeout_s: longest wait for the other side of a socket or a MemoryStream (None: no bound); refused elsewhere.
+        format: ``1.0`` for readers that know no other, which refuses a record that needs more; for paths and files.
 
     Raises UsageError, TransportError.
 
@@ -65,16 +67,19 @@ def new_stream(
     (True, [])
     """
     check_max_bytes(max_bytes)  # before a file is opened that would stay open
+    address = None if isinstance(target, MemoryStream) else _address_of(target)
+    if format != FORMAT_VERSION and (address is not None or isinstance(target, MemoryStream)):
+        raise refused(f"format {FORMAT_VERSION} for a transport", repr(format))
+    check_version(format, spec=spec)  # like the encoding, before a file is opened
     if isinstance(target, MemoryStream):
         if encoding is not None:
             raise refused("no encoding for a MemoryStream, which encodes nothing", repr(encoding))
         return target.new_sink(spec, max_bytes=max_bytes, timeout_s=timeout_s)
-    address = _address_of(target)
     if address is not None:
         return connect(address, spec, encoding=encoding, max_bytes=max_bytes, timeout_s=timeout_s)
     _refuse_timeout(timeout_s, target)
     chosen = choose_encoding("plain" if encoding is None else encoding, spec)
-    return IpcWriter(target_of(target), spec, encoding=chosen, max_bytes=max_bytes)
+    return IpcWriter(target_of(target), spec, encoding=chosen, max_bytes=max_bytes, version=format)
 
 
 def open_stream(

@@ -16,14 +16,15 @@ import pyarrow as pa
 import xxhash
 
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record.codec import column_types, read_records, salvage, write_batch
+from routeplane.record.codec import column_types, read_records, require_version, salvage, write_batch
 from routeplane.record.parse import check_count
 from routeplane.record.policy import Quarantine, ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, arrow_schema
+from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, arrow_schema, check_version
 from routeplane.record.transfer import RecordWriter
 
 if TYPE_CHECKING:
+    from routeplane.record.aligned import ColumnType
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -127,15 +128,26 @@ class BatchWriter(RecordWriter):
     goes is the subclass's.
     """
 
-    def __init__(self, spec: RouteSpec, *, encoding: Encoding, max_bytes: int, max_keys: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        max_bytes: int,
+        max_keys: int | None = None,
+        version: str = FORMAT_VERSION,
+    ) -> None:
+        check_version(version, spec=spec)
         super().__init__(spec, max_bytes=max_bytes, max_keys=max_keys)
         self._encoding: Encoding = encoding
-        self._counter = TrailerCounter(spec, encoding)
+        self._version = version
+        self._counter = TrailerCounter(spec, encoding, version=version)
         self._held: list[RouteRecord] = []
         self._held_bytes = self._held_values = 0
-        self._columns: tuple[tuple[str, pa.DataType], ...] | None = None
+        self._columns: tuple[tuple[str, ColumnType], ...] | None = None
 
     def _check(self, record: RouteRecord) -> None:
+        require_version(record, self._version)
         columns = column_types(record)
         if self._columns is not None and columns != self._columns:
             raise DataError(
@@ -157,21 +169,21 @@ class BatchWriter(RecordWriter):
     def _flush(self) -> None:
         """Write the held records as one batch, if any."""
         if self._held:
-            self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding))
+            self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding, version=self._version))
             self._held, self._held_bytes, self._held_values = [], 0, 0
 
     def _write(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
         self._send(batch)
         self._counter.add_batch()
         for record in records:
-            self._counter.add_record(record.checksum, record.num_tokens)
+            self._counter.add_record(record.checksum, len(record.token_ids))
 
     @abstractmethod
     def _send(self, batch: pa.RecordBatch) -> None:
         """Write one batch, under ``_schema()``."""
 
     def _schema(self) -> pa.Schema:
-        return arrow_schema(self._spec, self._encoding, columns=self._columns or ())
+        return arrow_schema(self._spec, self._encoding, columns=self._columns or (), version=self._version)
 
 
 def trailer_batch(schema: pa.Schema) -> pa.RecordBatch:

@@ -206,7 +206,7 @@ class SealedBlock:
         counter = TrailerCounter(spec, encoding)
         counter.add_batch()
         for record in records:
-            counter.add_record(record.checksum, record.num_tokens)
+            counter.add_record(record.checksum, len(record.token_ids))
         keys = tuple(record.key for record in records)
         return cls(batch=batch, trailer=counter.trailer().to_json(), keys=keys)
 

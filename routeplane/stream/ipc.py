@@ -16,7 +16,7 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.record.policy import Quarantine, ReadPolicy
 from routeplane.record.record import RouteRecord
-from routeplane.record.schema import Encoding, StreamHeader, parse_schema
+from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
 from routeplane.stream.batches import (
     DEFAULT_MAX_BYTES,
@@ -44,9 +44,15 @@ class IpcWriter(BatchWriter):
     """
 
     def __init__(
-        self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
+        self,
+        target: Target,
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        version: str = FORMAT_VERSION,
     ) -> None:
-        super().__init__(spec, encoding=encoding, max_bytes=max_bytes)
+        super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
         self._ipc: Any = None
 

@@ -386,3 +386,18 @@ def test_missing_messages_are_counted(turns: int, data: st.DataObject) -> None:
         expected = row((token // 2 * 2) % 30 * 2 + token % 2) if kept else NOTHING
         assert expected == record.routes[token].tolist()
     assert there.count(False) == record.coverage().missing
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["filler_behind", "nothing_behind"])
+def test_an_observation_behind_the_last_call_is_not_missing(rows: bool) -> None:
+    """A native log of 3 prompt, 4 generated and 5 observation tokens: 6 tokens were fed, and all of these have rows."""
+    prompt, generated = (
+        ("user", [1, 2, 3], [row(2), row(4), row(6)]),
+        ("assistant", [4, 5, 6, 7], [row(8)] * 3 + [FILLER]),
+    )
+    behind = ("tool", [8, 9, 10, 11, 12], [FILLER] * 5 if rows else None)
+    record = read(log_of(prompt, generated, behind), absent="not_captured")
+    coverage = record.coverage()
+
+    assert (12, 6, 6, 0.0) == (coverage.total, coverage.fed, coverage.count("not_fed"), coverage.missing_share)
+    assert ["user", "assistant", "tool"] == [span.role for span in record.spans]

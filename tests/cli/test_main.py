@@ -126,7 +126,7 @@ BROKEN: dict[str, tuple[Any, ErrorKind]] = {
     "without_an_end": (lambda data: data[:-8], ErrorKind.TRUNCATED),
     "more_after_the_end": (lambda data: data + b"\0", ErrorKind.TRAILER),
     "of_the_next_version": (
-        lambda data: data.replace(b"\x03\x00\x00\x001.0\x00", b"\x03\x00\x00\x002.0\x00"),
+        lambda data: data.replace(b"\x03\x00\x00\x001.1\x00", b"\x03\x00\x00\x002.0\x00"),
         ErrorKind.VERSION,
     ),
 }
@@ -262,7 +262,7 @@ def test_info_tells_what_a_stream_holds(routeplane: Program, good: Path) -> None
     expected = {
         "path": str(good),
         "bytes": good.stat().st_size,
-        "format": "1.0",
+        "format": "1.1",
         "encoding": "plain",
         "model": "watermarked",
         "num_experts": SPEC.num_experts,

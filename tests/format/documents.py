@@ -5,6 +5,7 @@ The JSON forms are those of ``schemas/v1/README.md``. Tests only.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routeplane.record.aligned import AlignedColumn, ColumnType
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import Prefix, RouteRecord
-from routeplane.record.spans import Capture, Span
+from routeplane.record.spans import Capture, Sampling, Span
 from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -86,7 +88,7 @@ def record_of(document: dict[str, Any], spec: RouteSpec) -> RouteRecord:
         routes=routes_of(document["routes"], spec),
         routes_start=document["routes_start"],
         prefix=None if prefix is None else Prefix(**{**prefix, "checksum": int(prefix["checksum"], 16)}),
-        spans=tuple(Span(**span) for span in document["spans"]),
+        spans=tuple(_span(span) for span in document["spans"]),
         captures=tuple(Capture(**capture) for capture in document["captures"]),
         spec=spec,
         logprobs=_floats(document["logprobs"]),
@@ -116,12 +118,15 @@ def record_json(record: RouteRecord) -> dict[str, Any]:
             "stop": prefix.stop,
             "checksum": f"{prefix.checksum:016x}",
         },
-        "spans": [_members(item, _SPAN) for item in record.spans],
+        "spans": [_span_json(item) for item in record.spans],
         "captures": [_members(item, _CAPTURE) for item in record.captures],
         "logprobs": None if record.logprobs is None else _plain(record.logprobs),
         "attributes": dict(record.attributes),
         "columns": {
-            name: {"type": values.dtype.name, "values": _plain(values)} for name, values in record.columns.items()
+            name: {"type": column.dtype.name, "values": _plain(column.values)}
+            if column.type.plain
+            else _declared_json(column)
+            for name, column in record.columns.items()
         },
         "checksum": f"{record.checksum:016x}",
     }
@@ -152,11 +157,57 @@ def _floats(values: list[float | None] | None) -> NDArray[np.float32] | None:
     return None if values is None else np.asarray([np.nan if x is None else x for x in values], dtype=np.float32)
 
 
-def _columns(columns: dict[str, dict[str, Any]]) -> dict[str, NDArray[Any]]:
+def _span(document: dict[str, Any]) -> Span:
+    sampling = document.get("sampling")
+    if sampling is not None:
+        processors = sampling["processors"]
+        sampling = Sampling(**{**sampling, "processors": None if processors is None else tuple(processors)})
+    return Span(**{**document, "sampling": sampling})
+
+
+def _span_json(span: Span) -> dict[str, Any]:
+    found = _members(span, _SPAN)
+    if span.sampling is not None:
+        found["sampling"] = _members(span.sampling, tuple(Sampling.__dataclass_fields__))
+        processors = span.sampling.processors
+        found["sampling"]["processors"] = None if processors is None else list(processors)
+    return found
+
+
+def _columns(columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
-        name: np.asarray([np.nan if x is None else x for x in column["values"]], dtype=column["type"])
+        name: _declared(column)
+        if "aligned" in column
+        else np.asarray([np.nan if x is None else x for x in column["values"]], dtype=column["type"])
         for name, column in columns.items()
     }
+
+
+def _declared_json(column: AlignedColumn) -> dict[str, Any]:
+    """What a column declares, its flat values, and where entries end and are known."""
+    return {
+        **column.type.to_document(),
+        "values": _plain(column.values.reshape(-1)),
+        "offsets": None if column.offsets is None else column.offsets.tolist(),
+        "valid": None if column.valid is None else column.valid.tolist(),
+    }
+
+
+def _declared(document: dict[str, Any]) -> AlignedColumn:
+    kind = ColumnType.from_document({key: document[key] for key in ("aligned", "axes", "dtype", "null", "shape")})
+    flat = np.asarray([np.nan if x is None else x for x in document["values"]], dtype=kind.dtype)
+    valid = None if document["valid"] is None else np.asarray(document["valid"], dtype=np.bool_)
+    if kind.ragged:
+        ends = document["offsets"]
+        lists = [
+            flat[start:stop] if valid is None or valid[place] else None
+            for place, (start, stop) in enumerate(itertools.pairwise(ends))
+        ]
+        return AlignedColumn.of_lists(
+            lists, dtype=kind.dtype, aligned=document["aligned"], axis=kind.axes[0], nullable=kind.nullable
+        )
+    shaped = flat.reshape(-1, *kind.shape)
+    return AlignedColumn.of(shaped, aligned=document["aligned"], axes=kind.axes, valid=valid)
 
 
 def _plain(values: NDArray[Any]) -> list[Any]:

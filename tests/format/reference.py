@@ -64,7 +64,7 @@ def record_bytes(spec: Mapping[str, Any], record: Mapping[str, Any]) -> bytes:
             _number("routes_start", record["routes_start"], "<q"),
             _numbers("routes", _flat(record["routes"]), "int16"),
             _null("prefix") if prefix is None else _entries("prefix", [_prefix(prefix)]),
-            _entries("spans", [_interval(span, ("kind", "role", "call")) for span in spans]),
+            _entries("spans", [_span(span) for span in spans]),
             _entries("captures", [_interval(capture, ("state", "call")) for capture in captures]),
             _numbers("logprobs", record["logprobs"], "float32"),
             _text_map("attributes", record["attributes"]),
@@ -160,15 +160,53 @@ def _interval(entry: Mapping[str, Any], texts: Sequence[str]) -> bytes:
     return bounds + named + _number("weights_version", entry["weights_version"], "<q")
 
 
+def _span(span: Mapping[str, Any]) -> bytes:
+    sampling = span.get("sampling")
+    return _interval(span, ("kind", "role", "call")) + (b"" if sampling is None else _sampling(sampling))
+
+
+def _sampling(sampling: Mapping[str, Any]) -> bytes:
+    """Section 6.2, members in order."""
+    processors = sampling["processors"]
+    names = _null("processors")
+    if processors is not None:
+        names = _entries("processors", [_text("name", name) for name in processors])
+    floats = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    members = [
+        _number("temperature", sampling["temperature"], "<d"),
+        _number("top_p", sampling["top_p"], "<d"),
+        _number("top_k", sampling["top_k"], "<q"),
+        *(_number(name, sampling[name], "<d") for name in floats),
+        _text("logit_bias", sampling["logit_bias"]),
+        names,
+        _text("logprobs_mode", sampling["logprobs_mode"]),
+    ]
+    return _entries("sampling", [b"".join(members)])
+
+
 def _text_map(name: str, entries: Mapping[str, str]) -> bytes:
     ordered = sorted((key.encode(), value) for key, value in entries.items())
     return _entries(name, [_u64(len(key)) + key + _str(value) for key, value in ordered])
 
 
 def _token_columns(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
+    return b"".join(_column(name, columns[name]) for name in sorted(columns))
+
+
+def _column(name: str, column: Mapping[str, Any]) -> bytes:
+    if "aligned" not in column:
+        return _text("type", column["type"]) + _numbers(name, column["values"], column["type"])
     return b"".join(
-        _text("type", columns[name]["type"]) + _numbers(name, columns[name]["values"], columns[name]["type"])
-        for name in sorted(columns)
+        [
+            _str("column") + b"\x00" + _u64(5),
+            _text("type", column["dtype"]),
+            _text("aligned", column["aligned"]),
+            _entries("axes", [_text("axis", axis) for axis in column["axes"]]),
+            _numbers("shape", column["shape"], "int64"),
+            _numbers("valid", column["valid"], "bool"),
+            _numbers("offsets", column["offsets"], "int64"),
+            _numbers(name, column["values"], column["dtype"]),
+        ]
     )
 
 

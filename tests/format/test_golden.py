@@ -1,4 +1,4 @@
-"""The golden streams of format v1: what they hold is what ``expected.json`` says, today and in every later version.
+"""The golden streams of format 1.0 and 1.1: what they hold is what ``expected.json`` says, in every later version.
 
 Run as a script (``python tests/format/test_golden.py``) it makes the files again; that is for a new file or a new
 version of the format, never for a test that fails.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,15 +17,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from routeplane.errors import UsageError
+from routeplane.record.aligned import AlignedColumn
+from routeplane.record.prefixes import as_delta
 from routeplane.record.record import Prefix, RouteRecord
-from routeplane.record.schema import FORMAT_VERSION
-from routeplane.record.spans import Capture, CaptureState, Span
+from routeplane.record.schema import FORMAT_VERSION, FORMATS
+from routeplane.record.spans import Capture, CaptureState, Sampling, Span
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.stream import IpcReader, new_stream, open_stream
 from tests.format import reference
 from tests.format.documents import SCHEMAS, dump, load, record_json, spec_json, spec_of
 
-GOLDEN = SCHEMAS / "golden"
+GOLDENS = {"1.0": SCHEMAS / "golden", "1.1": SCHEMAS / "golden-1.1"}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the files hold
@@ -219,16 +222,121 @@ def golden_streams() -> list[Golden]:
     ]
 
 
-def write_golden(folder: Path) -> None:
-    """Make all files of the golden set in ``folder``."""
+def kept_ids(tokens: int, *, prompt: int, token_ids: list[int]) -> dict[str, AlignedColumn]:
+    """The ids that sampling kept: listed, capped, all of them, or unknown, token by token; none at the prompt."""
+    lists: list[list[int]] = [[] for _ in range(tokens)]
+    states = np.zeros(tokens, dtype=np.uint8)
+    for place, token in enumerate(range(prompt, tokens)):
+        states[token] = (1, 3, 2, 0)[place % 4]
+        if states[token] in (1, 3):
+            lists[token] = sorted({0, token_ids[token], token_ids[token] + 7 + place})
+    return {
+        "sampling_mask": AlignedColumn.of_lists(lists, dtype="int32", aligned="sampled", axis="kept"),
+        "sampling_mask_state": AlignedColumn.of(states, aligned="sampled"),
+    }
+
+
+def weights_of(routes_SLK: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Routing weights float32: by slot, NaN where the row is MISSING."""
+    weights_SLK = np.broadcast_to(1 / (2 + np.arange(routes_SLK.shape[2])), routes_SLK.shape).astype(np.float32)
+    return np.where(routes_SLK == MISSING, np.float32(np.nan), weights_SLK)
+
+
+def every_column(spec: RouteSpec, tokens: int, *, sample: int) -> RouteRecord:
+    """A column of every kind: numbers, arrays, lists, with and without nulls, and the three names with rules."""
+    ids = [1_000 * sample + token for token in range(tokens)]
+    routes_SLK = rows(spec, tokens, sample=sample, missing=(tokens - 1,))
+    known = np.arange(tokens) % 3 != 1
+    halves = np.asarray([[token / 4, np.nan, -0.0] for token in range(tokens)], dtype=np.float16)
+    columns = {
+        "advantage": AlignedColumn.of(np.arange(tokens) / 8 - 1, aligned="sampled"),
+        "halves": AlignedColumn.of(halves, aligned="fed", axes=("feature",)),
+        "loss_mask": (np.arange(tokens) >= 2).astype(np.int8),
+        "maybe": AlignedColumn.of(np.arange(tokens), aligned="fed", valid=known),
+        "maybe_grid": AlignedColumn.of(
+            np.arange(tokens * 6, dtype=np.int16).reshape(tokens, 2, 3), aligned="fed", axes=("y", "x"), valid=known
+        ),
+        "maybe_lists": AlignedColumn.of_lists(
+            [[token] * (token % 3) if known[token] else None for token in range(tokens)],
+            dtype="uint64",
+            aligned="fed",
+            nullable=True,
+        ),
+        "route_weights": AlignedColumn.of(weights_of(routes_SLK), aligned="fed", axes=("layers", "topk")),
+        **kept_ids(tokens, prompt=2, token_ids=ids),
+    }
+    return one_call(
+        spec, tokens, sample=sample, routes=routes_SLK, columns=columns, attributes={"weights_meaning": "made up"}
+    )
+
+
+def observation_behind(spec: RouteSpec) -> RouteRecord:
+    """A rollout that ends in what an environment said; two versions of the weights inside one call; its sampling."""
+    sampling = Sampling(
+        temperature=0.7,
+        top_p=0.95,
+        top_k=-1,
+        min_p=0.0,
+        frequency_penalty=-0.5,
+        logit_bias="sha256:00",
+        processors=("a", "b"),
+        logprobs_mode="raw",
+    )
+    return one_call(
+        spec,
+        8,
+        sample=5,
+        routes=rows(spec, 8, sample=5, missing=(4, 5, 6, 7)),
+        spans=(
+            Span(start=0, stop=2, kind="prompt", role="user", call="c0", weights_version=None),
+            Span(start=2, stop=4, kind="generation", role=None, call="c0", weights_version=7, sampling=sampling),
+            Span(start=4, stop=5, kind="generation", role=None, call="c0", weights_version=8, sampling=Sampling()),
+            Span(start=5, stop=8, kind="prompt", role="tool", call="seen", weights_version=None),
+        ),
+        captures=(
+            Capture(start=0, stop=3, call="c0", weights_version=7, state="captured"),
+            Capture(start=3, stop=4, call="c0", weights_version=8, state="captured"),
+            Capture(start=4, stop=5, call="c0", weights_version=None, state="not_fed"),
+            Capture(start=5, stop=8, call="seen", weights_version=None, state="not_fed"),
+        ),
+    )
+
+
+def golden_streams_1_1() -> list[Golden]:
+    """What 1.0 cannot say, and one stream that it can."""
+    spec = RouteSpec(num_experts=64, top_k=4, layer_ids=(1, 2, 5), model="golden/1.1", decoder_layers=6)
+    records = tuple(every_column(spec, tokens, sample=tokens) for tokens in (5, 7))
+    turn = one_call(spec, 6, sample=1, prompt=3)
+    longer = one_call(spec, 9, sample=1, prompt=3, segment=1, routes=rows(spec, 9, sample=1, missing=(8,)))
+    lean = as_delta(replace(every_column(spec, 7, sample=3), segment=1, checksum=None), every_column(spec, 5, sample=3))
+    plain = RouteSpec(num_experts=64, top_k=4, layer_ids=(1, 2, 5), model='golden/"moe" é😀')
+    old = (two_turns(plain), every_state(plain), *shared_prompt(plain), smallest(plain))
+    return [
+        Golden(name="aligned-plain", spec=spec, records=records, encoding="plain", max_bytes=1),
+        Golden(name="aligned-narrow", spec=spec, records=records, encoding="narrow"),
+        Golden(
+            name="lean", spec=spec, records=(turn, as_delta(longer, turn), observation_behind(spec)), encoding="narrow"
+        ),
+        Golden(name="lean-columns", spec=spec, records=(every_column(spec, 5, sample=3), lean), encoding="plain"),
+        Golden(name="as-1.0", spec=plain, records=old, encoding="plain"),
+    ]
+
+
+SETS = {"1.0": golden_streams, "1.1": golden_streams_1_1}
+
+
+def write_golden(folder: Path, version: str) -> None:
+    """Make all files of the golden set of one version in ``folder``."""
     expected: dict[str, Any] = {}
-    for golden in golden_streams():
+    for golden in SETS[version]():
         path = folder / f"{golden.name}.arrows"
-        with new_stream(path, golden.spec, encoding=golden.encoding, max_bytes=golden.max_bytes) as sink:
+        with new_stream(
+            path, golden.spec, encoding=golden.encoding, max_bytes=golden.max_bytes, format=version
+        ) as sink:
             for record in golden.records:
                 sink.write(record)
         expected[path.name] = decoded(path)
-    dump(folder / "expected.json", {"format": FORMAT_VERSION, "streams": expected})
+    dump(folder / "expected.json", {"format": version, "streams": expected})
 
 
 def decoded(path: Path) -> dict[str, Any]:
@@ -258,27 +366,34 @@ def trailer_of(path: Path) -> dict[str, Any]:
 # The tests
 # ----------------------------------------------------------------------------------------------------------------------
 
-EXPECTED: dict[str, Any] = load(GOLDEN / "expected.json") if (GOLDEN / "expected.json").exists() else {}
-NAMES = sorted(EXPECTED.get("streams", {}))
+ALL: dict[str, Any] = {
+    version: load(folder / "expected.json") if (folder / "expected.json").exists() else {"streams": {}}
+    for version, folder in GOLDENS.items()
+}
+EXPECTED = ALL["1.0"]
+NAMES = [(version, name) for version, found in ALL.items() for name in sorted(found["streams"])]
 
 
 def test_every_file_is_expected_and_every_expected_file_is_there() -> None:
     """The folder and ``expected.json`` name the same streams, those that the script makes."""
-    assert sorted(path.name for path in GOLDEN.glob("*.arrows")) == NAMES
-    assert sorted(f"{golden.name}.arrows" for golden in golden_streams()) == NAMES
-    assert EXPECTED["format"] == FORMAT_VERSION
+    assert tuple(GOLDENS) == FORMATS
+    for version, folder in GOLDENS.items():
+        names = sorted(ALL[version]["streams"])
+        assert sorted(path.name for path in folder.glob("*.arrows")) == names
+        assert sorted(f"{golden.name}.arrows" for golden in SETS[version]()) == names
+        assert ALL[version]["format"] == version
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_checked_in_streams_hold_what_is_expected(name: str) -> None:
+@pytest.mark.parametrize(("version", "name"), NAMES)
+def test_checked_in_streams_hold_what_is_expected(version: str, name: str) -> None:
     """Tokens, rows, spans, captures, checksums and trailer of a stream written long ago read as they were meant."""
-    assert EXPECTED["streams"][name] == decoded(GOLDEN / name)
+    assert ALL[version]["streams"][name] == decoded(GOLDENS[version] / name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_checksums_follow_from_the_specification(name: str) -> None:
+@pytest.mark.parametrize(("version", "name"), NAMES)
+def test_checksums_follow_from_the_specification(version: str, name: str) -> None:
     """An implementation that knows the spec page alone gets every checksum and the trailer of every golden stream."""
-    stream = EXPECTED["streams"][name]
+    stream = ALL[version]["streams"][name]
     spec, records = stream["spec"], stream["records"]
 
     for record in records:
@@ -291,13 +406,46 @@ def test_checksums_follow_from_the_specification(name: str) -> None:
     }
 
 
-def test_new_streams_hold_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", GOLDENS)
+def test_new_streams_hold_the_same(version: str, tmp_path: Path) -> None:
     """What today's writer makes of the same records reads as the checked-in files do, trailer and checksums too."""
-    write_golden(tmp_path)
+    write_golden(tmp_path, version)
 
-    assert EXPECTED == load(tmp_path / "expected.json")
-    for name in NAMES:
-        assert decoded(GOLDEN / name) == decoded(tmp_path / name)
+    assert ALL[version] == load(tmp_path / "expected.json")
+    for name in ALL[version]["streams"]:
+        assert decoded(GOLDENS[version] / name) == decoded(tmp_path / name)
+
+
+def test_a_record_of_1_0_has_the_same_checksum_in_1_1() -> None:
+    """The same records in both versions are the same records; the streams are told apart."""
+    old, new = ALL["1.0"]["streams"]["plain.arrows"], ALL["1.1"]["streams"]["as-1.0.arrows"]
+
+    assert old["records"] == new["records"]
+    assert old["trailer"]["digest"] != new["trailer"]["digest"]
+
+
+def test_what_needs_1_1_is_refused_as_1_0(tmp_path: Path) -> None:
+    """Each new thing, on its own, is named when a writer is asked for 1.0."""
+    plain = RouteSpec(num_experts=64, top_k=4, layer_ids=(1, 2, 5), model="golden/1.1")
+    turn, full = one_call(plain, 6, sample=1), every_column(plain, 5, sample=5)
+    unfed = observation_behind(plain)
+    quiet = tuple(replace(span, sampling=None) for span in unfed.spans)
+    longer = one_call(plain, 9, sample=1, segment=1)
+    needs = {
+        "tokens that were not fed": replace(unfed, spans=quiet, checksum=None),
+        "sampling parameters": replace(unfed.slice(0, 5), checksum=None),
+        "begin at routes_start": as_delta(longer, turn),
+        "which declares": full,
+    }
+    for words, record in needs.items():
+        with pytest.raises(UsageError, match=words), new_stream(tmp_path / "x", plain, format="1.0") as sink:
+            sink.write(record)
+    deep = replace(plain, decoder_layers=6)
+    with pytest.raises(UsageError, match="decoder_layers"):
+        new_stream(tmp_path / "x", deep, format="1.0")
+    with pytest.raises(UsageError, match="format"):
+        new_stream(tmp_path / "x", plain, format="1.2")
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_both_encodings_have_the_same_checksums() -> None:
@@ -332,10 +480,13 @@ def test_the_set_covers_what_the_format_distinguishes() -> None:
 
 def test_specs_come_back_as_written() -> None:
     """A spec's JSON in the schema is its canonical JSON, characters beyond ASCII included."""
-    for stream in EXPECTED["streams"].values():
+    for stream in (stream for found in ALL.values() for stream in found["streams"].values()):
         assert reference.canonical_spec(stream["spec"]) == spec_of(stream["spec"]).to_json()
 
 
 if __name__ == "__main__":
-    write_golden(GOLDEN)
-    sys.stdout.write(f"wrote {len(golden_streams())} streams and expected.json to {GOLDEN}\n")
+    for one, place in GOLDENS.items():
+        place.mkdir(exist_ok=True)
+        if one == FORMAT_VERSION:  # files of an earlier version are what that version wrote
+            write_golden(place, one)
+            sys.stdout.write(f"wrote {len(SETS[one]())} streams and expected.json to {place}\n")

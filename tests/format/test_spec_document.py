@@ -13,11 +13,12 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
+from routeplane.record.aligned import COLUMN_TYPES, ColumnType
 from routeplane.record.codec import column_types
 from routeplane.record.interfaces import MAX_TICKET_BYTES, RouteTicket
 from routeplane.record.parse import RESERVED_COLUMNS
 from routeplane.record.record import RecordKey
-from routeplane.record.schema import FORMAT_VERSION, Encoding, arrow_schema, row_type
+from routeplane.record.schema import FORMAT_VERSION, FORMATS, Encoding, arrow_schema, row_type
 from routeplane.record.spans import PRESENT_STATES, STATES, SpanKind
 from routeplane.record.spec import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, MISSING, NARROW_MISSING, RouteSpec
 from routeplane.stream.batches import TRAILER_KEY, TrailerCounter
@@ -54,6 +55,8 @@ def described(field: pa.Field, *, encoding: Encoding = "plain") -> dict[str, Any
         name, inner = "struct", kind
     elif pa.types.is_map(kind):
         name = f"map<{_word(kind.key_type)}, {_word(kind.item_type)}>"
+    elif pa.types.is_list(kind):
+        name = f"list<{_word(kind.value_type)}>"
     elif pa.types.is_large_list(kind):
         name = f"large_list<{_word(kind.value_type, encoding)}>"
     else:
@@ -98,6 +101,7 @@ def test_columns(encoding: Encoding) -> None:
 def test_names() -> None:
     """Version, metadata keys, encodings, kinds and states are those of the code."""
     assert FORMAT["version"] == FORMAT_VERSION
+    assert FORMAT["versions"] == list(FORMATS)
     assert FORMAT["metadata"] == [key.decode() for key in arrow_schema(SPEC, "plain").metadata]
     assert FORMAT["trailer"] == TRAILER_KEY
     assert set(FORMAT["encodings"]) == set(ENCODINGS)
@@ -108,19 +112,20 @@ def test_names() -> None:
 
 
 def test_reserved_names() -> None:
-    """What a token column may not be called: the fixed columns, and the names kept for later."""
+    """What an aligned column may not be called: the fixed columns."""
     fixed = {column["name"] for column in FORMAT["columns"]}
 
-    assert RESERVED_COLUMNS == fixed | set(FORMAT["token_columns"]["reserved_names"])
+    assert RESERVED_COLUMNS == fixed
 
 
 def test_token_column_types() -> None:
     """Each type that the format lists can be written, and a token column is never null."""
     columns = token_columns(3)
-    types = {_word(kind) for _, kind in column_types(one_call(SPEC, 3, sample=0, columns=columns))}
+    types = {kind.dtype for _, kind in column_types(one_call(SPEC, 3, sample=0, columns=columns))}
 
     assert set(FORMAT["token_columns"]["T"]) == types
-    field = arrow_schema(SPEC, "plain", columns=[("x", pa.int8())]).field("x")
+    assert FORMAT["token_columns"]["T"] == list(COLUMN_TYPES)
+    field = arrow_schema(SPEC, "plain", columns=[("x", ColumnType(dtype="int8"))]).field("x")
     assert FORMAT["token_columns"]["nullable"] == field.nullable
     assert FORMAT["token_columns"]["type"].replace("T", "int8") == described(field)["type"]
 
@@ -206,10 +211,25 @@ def test_page_tables() -> None:
 
 def test_page_token_column_types() -> None:
     """The page lists the same value types of token columns."""
-    sentence = re.search(r"T one of (.*?):", section("6.5 Token columns"), re.DOTALL)
+    sentence = re.search(r"value type T is one of (.*?):", section("6.5 Aligned columns"), re.DOTALL)
     assert sentence is not None
 
     assert FORMAT["token_columns"]["T"] == re.split(r",\s+", sentence[1])
+
+
+def test_declarations_are_of_the_schema() -> None:
+    """What a writer says of its columns is of the schema, and the schema knows every value type."""
+    kinds = [
+        ("a", ColumnType(dtype="float32", shape=(2, 4), aligned="fed", axes=("layers", "topk"))),
+        ("b", ColumnType(dtype="int32", ragged=True, aligned="sampled", axes=("kept",), nullable=True)),
+    ]
+    raw = arrow_schema(SPEC, "plain", columns=kinds).metadata[b"routeplane.columns"]
+    validator = jsonschema.Draft202012Validator({"$ref": "#/$defs/columns", "$defs": SCHEMA["$defs"]})
+    validator.validate(json.loads(raw))
+    entry = SCHEMA["$defs"]["columns"]["additionalProperties"]["properties"]
+
+    assert list(COLUMN_TYPES) == entry["dtype"]["enum"]
+    assert dict(kinds) == {name: ColumnType.from_document(one) for name, one in json.loads(raw).items()}
 
 
 def test_page_limits() -> None:

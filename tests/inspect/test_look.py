@@ -107,7 +107,7 @@ def test_a_summary_says_what_the_schema_says(tmp_path: Path) -> None:
     expected = {
         "path": str(tmp_path / "x.arrows"),
         "bytes": len(data),
-        "format": "1.0",
+        "format": "1.1",
         "encoding": "plain",
         "model": "watermarked",
         "num_experts": SPEC.num_experts,
@@ -297,8 +297,8 @@ def _batches(data: bytes) -> list[pa.RecordBatch]:
 
 
 def _as_version(text: bytes) -> Callable[[bytes], bytes]:
-    old = b"\x03\x00\x00\x001.0\x00"
-    return lambda data: data.replace(old, old.replace(b"1.0", text))
+    old = b"\x03\x00\x00\x001.1\x00"
+    return lambda data: data.replace(old, old.replace(b"1.1", text))
 
 
 COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -205,7 +205,7 @@ def test_reports_merge() -> None:
 
 def test_scalars_have_stable_names() -> None:
     """Every count has its name, apart from those of a stream's report, seen or not."""
-    own = ("calls", "context_breaks", "overlap_rows", "drift_rows", "drift_share", "boundary_tokens")
+    own = ("calls", "context_breaks", "overlap_rows", "drift_rows", "drift_share", "boundary_tokens", "drift_values")
     expected = {f"x/assembly_{name}" for name in own} | set(Coverage().scalars(prefix="x/assembly_"))
 
     assert expected == set(AssemblyReport().scalars(prefix="x/"))

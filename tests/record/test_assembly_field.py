@@ -192,7 +192,7 @@ def test_a_server_that_omits_a_prefix_is_placed(start: int) -> None:
 
     np.testing.assert_array_equal(watermarks(500), record.routes[:500])
     np.testing.assert_array_equal(watermarks(511 - 500 - hole, first=500 + hole), record.routes[500 + hole : 511])
-    assert {"captured": 511 - hole, "not_fed": 1, **({"not_captured": hole} if hole else {})} == {
+    assert {"captured": 511 - hole, "not_fed": 1, **({"lost": hole} if hole else {})} == {
         state: count for state, count in record.coverage().rows.items() if count
     }
     assert 2 * max(0, 500 - start) == made.report.overlap_rows

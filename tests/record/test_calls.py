@@ -196,7 +196,7 @@ def test_a_call_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         made.first_row = 1  # type: ignore[misc]
     with pytest.raises(ValueError, match="read-only"):
-        made.columns["x"][0] = 1
+        made.columns["x"].values[0] = 1
     with pytest.raises(TypeError):
         made.columns["y"] = made.columns["x"]  # type: ignore[index]
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.record.coverage import Coverage, coverage_problems, lose_rows, settle_partial
+from routeplane.record.coverage import Coverage, coverage_problems, lose_rows, settle_partial, suffix_problems
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES, Capture, CaptureState, check_cover
+from routeplane.record.spans import STATES, Capture, CaptureState, Span, SpanKind, check_cover
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.strategies import records, specs
 
@@ -141,25 +141,42 @@ def test_a_changed_row_contradicts_its_capture(record: RouteRecord, data: st.Dat
     assert [start + row] == [problem.token for problem in found]
 
 
-@pytest.mark.parametrize(
-    "states",
-    [["not_fed"] * 3, ["not_fed", "captured", "captured"], ["captured", "not_fed", "not_fed"]],
-    ids=["all", "first", "last_two"],
-)
-def test_only_the_last_token_was_not_fed(states: list[CaptureState]) -> None:
-    """Absent rows cannot hide from the count of missing ones as not fed: an engine feeds all tokens but the last."""
-    routes_SLK = np.tile(np.asarray([1, 0], dtype=np.int16), (3, 2, 1))
-    routes_SLK[[state == "not_fed" for state in states]] = MISSING
-    found = list(coverage_problems(captures_of(states), routes_SLK, routes_start=0, sample="s"))
+UNFED = {
+    # spans as (kind, tokens), states, whether the record is a slice, whether it is refused
+    "last_sampled": ("p2 g2", "c3 n1", False, False),
+    "last_token_of_a_prompt": ("p4", "c3 n1", False, False),
+    "observation_behind_the_last_call": ("p2 g2 p3", "c3 n4", False, False),
+    "observation_behind_a_fed_generation": ("p2 g2 p3", "c4 n3", False, False),
+    "a_template_before_the_observation": ("p1 g1 p1 p2", "c1 n4", False, False),
+    "several_captures": ("p1 g1 p3", "c1 n1 n3", False, False),
+    "cut_out_of_an_observation": ("p3", "n3", True, False),
+    "all_of_a_prompt": ("p3", "n3", False, True),
+    "first_token_alone": ("p1 g2", "n1 c2", False, True),
+    "two_sampled_tokens": ("p1 g2", "c1 n2", False, True),
+    "from_before_the_last_sampled_token": ("p2 g1 p1", "c1 n3", False, True),
+    "a_generation_behind": ("p1 g1 p1 g1", "c1 n3", False, True),
+    "fed_behind": ("p1 g1 p2", "c1 n1 c2", False, True),
+}
 
-    assert {ErrorKind.COVERAGE} == {problem.kind for problem in found}
 
+@pytest.mark.parametrize("case", UNFED)
+def test_not_fed_rows_are_a_suffix_from_the_last_sampled_token_on(case: str) -> None:
+    """Absent rows cannot hide from the count of missing ones as not fed."""
+    kinds, states, cut, refused = UNFED[case]
+    spans: list[Span] = []
+    for kind, count in ((word[0], int(word[1:])) for word in kinds.split()):
+        at = spans[-1].stop if spans else 0
+        name: SpanKind = "generation" if kind == "g" else "prompt"
+        spans.append(Span(start=at, stop=at + count, kind=name, call="c", weights_version=None))
+    captures: list[Capture] = []
+    for letter, count in ((word[0], int(word[1:])) for word in states.split()):
+        at = captures[-1].stop if captures else 0
+        state: CaptureState = "not_fed" if letter == "n" else "captured"
+        captures.append(Capture(start=at, stop=at + count, call="c", weights_version=None, state=state))
+    found = list(suffix_problems(captures, spans, cut=cut, sample="s"))
 
-def test_one_run_not_fed_is_refused_too() -> None:
-    """A single capture over several tokens is no last token either."""
-    captures = (Capture(start=0, stop=3, call="c", weights_version=None, state="not_fed"),)
-
-    assert 1 == len(list(coverage_problems(captures, SPEC.missing_rows(3), routes_start=0, sample="s")))
+    assert refused == bool(found)
+    assert {ErrorKind.COVERAGE} >= {problem.kind for problem in found}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

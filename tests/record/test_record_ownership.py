@@ -25,7 +25,11 @@ SPEC = watermarked_spec()
 
 
 def _arrays(record: RouteRecord) -> dict[str, Any]:
-    return {"token_ids": record.token_ids, "routes": record.routes, "logprobs": record.logprobs, **record.columns}
+    return {"token_ids": record.token_ids, "routes": record.routes, "logprobs": record.logprobs, **_values(record)}
+
+
+def _values(record: RouteRecord) -> dict[str, Any]:
+    return {name: column.values for name, column in record.columns.items()}
 
 
 def _record_over(**arrays: Any) -> RouteRecord:

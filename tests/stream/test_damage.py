@@ -94,7 +94,7 @@ def test_random_bytes_changed(encoding: Encoding) -> None:
 def test_flips_that_mean_something_else() -> None:
     """A bit that makes a later minor version, or of one token column's name another's, is noticed."""
     data = small_stream("plain")
-    places = [(data.index(b"1.0") + 2, 0x04), (data.index(b"\x01\x00\x00\x00c\x00") + 4, 0x02)]
+    places = [(data.index(b"1.1") + 2, 0x04), (data.index(b"\x01\x00\x00\x00c\x00") + 4, 0x02)]
 
     assert {"refused": places} == flip_outcomes(data, places)
 

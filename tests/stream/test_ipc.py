@@ -45,7 +45,7 @@ FORGED_TRAILERS: dict[str, Trailer | str] = {
     "records in another order": trailer_of(RECORDS[::-1]),
     "another spec": trailer_of(RECORDS, spec=replace(SPEC, model="other")),
     "another encoding": trailer_of(RECORDS, encoding="narrow"),
-    "another version": trailer_of(RECORDS, version="1.1"),
+    "another version": trailer_of(RECORDS, version="1.0"),
     "no JSON": "complete",
     "empty": "",
     "an array": "[1,3,15]",

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from routeplane.errors import ErrorKind, FormatError
+from routeplane.record.aligned import ColumnType
 from routeplane.record.codec import write_batch
-from routeplane.record.schema import SPAN_TYPE, arrow_schema, row_type
+from routeplane.record.schema import SPAN_TYPES, arrow_schema, row_type
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from tests.stream.streams import SPEC, contents, forge, record, refusal, trailer_of
@@ -69,8 +70,8 @@ FORGED_SCHEMAS: dict[str, tuple[Callable[[list[pa.Field]], list[pa.Field]], str]
     "keys as large text": (put("sample_id", pa.large_utf8()), "schema"),
     "checksum as int64": (put("checksum", pa.int64()), "schema"),
     "log-probabilities as float64": (put("logprobs", pa.large_list(pa.float64())), "schema"),
-    "a span member less": (put("spans", pa.list_(pa.struct(list(SPAN_TYPE)[:-1]))), "schema"),
-    "captures as spans": (put("captures", pa.list_(SPAN_TYPE)), "schema"),
+    "a span member less": (put("spans", pa.list_(pa.struct(list(SPAN_TYPES["1.1"])[:-1]))), "schema"),
+    "captures as spans": (put("captures", pa.list_(SPAN_TYPES["1.1"])), "schema"),
     "dictionary-encoded keys": (put("sample_id", pa.dictionary(pa.int32(), pa.utf8())), "schema"),
     "a scalar column more": (lambda fields: [*fields, pa.field("reward", pa.float32())], "token_column"),
     "a text token column": (lambda fields: [*fields, pa.field("w", pa.large_list(pa.utf8()))], "token_column"),
@@ -81,10 +82,6 @@ FORGED_SCHEMAS: dict[str, tuple[Callable[[list[pa.Field]], list[pa.Field]], str]
     "a token column in 32-bit lists": (lambda fields: [*fields, pa.field("w", pa.list_(pa.int8()))], "token_column"),
     "a token column of dictionaries": (
         lambda fields: [*fields, pa.field("w", pa.large_list(pa.dictionary(pa.int8(), pa.int32())))],
-        "token_column",
-    ),
-    "reserved route_weights": (
-        lambda fields: [*fields, pa.field("route_weights", pa.large_list(pa.float32()))],
         "token_column",
     ),
     "a nameless token column": (lambda fields: [*fields, pa.field("", pa.large_list(pa.int8()))], "token_column"),
@@ -127,6 +124,35 @@ def test_forged_metadata(name: str) -> None:
     assert (FormatError, kind) == (type(found), str(found.kind))
 
 
+FORGED_DECLARATIONS: dict[str, str] = {
+    "no JSON": "{",
+    "an array": "[]",
+    "an absent column": '{"y":{"aligned":"fed","axes":[],"dtype":"int8","null":null,"shape":[]}}',
+    "another type": '{"x":{"aligned":"fed","axes":[],"dtype":"int16","null":null,"shape":[]}}',
+    "a list": '{"x":{"aligned":"fed","axes":["a"],"dtype":"int8","null":null,"shape":null}}',
+    "a shape": '{"x":{"aligned":"fed","axes":["a"],"dtype":"int8","null":null,"shape":[2]}}',
+    "no axis for a shape": '{"x":{"aligned":"fed","axes":[],"dtype":"int8","null":null,"shape":[2]}}',
+    "a huge shape": '{"x":{"aligned":"fed","axes":["a"],"dtype":"int8","null":null,"shape":[99999999999999999999]}}',
+    "a negative shape": '{"x":{"aligned":"fed","axes":["a"],"dtype":"int8","null":null,"shape":[-1]}}',
+    "nothing aligned": '{"x":{"aligned":null,"axes":[],"dtype":"int8","null":null,"shape":[]}}',
+    "an unknown alignment": '{"x":{"aligned":"both","axes":[],"dtype":"int8","null":null,"shape":[]}}',
+    "an unknown rule for nulls": '{"x":{"aligned":"fed","axes":[],"dtype":"int8","null":"zero","shape":[]}}',
+    "a member more": '{"x":{"aligned":"fed","axes":[],"dtype":"int8","null":null,"shape":[],"unit":"s"}}',
+    "a member less": '{"x":{"aligned":"fed","axes":[],"dtype":"int8","null":null}}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", FORGED_DECLARATIONS)
+def test_forged_declarations(name: str) -> None:
+    """What the metadata says of a column is what the column is, or the stream is refused."""
+    base = arrow_schema(SPEC, "plain", columns=[("x", ColumnType(dtype="int8"))])
+    schema = base.with_metadata({**base.metadata, b"routeplane.columns": FORGED_DECLARATIONS[name]})
+    found = refusal(forge([], trailer=None, schema=schema))
+
+    assert (FormatError, ErrorKind.TOKEN_COLUMN) == (type(found), found.kind)
+
+
 def test_an_unknown_major_version_comes_first() -> None:
     """What another version's stream looks like, its end included, is its own business: the version is the error."""
     schema = pa.schema([pa.field("x", pa.int8())], metadata={**BATCH.schema.metadata, b"routeplane.format": b"2.0"})
@@ -134,7 +160,7 @@ def test_an_unknown_major_version_comes_first() -> None:
 
     assert (FormatError, ErrorKind.VERSION) == (type(found), found.kind)
     assert "2.0" in str(found)
-    assert "1.x" in str(found)
+    assert "1.0, 1.1" in str(found)
 
 
 def test_a_foreign_stream_is_named_as_one() -> None:
@@ -144,15 +170,23 @@ def test_a_foreign_stream_is_named_as_one() -> None:
     assert (FormatError, ErrorKind.NOT_ROUTEPLANE) == (type(found), found.kind)
 
 
-def test_a_later_minor_version_is_read() -> None:
-    """A minor version that this reader never heard of, with metadata it does not know, reads."""
-    metadata = {**BATCH.schema.metadata, b"routeplane.format": b"1.7", b"routeplane.more": b"\xff\xfe"}
-    schema = BATCH.schema.with_metadata(metadata)
+def test_a_later_minor_version_is_refused() -> None:
+    """A minor version above the reader's own may mean anything: the error names both."""
+    schema = BATCH.schema.with_metadata({**BATCH.schema.metadata, b"routeplane.format": b"1.7"})
     later = pa.RecordBatch.from_arrays(BATCH.columns, schema=schema)
-    reader = open_stream(forge([later], trailer=trailer_of(RECORDS, version="1.7")))
+    found = refusal(forge([later], trailer=trailer_of(RECORDS, version="1.7")))
 
-    assert contents(RECORDS) == contents(reader)
-    assert refusal(forge([later], trailer=TRAILER)).kind is ErrorKind.TRAILER
+    assert (FormatError, ErrorKind.VERSION) == (type(found), found.kind)
+    assert "1.7" in str(found)
+    assert "1.1" in str(found)
+
+
+def test_unknown_metadata_is_passed_over() -> None:
+    """Metadata that this reader does not know reads."""
+    schema = BATCH.schema.with_metadata({**BATCH.schema.metadata, b"routeplane.more": b"\xff\xfe"})
+    again = pa.RecordBatch.from_arrays(BATCH.columns, schema=schema)
+
+    assert contents(RECORDS) == contents(open_stream(forge([again], trailer=TRAILER)))
 
 
 def relabelled(change: Callable[[pa.Field], pa.Field]) -> bytes:
@@ -177,7 +211,7 @@ def test_nullable_flags_mean_nothing() -> None:
     """Writers mark columns, list children and members nullable or not as their types do; nulls are what is refused."""
     children = {
         "token_ids": pa.large_list(pa.field("item", pa.int32(), nullable=False)),
-        "spans": pa.list_(pa.struct([field.with_nullable(True) for field in SPAN_TYPE])),
+        "spans": pa.list_(pa.struct([field.with_nullable(True) for field in SPAN_TYPES["1.1"]])),
     }
     data = relabelled(lambda field: pa.field(field.name, children.get(field.name, field.type), nullable=True))
 
@@ -189,7 +223,7 @@ def test_a_token_column_of_another_type() -> None:
     marked = [record(7, columns={"w": np.asarray([-1, 0, 1, 2, 3], dtype=np.int32)})]
     batch = write_batch(marked, SPEC, encoding="plain")
     for other in (pa.uint32(), pa.float32()):
-        schema = arrow_schema(SPEC, "plain", columns=[("w", other)])
+        schema = arrow_schema(SPEC, "plain", columns=[("w", ColumnType(dtype=np.dtype(other.to_pandas_dtype()).name))])
         values = pa.LargeListArray.from_arrays(batch.column("w").offsets, batch.column("w").values.view(other))
         turned = pa.RecordBatch.from_arrays([*batch.columns[:-1], values], schema=schema)
 

@@ -20,7 +20,7 @@ from routeplane.capture.choices import DEFAULTS, CaptureOptions
 from routeplane.capture.layers import LayerAxis, rows_without_filler
 from routeplane.capture.wire import decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
-from routeplane.record.assembly import assemble
+from routeplane.record.assembly import UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.parse import as_array, as_integers, as_logprobs
 from routeplane.record.spans import Span
@@ -95,7 +95,7 @@ def _message(record: RouteRecord, role: str, *, start: int, stop: int) -> dict[s
         "role": role,
         "token_ids": record.token_ids[start:stop].astype(np.int64),
         "routed_experts": record.routes[start:stop].copy(),
-        **{name: values[start:stop].copy() for name, values in record.columns.items()},
+        **{name: values[start:stop].array().copy() for name, values in record.columns.items()},
     }
 
 
@@ -174,7 +174,7 @@ def calls(
     weights_version: int | None,
     ignore: Iterable[str] = (),
     options: CaptureOptions = DEFAULTS,
-) -> tuple[ModelCall, ...]:
+) -> tuple[ModelCall | UnfedTokens, ...]:
     """Read a message log, one call per generation, each with the rows that no call before it has.
 
     The row of the last generated token, and of every token behind it, belongs to tokens that were never fed: it is
@@ -324,8 +324,8 @@ def _rows(
 
 def _calls(
     messages: Sequence[_Message], spec: RouteSpec, *, weights_version: int | None, options: CaptureOptions
-) -> Iterable[ModelCall]:
-    """One call per generation, each with the rows that no call before it has; one more for tokens behind the last."""
+) -> Iterable[ModelCall | UnfedTokens]:
+    """One call per generation, each with the rows that no call before it has; tokens behind the last were not fed."""
     options.only(("absent", "axis", "logprobs_mode", "media"), reader="message logs")
     fed = max((one.stop - 1 for one in messages if one.role == _ASSISTANT), default=messages[-1].stop)
     rows_SLK = _rows(messages, spec, fed=fed, absent=options.absent, axis=options.axis or "captured")
@@ -337,6 +337,10 @@ def _calls(
     generations = {one.stop: one for one in messages if one.role == _ASSISTANT}
     for turn, (before, stop) in enumerate(itertools.pairwise([0, *ends])):
         generation = generations.get(stop)
+        if generation is None and generations:  # an observation behind the last call
+            unfed = {name: values[before:] for name, values in columns.items()}
+            yield UnfedTokens(token_ids=token_S[before:], call_id=f"turn-{turn}", columns=unfed)
+            continue
         prompt = stop if generation is None else generation.start
         last = stop if generation is None else min(stop, max(fed, before))
         yield ModelCall(
