@@ -351,15 +351,12 @@ class ParquetReader(RecordReader):
 
     def _arrive(self) -> Iterator[RouteRecord]:
         counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
-        checked = BatchRecords(self._header, self._policy)
+        checked = BatchRecords(self._header, policy=self._policy, quarantine=self.quarantine)
         for index in range(self._file.num_row_groups):
             counter.add_batch()
             self._report = replace(self._report, batches=self._report.batches + 1)
             for batch in self._decode(lambda index=index: self._batches(index)):  # type: ignore[misc]
-                for record in checked.records(batch, seen=counter.add_record):
-                    self._report = replace(self._report, quarantined=checked.quarantined)
-                    yield record
-                self._report = replace(self._report, quarantined=checked.quarantined)
+                yield from checked.records(batch, seen=counter.add_record)
         counter.check(self._declared)
         self._report = replace(self._report, complete=True)
 

@@ -117,7 +117,7 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
     multiples of 8 bytes). Raises FormatError for a damaged schema, TruncatedError at a cut.
     """
     view = memoryview(buffer)
-    at = 0
+    at = start = 0
     while True:
         try:
             length, start = _prefix_of(bytes(view[at : at + 8]), at)

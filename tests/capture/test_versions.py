@@ -71,7 +71,7 @@ def test_a_contradiction_with_the_caller_is_refused() -> None:
 
 def test_text_versions_have_the_numbers_that_the_caller_gives() -> None:
     """Text without a number is a version that is not known, and never another's."""
-    numbers = {"options": {"version_numbers": {"v8": 8, "step-9": 9}}}
+    numbers: dict[str, Any] = {"options": {"version_numbers": {"v8": 8, "step-9": 9}}}
 
     assert 8 == sglang(3, weight_version="v8", **numbers).weights_version
     assert sglang(3, weight_version="v7", **numbers).weights_version is None

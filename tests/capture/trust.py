@@ -124,7 +124,7 @@ def mutated_json(count: int, *, seed: int = 0) -> tuple[int, list[str]]:
             ),
         ),
     ]
-    held, broken = 0, []
+    held, broken = 0, list[str]()
     for index in range(count):
         document, read = readers[index % len(readers)]
         given = mutate(document, rng)
@@ -145,7 +145,7 @@ def mutated_texts(count: int, *, seed: int = 0) -> tuple[int, list[str]]:
         (json.dumps(encode(rows, form="prime")), "prime"),
     ]
     alphabet = 'A1x:+/=9 \n\0é{}[],"'
-    held, broken = 0, []
+    held, broken = 0, list[str]()
     for index in range(count):
         text, form = texts[index % len(texts)]
         start = rng.randrange(len(text) + 1)
