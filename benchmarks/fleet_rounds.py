@@ -20,12 +20,17 @@ from routeplane.cli.demo import DemoOptions
 from routeplane.cli.demo.engine import demo_prompts
 from routeplane.cli.demo.fleet import fleet_plan, prepare
 from routeplane.fleet.startup import Plan, start_async
-from routeplane.stream.ray import connect
 
 
 def main(rounds: int) -> None:
     """``rounds`` of each way, in turn. The overlapped one is first, so that caches that are cold are against it."""
-    connect("local", object_store_bytes=200 * 2**20)
+    ray.init(
+        address="local",
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
     found: dict[str, list[dict[str, Any]]] = {"overlapped": [], "serial": []}
     try:
         with tempfile.TemporaryDirectory(prefix="routeplane-bench-") as folder:

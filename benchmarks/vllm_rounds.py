@@ -62,7 +62,7 @@ def _engines(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).save_pretrained(folder / "model")
     common: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 1024}
-    writer = {"sink": "routeplane.stream.new_stream", "target": str(folder / "inside.arrows")}
+    writer = {"place": str(folder / "inside"), "run": "bench"}
     model = str(folder / "model")
     bare = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False, "skip_tokenizer_init": True}
     return {

@@ -115,15 +115,13 @@ class ErrorKind(StrEnum):
     ENVIRONMENT = "environment"  # an environment's own code failed, or was called out of turn
     # delivery
     PRODUCER_TAKEN = "producer_taken"  # a producer of that name is alive
-    FENCED = "fenced"  # declared lost, and replaced since
-    SEQUENCE = "sequence"  # a block out of order, or other content under a number that was used
-    PRODUCER_LOST = "producer_lost"  # it vanished without an end
+    GROUP_TAKEN = "group_taken"  # a reader of that group is alive
+    VANISHED = "vanished"  # the producer died without an end
     ABORTED = "aborted"  # the producer said that there is no whole stream
+    EXPIRED = "expired"  # a block that a position points at was deleted
     CONNECTION = "connection"  # cut, refused, or the other side left
-    NO_ROOM = "no_room"  # a disk or a segment is full
     TOO_LARGE = "too_large"  # one message above a limit
     TIMED_OUT = "timed_out"
-    RETIRED = "retired"  # of weights below the version that is still wanted
     UNAUTHENTICATED = "unauthenticated"
     # rows again
     ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token

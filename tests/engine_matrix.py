@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.vllm_wheels import SIGNATURES, drift_of
+
 __all__ = ["FEATURES", "OUTCOMES", "PAGE", "cell_of", "render"]
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +21,8 @@ OUTCOMES = ROOT / "tests" / "data" / "engine-outcomes.json"
 _OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY = (
     f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_probing", "_models")
 )
+
+_FAULTS = "tests/capture/test_engine_faults.py::"
 
 #: Part -> feature -> the tests that show it.
 FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -63,6 +67,20 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_IN}test_an_abort_before_the_first_token_has_the_reason",
         ),
         "weights changed in a pause": (f"{_IN}test_weights_that_change_in_a_pause_cut_the_span",),
+        "weights changed without one": (f"{_IN}test_weights_that_are_loaded_without_a_pause_are_not_the_old_version",),
+        "shifted or stale rows refuse the start": (f"{_IN}test_a_vllm_that_drifted_is_refused_at_start",),
+        "logits in the place of log-probabilities refuse the start": (
+            f"{_IN}test_a_writer_that_cannot_write_stops_the_start",
+        ),
+    },
+    "A server, in the processes that it has": {
+        "a ticket in every HTTP form; SIGTERM under load": (
+            f"{_FAULTS}test_every_form_has_tickets_that_outlive_the_server",
+        ),
+        "restarts, SIGTERM and SIGKILL: no ticket without its record": (
+            f"{_FAULTS}test_no_restart_overwrites_and_no_ticket_is_empty",
+        ),
+        "the consumer gone and back": (f"{_FAULTS}test_a_consumer_that_comes_back_has_all_records",),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
@@ -83,6 +101,15 @@ All of it ran on a CPU with tiny seeded models, rows compared with a Transformer
 """
 
 _TAIL = """
+## Names that the writer uses
+
+Read from the wheels, without running them (`python -m tests.vllm_wheels`).
+`pyproject.toml` allows the releases that have all.
+
+| release | functions, parameters and attributes |
+|---|---|
+{wheels}
+
 Recorded HTTP exchanges of 0.30 and 0.32 are decoded to their reference rows besides, without an engine
 (`tests/capture/test_layers.py`, `tests/capture/test_openai.py`).
 SGLang's answers are built from its source's format; no SGLang server ran (`tests/capture/test_sglang.py`).
@@ -107,7 +134,11 @@ def render(outcomes: Mapping[str, Mapping[str, str]]) -> str:
             cells = " | ".join(cell_of(tests, outcomes[version]) for version in versions)
             lines.append(f"| {feature} | {cells} |")
         lines.append("")
-    return "\n".join(lines) + _TAIL.lstrip("\n")
+    read: Mapping[str, Mapping[str, list[str] | None]] = json.loads(SIGNATURES.read_text(encoding="utf-8"))
+    wheels = "\n".join(
+        f"| {version} | {'; '.join(drift_of(names)) or 'all there'} |" for version, names in read.items()
+    )
+    return "\n".join(lines) + _TAIL.lstrip("\n").format(wheels=wheels)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from routeplane.archive.shards import ChunkReader, Range
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
 from routeplane.record.codec import widen
 from routeplane.record.coverage import Coverage, lose_rows, settle_partial
-from routeplane.record.policy import Quarantined, ReadPolicy
+from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import cut
 from routeplane.record.transfer import RecordReader
@@ -728,8 +728,7 @@ class ArchiveReader(RecordReader):
             if isinstance(error, DataError)
             else DataError(error.message, kind=error.kind, problems=error.problems)
         )
-        item = Quarantined(index=index, key=row.key, error=reason, raw=_one_row(row), yielded=kept is not None)
-        self._report = replace(self._report, quarantined=(*self._report.quarantined, item))
+        self.quarantine.add(_one_row(row), index=index, key=row.key, error=reason, yielded=kept is not None)
         return kept
 
 
@@ -755,7 +754,7 @@ def _without_rows(
 
 
 def _one_row(row: Row) -> bytes:
-    """The record's row of the table as an Arrow IPC stream: what ``Quarantined.raw`` promises, without the rows."""
+    """The record's row of the table as an Arrow IPC stream: what ``Quarantine.raw`` promises, without the rows."""
     table = pq.read_table(pa.BufferReader(encode_rows([row])))
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, table.schema) as writer:

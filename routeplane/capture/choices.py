@@ -8,6 +8,7 @@ Axes: R rows, P prompt tokens, G generated tokens, D layers as the sender counts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -17,7 +18,6 @@ import numpy as np
 
 from routeplane.capture.layers import LayerAxis, rows_from_axis
 from routeplane.capture.recorder import record_of_call
-from routeplane.capture.requests import cached_rows
 from routeplane.capture.wire import WireForm, decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
@@ -38,9 +38,12 @@ __all__ = [
     "Choice",
     "FinalRow",
     "Redeem",
+    "cached_rows",
     "call_of_choice",
+    "check_requests",
     "read_rows",
     "records_of_calls",
+    "sample_names",
 ]
 
 #: What a row for the call's last token is: absent (no engine made it, so it may only be MISSING), the engine's own, or
@@ -79,6 +82,8 @@ class CaptureOptions:
         media: One digest per media item of the prompt.
         absent: What it means where tokens came without routes. None refuses.
         redeem: Gives the call of a ticket; needed where answers carry tickets.
+        version_numbers: The number of each weights version that the server names by text. Decimal text is its own
+            number; a name without a number is a version that is not known.
         logprobs_mode: Whether log-probabilities are those before temperature and truncation ("raw") or after
             ("processed"); becomes the attribute of records that have some.
 
@@ -95,6 +100,7 @@ class CaptureOptions:
     media: tuple[str, ...] = ()
     absent: RowLoss | None = None
     redeem: Redeem | None = None
+    version_numbers: Mapping[str, int] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
 
     def __post_init__(self) -> None:
@@ -131,9 +137,12 @@ DEFAULTS = CaptureOptions()
 class Choice:
     """What a server said of one choice.
 
-    ``routes``: a value in a wire form, or None. ``rows``: the rows and the token of the first one, where they were read
-    already. ``cached``: prompt tokens that the server says came from its prefix cache. ``short_prefill``: whether the
-    server drops the row of the last token where nothing was sampled.
+    ``routes``: a value in a wire form, or None. ``prompt_routes``: the prompt's rows, where a server sends them apart.
+    ``form``: the form of both, where the place alone tells it. ``rows``: the rows and the token of the first one, where
+    they were read already. ``cached``: prompt tokens that the server says came from its prefix cache.
+    ``short_prefill``: whether the server drops the row of the last token where nothing was sampled.
+    ``weight_version``: what the server calls the weights. ``weight_versions``: the same by spans of generated tokens.
+    ``retractions``: how often the server gave the request's memory to others and computed it again.
     """
 
     call_id: str
@@ -141,10 +150,15 @@ class Choice:
     generation_ids: Sequence[int]
     finish_reason: str | None
     routes: Any = None
+    prompt_routes: Any = None
+    form: WireForm | None = None
     rows: tuple[NDArray[np.int16], int] | None = None
     logprobs: Any = None
     cached: int | None = None
     short_prefill: bool = False
+    weight_version: Any = None
+    weight_versions: Any = None
+    retractions: int = 0
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = WHY_ABSENT
 
@@ -280,16 +294,20 @@ def call_of_choice(
     last = options.final_row or final_row
     rows_RLK, begin = _rows(choice, spec, options=options, first_row=first_row, last=last)
     loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
+    version = _version(choice, weights_version, options)
     cached = choice.cached if options.cached is None else options.cached
     # what was generated comes from no prefix cache, whatever a server's count says
     bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
+    if choice.retractions and rows_RLK is not None and _may_have_changed(choice):
+        # what was computed again replaced the rows of the first time, by weights that nothing names
+        bound = begin + len(rows_RLK)
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,
         routes=rows_RLK,
         first_row=begin,
         layer_ids=spec.layer_ids,
-        weights_version=weights_version,
+        weights_version=version,
         call_id=choice.call_id,
         logprobs=_logprobs(choice),
         media=options.media,
@@ -298,6 +316,73 @@ def call_of_choice(
         loss=loss,
         columns=choice.columns,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Versions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _version(choice: Choice, weights_version: int | None, options: CaptureOptions) -> int | None:
+    """The version that sampled all of the call, from the caller and from the answer; None where it is unknown.
+
+    That is so, too, where an answer names several: a call has one version.
+    """
+    spans = _spans_of(choice)
+    if not spans:
+        return weights_version
+    names = {name for _, _, name in spans}
+    number = _number(next(iter(names)), options) if len(names) == 1 else None
+    number = weights_version if number is None and len(names) == 1 else number
+    if weights_version is not None and number != weights_version:
+        raise DataError(
+            f"expected tokens that weights {weights_version} sampled, got an answer that names "
+            f"{[(name, start, stop) for start, stop, name in spans][:4]} (version, start, stop) "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.SPANS,
+        )
+    return number
+
+
+def _spans_of(choice: Choice) -> list[tuple[int, int, int | str]]:
+    """Which weights sampled the generated tokens, as the answer says: ``[start, stop)`` of them, and the name."""
+    generated, where = len(choice.generation_ids), f"@ call {choice.call_id}"
+    if generated == 0 or (choice.weight_versions is None and choice.weight_version is None):
+        return []
+    if choice.weight_versions is None:
+        return [(0, generated, _name(choice.weight_version, where))]
+    found: list[tuple[int, int, int | str]] = []
+    for span in choice.weight_versions if isinstance(choice.weight_versions, list) else ():
+        said = span if isinstance(span, Mapping) else {}
+        name = _name(said.get("version", said.get("weight_version")), where)
+        found.append((said.get("start", -1), said.get("end", said.get("stop", -1)), name))
+    edges = [0, *(stop for _, stop, _ in found)]
+    contiguous = [start for start, _, _ in found] == edges[:-1]
+    if not found or not contiguous or edges[-1] != generated or any(a >= b for a, b in itertools.pairwise(edges)):
+        raise DataError(
+            f"expected weight_versions that cover the {generated} generated tokens, got "
+            f"{str(choice.weight_versions)[:120]} {where}",
+            kind=ErrorKind.SPANS,
+        )
+    return found
+
+
+def _name(version: object, where: str) -> int | str:
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise DataError(f"expected a weights version as text or an int, got {version!r} {where}", kind=ErrorKind.DTYPE)
+    return version
+
+
+def _number(name: int | str, options: CaptureOptions) -> int | None:
+    if isinstance(name, int):
+        return name
+    known = options.version_numbers or {}
+    return known.get(name, int(name) if name.isdecimal() and name.isascii() else None)
+
+
+def _may_have_changed(choice: Choice) -> bool:
+    """Whether what was computed again may be of other weights than the tokens: unless spans say one version for all."""
+    return choice.weight_versions is None or len({name for _, _, name in _spans_of(choice)}) > 1
 
 
 def _is_ticket(routes: Any) -> bool:
@@ -340,18 +425,48 @@ def _rows(
     tokens = len(choice.prompt_ids) + len(choice.generation_ids)
     if choice.rows is not None:
         rows_RLK, begin = choice.rows
-    elif choice.routes is None:
+    elif choice.routes is None and choice.prompt_routes is None:
         return None, 0
     else:
+        how = options if options.form is not None else replace(options, form=choice.form)
         filler = tokens - 1 if last == "filler" else None
-        rows_RLK, begin = read_rows(
-            choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id
-        )
+        rows_RLK, begin = _read(choice, spec, options=how, first_row=first_row, filler=filler)
     if last == "absent" and len(choice.generation_ids) and begin + len(rows_RLK) == tokens:
         # a row that no engine captured says nothing; any other means that rows are not where they are thought to be
         if len(rows_RLK) and bool((rows_RLK[-1] == MISSING).all()):
             rows_RLK = rows_RLK[:-1]
+    elif last == "absent" and begin and len(rows_RLK) > 1 and _ends_in_padding(rows_RLK):
+        raise DataError(
+            f"expected the row of the last token that was fed, got -1 behind {len(rows_RLK) - 1} rows from row {begin} "
+            f"on: a row was added, so all of them are of other tokens @ call {choice.call_id}",
+            kind=ErrorKind.ROW_COUNT,
+        )
     return rows_RLK, begin
+
+
+def _ends_in_padding(rows_RLK: NDArray[np.int16]) -> bool:
+    """Whether the last row alone is MISSING: an engine that captures has the row of the last token that it fed."""
+    return bool((rows_RLK[-1] == MISSING).all()) and not (rows_RLK[-2] == MISSING).all()
+
+
+def _read(
+    choice: Choice, spec: RouteSpec, *, options: CaptureOptions, first_row: int | None, filler: int | None
+) -> tuple[NDArray[np.int16], int]:
+    """The rows of a choice; of the prompt and of what was generated where a server sends them apart (vLLM 0.21)."""
+    if choice.prompt_routes is None:
+        return read_rows(choice.routes, spec, options=options, first_row=first_row, filler=filler, call=choice.call_id)
+    prompt = len(choice.prompt_ids)
+    prompt_RLK, begin = read_rows(choice.prompt_routes, spec, options=options, first_row=first_row, call=choice.call_id)
+    if begin + len(prompt_RLK) != prompt:
+        raise DataError(
+            f"expected prompt_routed_experts up to token {prompt}, got {len(prompt_RLK)} rows from {begin} "
+            f"@ call {choice.call_id}",
+            kind=ErrorKind.ROW_COUNT,
+        )
+    if choice.routes is None:
+        return prompt_RLK, begin
+    more_RLK, _ = read_rows(choice.routes, spec, options=options, first_row=prompt, filler=filler, call=choice.call_id)
+    return np.concatenate([prompt_RLK, more_RLK]), begin
 
 
 def _loss(
@@ -366,8 +481,14 @@ def _loss(
             return declared
         if absent is not None or (generated == 0 and prompt == 0):
             return absent or "not_captured"
+        why = choice.why_absent
+        if declared is not None:
+            why = (
+                f"the answer ended as {choice.finish_reason!r} after {generated} tokens, and servers may drop the rows "
+                f"of such an answer (absent={declared!r} declares them)"
+            )
         raise CaptureError(
-            f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {choice.why_absent} "
+            f"expected routes for {prompt} prompt + {generated} generated tokens, got none: {why} "
             f"@ call {choice.call_id}",
             kind=ErrorKind.CAPTURE_OFF,
         )
@@ -427,3 +548,46 @@ def records_of_calls(
         )
         for index, call in enumerate(calls)
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every engine asks of a request, and says of its cache
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def sample_names(given: Sequence[str] | None, count: int, *, stem: str = "sample") -> list[str]:
+    """The caller's names, else ``sample-0``, ``sample-1``, ...
+
+    >>> sample_names(None, 2)
+    ['sample-0', 'sample-1']
+    """
+    return list(given) if given is not None else [f"{stem}-{index}" for index in range(count)]
+
+
+def check_requests(
+    prompts: Sequence[Sequence[int]], names: Sequence[str], *, max_tokens: int, temperature: float, seed: int
+) -> None:
+    """Raise UsageError for prompts, names or settings that no engine can serve as they stand."""
+    if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
+        raise refused("prompts of at least one token each", "an empty one")
+    for prompt in prompts:
+        if not all(isinstance(token, int | np.integer) and token >= 0 for token in prompt):
+            raise refused("prompts of non-negative token ids", repr(list(prompt)[:8]))
+    if len(names) != len(prompts) or len(set(names)) != len(names):
+        raise refused(f"{len(prompts)} different names", f"{len(names)}, {len(set(names))} of them different")
+    if max_tokens < 1:
+        raise refused("max_tokens of at least 1", repr(max_tokens))
+    if not 0 <= temperature < float("inf"):
+        raise refused("a finite temperature of at least 0", repr(temperature))
+    if seed < 0:
+        raise refused("a seed of at least 0", repr(seed))
+
+
+def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) -> int:
+    """``ModelCall.cached`` where rows before ``bound`` may come from a prefix cache, and ``[first_row, ...)`` came.
+
+    0 where none of the rows that came does, so that one call has one form (and checksum) in every reader.
+    """
+    if rows_RLK is None or len(rows_RLK) == 0 or bound <= first_row:
+        return 0
+    return min(bound, first_row + len(rows_RLK))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,8 +30,10 @@ __all__ = ["LayerAxis", "rows_from_axis", "rows_from_layers", "rows_from_slots",
 #: What axis 1 of an engine's array counts: every decoder layer, or the spec's layers alone.
 LayerAxis = Literal["decoder", "captured"]
 
-# With K = 1 a row of zeros is expert 0, so only their number speaks: as many rows as ``alarms.find_alarms`` asks for
-# before it judges a layer.
+# With K = 1 a row of zeros is expert 0, so a layer of zeros is judged by the chance that a written one would be. Where
+# other layers vary: (the share of their commonest expert) ** (how many different rows they show). Where all are zero:
+# that of one row, if experts were equally likely. Measured on tiny top-1 models (``tests.capture.top_1``).
+_CHANCE = 1e-5
 _MANY_ROWS = 64
 
 
@@ -45,7 +48,7 @@ def rows_from_layers(
 
     Raises SpecError where D or K is not the spec's geometry. Raises CaptureError with every finding: DENSE_SLOT where a
     layer outside the spec holds ids, UNCAPTURED_SLOT where a captured layer holds rows that nobody wrote: all zero, as
-    the engine's buffer began (for K = 1, where that is a legal row: in every layer, over 64 rows or more). Raises
+    the engine's buffer began (for K = 1, where that is a legal row: a layer of nothing else while others vary). Raises
     DataError for other than integers of rank 3 (DTYPE, SHAPE) and for ids beyond int16 (VALUE_RANGE).
     """
     layers_RDK = np.asarray(layers)
@@ -233,9 +236,7 @@ def _first_filled(ids_RK: NDArray[Any], missing_R: NDArray[np.bool_] | None) -> 
 
 
 def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, call: str | None) -> None:
-    if spec.top_k == 1 and (len(narrow_RLK) < _MANY_ROWS or bool(narrow_RLK.any())):
-        return
-    empty_RL = np.asarray(~narrow_RLK.any(axis=2))
+    empty_RL = _unwritten_top_1(narrow_RLK, spec) if spec.top_k == 1 else np.asarray(~narrow_RLK.any(axis=2))
     problems = [
         Problem(
             kind=ErrorKind.UNCAPTURED_SLOT,
@@ -250,6 +251,22 @@ def _check_written(narrow_RLK: NDArray[Any], spec: RouteSpec, first_row: int, ca
     ]
     if problems:
         raise CaptureError.from_problems(problems, what="capture not bound to these layers, or not for every row")
+
+
+def _unwritten_top_1(narrow_RLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bool_]:
+    """Which rows and layers were never written, for K = 1: whole layers, judged by what the other layers show."""
+    zero_L = np.asarray(~narrow_RLK.any(axis=(0, 2)))
+    none_RL = np.zeros(narrow_RLK.shape[:2], dtype=np.bool_)
+    if not zero_L.any() or len(narrow_RLK) == 0:
+        return none_RL
+    if zero_L.all():
+        chance = prod(1.0 / width for width in spec.experts_per_layer)
+        judged = len(narrow_RLK) >= _MANY_ROWS or chance < _CHANCE
+    else:
+        varied_VL = np.unique(narrow_RLK[:, ~zero_L, 0], axis=0)
+        common = float(np.median([np.bincount(ids_V).max() for ids_V in varied_VL.T]))
+        judged = ((common + 1) / (len(varied_VL) + 1)) ** len(varied_VL) < _CHANCE
+    return none_RL | (zero_L & judged)
 
 
 def _first(flags_R: NDArray[np.bool_]) -> int | None:

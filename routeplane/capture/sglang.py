@@ -28,7 +28,7 @@ _WHY_ABSENT = (
     "start the server with --enable-return-routed-experts and ask with return_routed_experts (a gateway may drop the "
     "field)"
 )
-_OPTIONS = ("absent", "cached", "decoder_layers", "fused_shared", "logprobs_mode", "media")
+_OPTIONS = ("absent", "cached", "decoder_layers", "fused_shared", "logprobs_mode", "media", "version_numbers")
 
 
 def calls(
@@ -139,21 +139,29 @@ def _choice(answer: object, prompt_ids: Sequence[int], *, call_id: str | None) -
         finish_reason=str(reason.get("type")) if isinstance(reason, Mapping) else str(reason),
         routes=info.get("routed_experts"),
         logprobs=logprobs,
-        cached=_cached(info, name),
+        cached=_count(info, "cached_tokens", name),
+        weight_version=_unset_is_none(info.get("weight_version")),
+        weight_versions=info.get("weight_versions"),
+        retractions=_count(info, "num_retractions", name) or 0,
         # the server slices [:seqlen - 1] also where nothing was sampled (sglang#20964)
         short_prefill=True,
         why_absent=_WHY_ABSENT,
     )
 
 
-def _cached(info: Mapping[str, Any], name: str) -> int | None:
-    """Prompt rows from the radix cache; None where the answer does not say."""
-    found = info.get("cached_tokens")
+def _count(info: Mapping[str, Any], key: str, name: str) -> int | None:
+    """A count of the answer; None where it does not say."""
+    found = info.get(key)
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int):
-        raise DataError(f"expected cached_tokens as an int, got {found!r} @ call {name}", kind=ErrorKind.DTYPE)
+        raise DataError(f"expected {key} as an int, got {found!r} @ call {name}", kind=ErrorKind.DTYPE)
     return max(found, 0)
+
+
+def _unset_is_none(version: object) -> object:
+    """SGLang calls weights that were never given a version ``default``."""
+    return None if version == "default" else version
 
 
 def _generated(answer: Mapping[str, Any], info: Mapping[str, Any], name: str) -> tuple[list[Any], list[Any] | None]:

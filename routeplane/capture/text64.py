@@ -1,4 +1,4 @@
-"""Base64 in and out, strictly, and what a header from outside may announce.
+"""Base64 and base85 in and out, strictly, and what a header from outside may announce.
 
 Owns the rule that nothing is allocated on the word of a header: the text must have exactly the length that its header's
 byte count makes it have, looked at before it is decoded, so decoding allocates three quarters of the text and nothing
@@ -10,6 +10,7 @@ used where it is installed; the same texts are accepted, and give the same bytes
 
 from __future__ import annotations
 
+import base64
 import binascii
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +20,17 @@ from typing import Any
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.spec import MAX_LAYERS, MAX_TOP_K
 
-__all__ = ["MAX_ROWS", "base64_length", "check_axes", "decode_base64", "encode_base64", "undecodable"]
+__all__ = [
+    "MAX_ROWS",
+    "base64_length",
+    "base85_length",
+    "check_axes",
+    "decode_base64",
+    "decode_base85",
+    "encode_base64",
+    "encode_base85",
+    "undecodable",
+]
 
 #: Rows that a header may announce: token positions are int32.
 MAX_ROWS = 2**31 - 1
@@ -72,6 +83,30 @@ def decode_base64(text: str | bytes | memoryview, *, size: int | None = None) ->
 def encode_base64(data: bytes | memoryview) -> str:
     """Padded base64 of the standard alphabet, without line breaks."""
     return _encode(data).decode("ascii")
+
+
+def base85_length(size: int) -> int:
+    """Characters of base85 for ``size`` bytes, without padding."""
+    return (5 * size + 3) // 4
+
+
+def decode_base85(text: str, *, size: int) -> bytes:
+    """The ``size`` bytes behind base85 of Python's alphabet. The text's length is looked at first. Raises DataError
+    (ENCODING)."""
+    if len(text) != base85_length(size):
+        raise undecodable(f"base85 of {size} bytes in {base85_length(size)} characters", f"{len(text)}")
+    try:
+        data = base64.b85decode(text)
+    except ValueError as error:
+        raise undecodable("base85 text", str(error)) from None
+    if len(data) != size:
+        raise undecodable(f"base85 of {size} bytes", f"{len(data)}")
+    return data
+
+
+def encode_base85(data: bytes) -> str:
+    """Base85 of Python's alphabet, without padding."""
+    return base64.b85encode(data).decode("ascii")
 
 
 def _ascii(text: str | bytes | memoryview) -> bytes:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from routeplane.capture.requests import check_requests, sample_names
+from routeplane.capture.choices import check_requests, sample_names
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall

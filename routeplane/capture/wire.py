@@ -11,26 +11,38 @@ Axes: R rows, D layers as the sender counts them, K slots of a row.
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, get_args
 
 import numpy as np
 
-from routeplane.capture.text64 import base64_length, check_axes, decode_base64, encode_base64, undecodable
+from routeplane.capture.text64 import (
+    base64_length,
+    base85_length,
+    check_axes,
+    decode_base64,
+    decode_base85,
+    encode_base64,
+    encode_base85,
+    undecodable,
+)
 from routeplane.errors import DataError, ErrorKind, refused
-from routeplane.record.parse import frozen_view
+from routeplane.record.parse import as_array, frozen_view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["WireArray", "WireForm", "decode", "encode", "form_of"]
+__all__ = ["WireArray", "WireForm", "decode", "encode", "form_of", "has_no_mark"]
 
-#: vLLM's base64 ``.npy``, NeMo RL's envelope, prime-rl's object, nested lists, SGLang's base64.
-WireForm = Literal["npy", "nrlre1", "prime", "lists", "sglang"]
+#: vLLM's base64 ``.npy``; NeMo RL's envelope; an object with data, shape and dtype in base64 (prime-rl, LightLLM) or in
+#: base85 (NVIDIA Dynamo, verifiers); a pair of a JSON header and base64 (rLLM); nested lists; SGLang's base64; an
+#: integer array of the same process.
+WireForm = Literal["npy", "nrlre1", "prime", "base85", "pair", "lists", "sglang", "array"]
 
 
 class WireArray(NamedTuple):
@@ -113,14 +125,39 @@ def form_of(value: object) -> WireForm:
             if form.prefix and value.startswith(form.prefix):
                 return name
     elif isinstance(value, Mapping):
-        return "prime"
+        return _form_of_object(value)
     elif isinstance(value, list):
-        return "lists"
+        return "pair" if len(value) == 2 and isinstance(value[0], str) else "lists"
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        return "array"
     raise DataError(
-        "expected routes as text that begins as vLLM's .npy or with nrlre1:, as an object or as nested lists, got "
-        f"{_kind(value)} {str(value)[:40]!r}",
+        "expected routes as text that begins as vLLM's .npy or with nrlre1:, as an object, a pair of header and text, "
+        f"nested lists or an array, got {_kind(value)} {str(value)[:40]!r} (SGLang's base64 has no mark of its own: "
+        "form='sglang')",
         kind=ErrorKind.ENCODING,
     )
+
+
+def has_no_mark(text: str) -> bool:
+    """Whether text begins as none of the forms that have a mark.
+
+    >>> has_no_mark("AwAAAAEAAAA="), has_no_mark("nrlre1:int16:0x3x2:")
+    (True, False)
+    """
+    return not any(form.prefix and text.startswith(form.prefix) for form in _FORMS.values())
+
+
+def _form_of_object(value: Mapping[Any, Any]) -> WireForm:
+    """base64 and base85 have different lengths for the same bytes; which one it is follows from shape and dtype."""
+    data, sides = value.get("data"), value.get("shape")
+    if not isinstance(data, str) or not _are_sides(sides):
+        return "prime"
+    count = prod(sides)
+    name = value.get("dtype")
+    if name is None:
+        return "base85" if len(data) == base85_length(4 * count) else "prime"
+    size = count * np.dtype(name).itemsize if name in _PRIME_DTYPES else -1
+    return "base85" if len(data) == base85_length(size) != base64_length(size) else "prime"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -252,17 +289,26 @@ def _decode_prime(document: Any, shape: _Shape) -> WireArray:
     keys = {key if isinstance(key, str) else repr(key) for key in document}
     if not {"data", "dtype", "shape"} <= keys <= {"data", "dtype", "shape", "start"}:
         raise undecodable("the keys data, dtype, shape and perhaps start", f"{sorted(keys)[:8]}")
-    name, sides, start = document["dtype"], document["shape"], document.get("start", 0)
-    if name not in _PRIME_DTYPES:
-        raise DataError(f"expected a dtype of {_PRIME_DTYPES}, got {str(name)[:40]!r}", kind=ErrorKind.DTYPE)
-    if not isinstance(sides, list | tuple) or not all(type(side) is int for side in sides):
-        raise undecodable("shape as a list of three whole numbers", repr(sides)[:80])
+    sides, start = document["shape"], document.get("start", 0)
+    dtype, size = _announced(document["dtype"], sides)
     if not _is_position(start):
         raise undecodable("start as a token position", repr(start)[:40])
     _require_text(document["data"], "data as base64 text")
-    dtype = np.dtype(name).newbyteorder("<")
-    size = check_axes(sides, itemsize=dtype.itemsize)
     return WireArray(_from_base64(document["data"], dtype, shape=tuple(sides), size=size), start)
+
+
+def _announced(name: object, sides: object) -> tuple[np.dtype[Any], int]:
+    """The type and the number of bytes that an object announces."""
+    if not isinstance(name, str) or name not in _PRIME_DTYPES:
+        raise DataError(f"expected a dtype of {_PRIME_DTYPES}, got {str(name)[:40]!r}", kind=ErrorKind.DTYPE)
+    if not _are_sides(sides):
+        raise undecodable("shape as a list of three whole numbers", repr(sides)[:80])
+    dtype = np.dtype(name).newbyteorder("<")
+    return dtype, check_axes(sides, itemsize=dtype.itemsize)
+
+
+def _are_sides(sides: object) -> TypeGuard[list[int] | tuple[int, ...]]:
+    return isinstance(sides, list | tuple) and all(type(side) is int for side in sides)
 
 
 def _encode_prime(routes: NDArray[Any], start: int = 0) -> dict[str, Any]:
@@ -276,6 +322,70 @@ def _encode_prime(routes: NDArray[Any], start: int = 0) -> dict[str, Any]:
 
 def _is_position(start: object) -> bool:
     return type(start) is int and 0 <= start < 2**31
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# base85: {"data": base85, "shape": [R, D, K]}, int32 unless a dtype says otherwise (NVIDIA Dynamo, verifiers)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_base85(document: Any, shape: _Shape) -> WireArray:
+    if not isinstance(document, Mapping):
+        raise DataError(f"expected an object with data and shape, got {_kind(document)}", kind=ErrorKind.DTYPE)
+    keys = {key if isinstance(key, str) else repr(key) for key in document}
+    if not {"data", "shape"} <= keys <= {"data", "dtype", "shape", "start"}:
+        raise undecodable("the keys data, shape and perhaps dtype and start", f"{sorted(keys)[:8]}")
+    name, sides, start = document.get("dtype", "int32"), document["shape"], document.get("start", 0)
+    dtype, size = _announced(name, sides)
+    if not _is_position(start):
+        raise undecodable("start as a token position", repr(start)[:40])
+    _require_text(document["data"], "data as base85 text")
+    data = decode_base85(document["data"], size=size)
+    return WireArray(
+        frozen_view(np.frombuffer(data, dtype=dtype).reshape(sides)), start if "start" in document else None
+    )
+
+
+def _encode_base85(routes: NDArray[Any]) -> dict[str, Any]:
+    data = encode_base85(np.ascontiguousarray(_narrowed(routes, np.dtype("<i4"))).tobytes())
+    return {"data": data, "shape": list(routes.shape)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# pair: [JSON header with shape and dtype, base64] (rLLM)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_pair(pair: Any, shape: _Shape) -> WireArray:
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        raise DataError(f"expected a pair of a JSON header and base64, got {_kind(pair)}", kind=ErrorKind.DTYPE)
+    try:
+        header = json.loads(pair[0]) if len(pair[0]) <= _MAX_HEADER else None
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or not {"shape", "dtype"} <= header.keys() <= {"shape", "dtype", "start"}:
+        raise undecodable("a JSON header with shape and dtype", repr(pair[0][:80]))
+    return _decode_prime({**header, "data": pair[1]}, shape)
+
+
+def _encode_pair(routes: NDArray[Any]) -> list[str]:
+    document = _encode_prime(routes)
+    header = {"shape": document["shape"], "dtype": document["dtype"]}
+    return [json.dumps(header), document["data"]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# array: integers of the same process
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_array(values: Any, shape: _Shape) -> WireArray:
+    array = as_array(values, what="routes")
+    if array.dtype.kind not in "iu":
+        raise DataError(f"expected routes of an integer type, got {array.dtype}", kind=ErrorKind.DTYPE)
+    if array.ndim != 3:
+        raise DataError(f"expected routes [rows, layers, top_k], got shape {list(array.shape)}", kind=ErrorKind.SHAPE)
+    return WireArray(frozen_view(array))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -371,7 +481,10 @@ _FORMS: Mapping[WireForm, _Form] = MappingProxyType(
         "npy": _Form(_decode_npy, _encode_npy, prefix=_NPY_PREFIX),
         "nrlre1": _Form(_decode_nrlre1, _encode_nrlre1, prefix="nrlre1:", options=frozenset({"dtype"})),
         "prime": _Form(_decode_prime, _encode_prime, options=frozenset({"start"})),
+        "base85": _Form(_decode_base85, _encode_base85),
+        "pair": _Form(_decode_pair, _encode_pair),
         "lists": _Form(_decode_lists, _encode_lists),
         "sglang": _Form(_decode_sglang, _encode_sglang),
+        "array": _Form(_decode_array, frozen_view),
     }
 )

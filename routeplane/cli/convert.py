@@ -11,16 +11,17 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from routeplane.errors import ErrorKind, FormatError, refused
-from routeplane.inspect.parquet import ParquetReader, ParquetWriter
+from routeplane.errors import ErrorKind, FormatError, Problem, refused
+from routeplane.inspect.export import Form, ParquetWriter, write_tables
+from routeplane.inspect.inputs import LOOK, Kind, Source, find_sources
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.schema import choose_encoding
-from routeplane.stream import new_stream, open_stream
+from routeplane.stream import new_stream
 from routeplane.stream.files import PublishedPath
 
 if TYPE_CHECKING:
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["DEFAULT_PART_BYTES", "SUFFIXES", "Conversion", "convert", "kind_of", "make_file", "open_any"]
+__all__ = [
+    "DEFAULT_PART_BYTES",
+    "SUFFIXES",
+    "Conversion",
+    "convert",
+    "export",
+    "kind_of",
+    "make_file",
+    "open_any",
+]
 
 #: Payload of one part. A stopped conversion loses at most so much work; an archive gets runs of this size.
 DEFAULT_PART_BYTES = 2**30
@@ -40,11 +50,12 @@ Progress = Callable[[int, int | None], object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What was done. ``resumed``: records that an earlier attempt had converted."""
+    """What was done. ``resumed``: records that an earlier attempt had converted; ``damaged``: problems passed over."""
 
     records: int
     resumed: int
     bytes: int
+    damaged: int = 0
 
 
 def convert(
@@ -54,30 +65,75 @@ def convert(
     encoding: Literal["plain", "narrow", "auto"] = "auto",
     overwrite: bool = False,
     part_bytes: int = DEFAULT_PART_BYTES,
+    on_corrupt: Literal["raise", "quarantine"] = "raise",
+    on_truncated: Literal["raise", "keep"] = "raise",
     progress: Progress | None = None,
 ) -> Conversion:
     """Copy all records of ``source`` into ``target``: ``.arrows`` streams, ``.zarr`` archives, ``.parquet`` files.
 
-    A file appears when it is complete, and one that is there is kept unless ``overwrite``. An archive is appended to,
-    part by part, so its first records can be read while the rest is copied. Where an earlier call with the same source
-    was stopped, however, this one goes on; a source whose content has no digest before its end (a pipe) begins anew.
-    ``encoding`` is that of a stream or Parquet file. Records are held one batch at a time.
+    A file appears when it is complete, and one that is there is kept unless ``overwrite``. An archive is
+    appended to, part by part, so its first records can be read while the rest is copied. Where an earlier call with the
+    same source was stopped, however, this one goes on; a source whose content has no digest before its end (a pipe,
+    several files) begins from the start. Records are held one batch at a time.
 
-    Raises what the readers raise for a damaged source, UsageError for an unknown suffix, a target that exists, or
-    arguments out of range, StoreError where an archive's disk is full, OSError.
+    Args:
+        source: As in ``inspect.find_sources``.
+        target: A path, chosen by suffix; an archive may be a URL.
+        encoding: Of a stream or Parquet file.
+        overwrite: Replace a file that is there.
+        part_bytes: Payload of one part.
+        on_corrupt: As in ``open_stream``, as ``on_truncated``; what is passed over is counted.
+        progress: Told after each record how many are done, and how many there are, if known.
+
+    Returns:
+        What was done.
+
+    Raises:
+        UsageError: An unknown suffix, a target that exists, arguments out of range.
+        FormatError, DataError: A damaged source, where damage is to raise.
+        StoreError, OSError: An archive's disk is full, a place that cannot be read or written.
     """
     places = os.fspath(source), os.fspath(target)
-    if kind_of(places[0]) == kind_of(places[1]) and os.path.realpath(places[0]) == os.path.realpath(places[1]):
+    into_archive = kind_of(places[1]) == "archive"
+    if os.path.realpath(places[0]) == os.path.realpath(places[1]):
         raise refused("two places", f"{places[0]} twice")
     if part_bytes < 1:
         raise refused("part_bytes of at least 1", f"{part_bytes}")
-    opened = open_any(places[0])
-    tell = progress or _silent
-    if kind_of(places[1]) == "archive":
-        return _into_archive(opened, places[1], part_bytes=part_bytes, tell=tell)
-    if os.path.lexists(places[1]) and not overwrite:
+    if not into_archive and os.path.lexists(places[1]) and not overwrite:
         raise refused("a target that does not exist (or overwrite=True)", places[1])
-    return _into_file(opened, Path(os.path.realpath(places[1])), encoding=encoding, part_bytes=part_bytes, tell=tell)
+    policy = ReadPolicy(on_corrupt=on_corrupt, on_truncated=on_truncated, on_alarm="ignore")
+    opened = open_any(places[0], policy=policy)
+    tell = progress or _silent
+    if into_archive:
+        done = _into_archive(opened, places[1], part_bytes=part_bytes, tell=tell)
+    else:
+        done = _into_file(
+            opened, Path(os.path.realpath(places[1])), encoding=encoding, part_bytes=part_bytes, tell=tell
+        )
+    return replace(done, damaged=len(opened.damage))
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    form: Form,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a Parquet file for analysis: null for MISSING, plain lists (see ``inspect.to_arrow``).
+
+    Arguments and errors as in ``convert``; ``form`` is ``flat`` or ``nested``.
+    """
+    place = os.fspath(target)
+    if kind_of(place) != "parquet":
+        raise refused("a target that ends in .parquet", repr(place))
+    if os.path.lexists(place) and not overwrite:
+        raise refused("a target that does not exist (or overwrite=True)", place)
+    opened = open_any(os.fspath(source))
+    records = _told(opened.records(skip=0), done=0, total=opened.total, tell=progress or _silent)
+    count = write_tables(records, place, form=form)
+    return Conversion(records=count, resumed=0, bytes=os.stat(place).st_size)
 
 
 def _silent(done: int, total: int | None) -> None:
@@ -116,7 +172,7 @@ class _Part:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _into_archive(opened: Opened, target: str, *, part_bytes: int, tell: Progress) -> Conversion:
+def _into_archive(opened: SourceContent, target: str, *, part_bytes: int, tell: Progress) -> Conversion:
     from routeplane.archive import new_run, open_archive
 
     resumed = _converted_runs(target, opened.digest)
@@ -166,7 +222,12 @@ def _converted_runs(target: str, digest: str | None) -> int:
 
 
 def _into_file(
-    opened: Opened, target: Path, *, encoding: Literal["plain", "narrow", "auto"], part_bytes: int, tell: Progress
+    opened: SourceContent,
+    target: Path,
+    *,
+    encoding: Literal["plain", "narrow", "auto"],
+    part_bytes: int,
+    tell: Progress,
 ) -> Conversion:
     folder = target.with_name(f".{target.name}.{opened.digest or 'unknown'}.{encoding}.parts")
     if opened.digest is None:
@@ -235,8 +296,6 @@ def _join(parts: list[Path], target: Path, *, made: Path, encoding: Literal["pla
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Kind = Literal["stream", "archive", "parquet"]
-
 SUFFIXES: dict[str, Kind] = {".arrows": "stream", ".zarr": "archive", ".parquet": "parquet"}
 
 
@@ -248,37 +307,44 @@ def kind_of(place: str) -> Kind:
     return SUFFIXES[suffix]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """A source. ``digest``: names its content, None where only reading it can tell. ``total``: its records,
-    likewise."""
+class SourceContent:
+    """A source to copy. ``digest``: names its content, None where only reading it can tell; ``total``: its records,
+    likewise; ``damage``: what was passed over."""
 
-    source: Any
-    spec: RouteSpec
-    digest: str | None
-    total: int | None
+    def __init__(self, place: str, policy: ReadPolicy) -> None:
+        self._set = find_sources([place], policy=policy)
+        self._policy = policy
+        self.spec: RouteSpec = self._set.spec
+        self.digest: str | None = None
+        self.total: int | None = None
+        self.damage: list[tuple[str, Problem]] = []
+        if len(self._set.sources) == 1 and self._set.sources[0].copy is None:
+            self._look(self._set.sources[0])
+
+    def _look(self, source: Source) -> None:
+        if source.kind == "archive":
+            archive = source.archive(policy=self._policy)
+            self.digest, self.total = archive.digest, len(archive)
+            return
+        with source.open(policy=self._policy) as reader:
+            self.digest = reader.digest
+            self.total = getattr(reader, "total_records", None)
 
     def records(self, *, skip: int) -> Iterator[RouteRecord]:
         """All records but the first ``skip``; an archive does not read these."""
-        if hasattr(self.source, "keys"):
-            return (self.source[key] for key in islice(self.source, skip, None))
-        return islice(self.source, skip, None)
+        [first, *rest] = self._set.sources
+        if first.kind == "archive" and not rest:
+            archive = first.archive(policy=self._policy)
+            yield from archive.select(records=(min(skip, len(archive)), len(archive)))
+            return
+        read = self._set.records()
+        yield from islice(read, skip, None)
+        self.damage += read.damage
 
 
-def open_any(place: str) -> Opened:
-    """Open a stream, an archive or a Parquet file, checking everything. Raises as their readers do."""
-    kind = kind_of(place)
-    if kind == "archive":
-        from routeplane.archive import open_archive
-
-        archive = open_archive(place)
-        return Opened(source=archive, spec=archive.spec, digest=archive.digest, total=len(archive))
-    reader: Any
-    if kind == "parquet":
-        reader = ParquetReader(place, policy=ReadPolicy(on_alarm="ignore"))
-    else:
-        reader = open_stream(place, on_alarm="ignore")
-    return Opened(source=reader, spec=reader.spec, digest=reader.digest, total=getattr(reader, "total_records", None))
+def open_any(place: str, *, policy: ReadPolicy = LOOK) -> SourceContent:
+    """Open anything that holds records, checking everything. Raises as its readers do."""
+    return SourceContent(place, policy)
 
 
 def make_file(place: str, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]) -> RouteSink:

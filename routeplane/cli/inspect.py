@@ -1,189 +1,313 @@
-"""The commands that look at routes: ``stats``, ``diff``, ``explain``, ``report``. Thin calls over ``inspect``.
+"""The commands that look: ``info``, ``validate``, ``stats``, ``diff``, ``explain``, ``report``; calls over ``inspect``.
 
-``cli`` adds them to its parser; each loads only what it runs.
+``cli.main`` adds them to its parser; each loads only what it runs. They pass over damage by default, tell it first, and
+then end with status 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, MissingExtraError, refused
+from routeplane.cli.output import Progress, problem_document, problem_line, show
+from routeplane.errors import ErrorKind, MissingExtraError, Problem, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from routeplane.inspect.compare import RouteDiff
-    from routeplane.inspect.inputs import SourceSet
-    from routeplane.inspect.report import SampleView
-    from routeplane.inspect.statistics import RouteStatistics
+    from routeplane.inspect.inputs import SourceRecords, SourceSet
+    from routeplane.inspect.overview import Overview
+    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["add_commands", "require_report", "write_comparison"]
 
-#: Samples that a report shows token by token.
-SHOWN_SAMPLES = 4
+_SOURCE = "a stream, archive, Parquet file, folder of blocks, URL, quoted pattern, or - for stdin"
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands to ``argparse``'s subparsers; returns their parsers."""
+    info = commands.add_parser("info", help="what a stream or an archive holds")
+    info.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    info.set_defaults(run=_info)
+    validate = commands.add_parser("validate", help="read everything, list every problem")
+    validate.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    validate.add_argument(
+        "--alarms", choices=("report", "fail"), default="report", help="whether alarms fail the check"
+    )
+    validate.set_defaults(run=_validate)
     stats = commands.add_parser("stats", help="what the routes look like: load, entropy, overlap, drift, coverage")
-    stats.add_argument("sources", nargs="+", metavar="SOURCE", help="streams, archives, or quoted patterns")
+    stats.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
     stats.set_defaults(run=_stats)
-    diff = commands.add_parser("diff", help="where two sources choose other experts")
-    diff.add_argument("left", metavar="SOURCE")
-    diff.add_argument("right", metavar="SOURCE")
+    diff = commands.add_parser("diff", help="where two sources choose other experts, and what caused it")
+    diff.add_argument("left", metavar="SOURCE", help=_SOURCE)
+    diff.add_argument("right", metavar="SOURCE", help="the other side")
     diff.set_defaults(run=_diff)
     explain = commands.add_parser("explain", help="every hop of one token's rows")
-    explain.add_argument("source", metavar="SOURCE")
+    explain.add_argument("source", metavar="SOURCE", help=_SOURCE)
     explain.add_argument("sample", metavar="SAMPLE", help="sample id, or sample/attempt/segment")
     explain.add_argument("token", metavar="TOKEN", type=int, help="absolute position in the record")
     explain.set_defaults(run=_explain)
-    report = commands.add_parser("report", help="one HTML file: what is wrong first, pictures, the worst samples")
-    report.add_argument("sources", nargs="+", metavar="SOURCE", help="streams, archives, or quoted patterns")
-    report.add_argument("--against", metavar="SOURCE", help="another capture of the same samples, to show flips")
+    report = commands.add_parser("report", help="one HTML file: what is wrong first, charts, the worst samples")
+    report.add_argument("sources", nargs="+", metavar="SOURCE", help=f"{_SOURCE}; several are parts of one report")
+    report.add_argument("--against", metavar="SOURCE", help="another capture of the same samples, to find causes")
     report.add_argument("--out", type=Path, default=Path("routes.html"), help="the file to write")
-    report.add_argument("--png", type=Path, metavar="FOLDER", help="write each picture as a PNG file too")
+    report.add_argument("--png", type=Path, metavar="FOLDER", help="draw each chart as a PNG file too")
     report.set_defaults(run=_report)
     for command in (stats, diff, explain, report):
         command.add_argument("--layer", type=int, action="append", metavar="ID", help="only this decoder layer; repeat")
+        command.add_argument(
+            "--on-corrupt", choices=("quarantine", "raise"), default="quarantine", help="pass over damage, or end there"
+        )
+        command.add_argument(
+            "--on-truncated",
+            choices=("keep", "raise"),
+            default="keep",
+            help="take what a cut stream holds, or not",
+        )
     for command in (stats, diff, report):
         command.add_argument(
             "--samples", action="append", metavar="SAMPLE", help="only this sample; repeat for more of them"
         )
     for command in (stats, report):
         command.add_argument("--ray", action="store_true", help="count the sources as tasks of a Ray cluster")
-    return [stats, diff, explain, report]
+    return [info, validate, stats, diff, explain, report]
 
 
-def _stats(options: argparse.Namespace) -> int:
-    from routeplane.inspect.inputs import find_sources
-
-    found = _collect(find_sources(options.sources), options)
-    document = found.to_dict()
-    _show(options, document, lambda: _tables().format_statistics(document, terminal_width=_terminal_width()))
-    return 0
+# ----------------------------------------------------------------------------------------------------------------------
+# One place
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _diff(options: argparse.Namespace) -> int:
-    from routeplane.inspect.inputs import find_sources
+def _info(options: argparse.Namespace) -> int:
+    from routeplane.inspect.look import summarise
 
-    found = _compare(find_sources([options.left]), find_sources([options.right]), options)
-    document = found.to_dict()
-    _show(options, document, lambda: _tables().format_diff(document, terminal_width=_terminal_width()))
-    return 0 if found.same else 1
+    found = summarise(options.source)
+    documents = [summary.to_dict() for summary in found]
+    lines: list[str] = []
+    for document in documents:
+        lines += [*([""] if lines else []), *(f"{name:<14} {value}" for name, value in document.items())]
+    show(options, documents[0] if len(documents) == 1 else {"sources": documents}, lines=lines)
+    return 0 if all(summary.complete for summary in found) else 1
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from routeplane.inspect.look import check
+
+    found = check(options.source)
+    document = {**found.to_dict(), "problems": [problem_document(problem) for problem in found.problems]}
+    coverage = ", ".join(f"{state} {count:,}" for state, count in found.coverage.rows.items() if count)
+    lines = [problem_line(problem) for problem in found.problems]
+    counts = f"{found.records:,} records, {found.tokens:,} tokens ({coverage or 'no rows'})"
+    show(options, document, lines=[*lines, f"{counts}: {found.verdict}"])
+    failing = [problem for problem in found.problems if problem.severity == "error" or options.alarms == "fail"]
+    return 1 if failing else 0
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from routeplane.inspect.explain import explain
-    from routeplane.inspect.inputs import find_sources
+    from routeplane.cli.output import format_explanation
+    from routeplane.inspect.look import explain
 
-    record = find_sources([options.source]).find(options.sample)
+    record = _sources([options.source], options).find(options.sample)
     found = explain(record, options.token, layer_ids=tuple(options.layer) if options.layer else None)
-    _show(options, found.to_dict(), lambda: _tables().format_explanation(found, terminal_width=_terminal_width()))
+    show(options, found.to_dict(), lines=format_explanation(found.to_dict()))
     return 0 if found.intact else 1
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Counting
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _stats(options: argparse.Namespace) -> int:
+    from routeplane.cli.output import format_findings, format_statistics
+    from routeplane.inspect.diagnose import find_findings
+    from routeplane.inspect.statistics import collect
+
+    count_on_ray = _ray() if options.ray else None
+    sources = _sources(options.sources, options)
+    damage: Sequence[tuple[str, Problem]] = ()
+    if count_on_ray is not None:
+        found = count_on_ray(sources, options)
+    else:
+        records = sources.records(layer_ids=options.layer, samples=options.samples)
+        with Progress("stats") as progress:
+            found = collect(progress.watch(records), _spec(sources, options))
+        damage = records.damage
+    _require_samples(found.coverage.records, options)
+    findings = find_findings(found)
+    document = {
+        **found.to_dict(),
+        "findings": [finding.to_dict() for finding in findings],
+        "damage": _damage_documents(damage),
+    }
+    lines = [*_damage_lines(damage), *format_findings(findings), *format_statistics(found.to_dict())]
+    show(options, document, lines=lines)
+    return 1 if damage else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from routeplane.cli.output import format_diff, format_findings
+    from routeplane.inspect.compare import RouteDiff, compare
+    from routeplane.inspect.diagnose import Examiner, differences, order_findings
+
+    left, right = _sources([options.left], options), _sources([options.right], options)
+    specs = _spec(left, options), _spec(right, options)
+    examiner = Examiner(layer_ids=RouteDiff.empty(*specs).layer_ids)
+    mine = left.records(layer_ids=options.layer, samples=options.samples)
+    theirs = right.records(layer_ids=options.layer, samples=options.samples)
+    lookup = right.lookup() if not (options.layer or options.samples) else None
+    with Progress("diff") as progress:
+        found = compare(progress.watch(mine), theirs if lookup is None else lookup, specs=specs, watch=examiner.add)
+    _require_samples(found.samples + found.left_only + found.right_only, options)
+    damage = [*mine.damage, *theirs.damage]
+    findings = order_findings([*examiner.findings(), *differences(found)])
+    document = {
+        **found.to_dict(),
+        "findings": [finding.to_dict() for finding in findings],
+        "damage": _damage_documents(damage),
+    }
+    lines = [*_damage_lines(damage), *format_findings(findings), *format_diff(found.to_dict())]
+    show(options, document, lines=lines)
+    return 0 if found.same and not damage else 1
+
+
 def _report(options: argparse.Namespace) -> int:
-    pictures = _write_report(options)
-    document = {"report": str(options.out), "bytes": options.out.stat().st_size, "pictures": list(map(str, pictures))}
-    _show(options, document, lambda: f"wrote {options.out}")
-    return 0
+    pictures, damage, findings = _write_report(options)
+    document = {
+        "report": str(options.out),
+        "bytes": options.out.stat().st_size,
+        "pictures": list(map(str, pictures)),
+        "findings": [finding.to_dict() for finding in findings],
+        "damage": _damage_documents(damage),
+    }
+    from routeplane.cli.output import format_findings
+
+    show(options, document, lines=[*_damage_lines(damage), *format_findings(findings), f"wrote {options.out}"])
+    return 1 if damage else 0
 
 
 def write_comparison(source: str, against: str, *, out: Path) -> None:
     """``routeplane report SOURCE --against AGAINST --out OUT``, for a run that ends with one. Makes the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     _write_report(
-        argparse.Namespace(sources=[source], against=against, out=out, png=None, layer=None, samples=None, ray=False)
+        argparse.Namespace(
+            sources=[source],
+            against=against,
+            out=out,
+            png=None,
+            layer=None,
+            samples=None,
+            ray=False,
+            on_corrupt="raise",
+            on_truncated="raise",
+        )
     )
 
 
 def require_report() -> Any:
-    """The module that writes reports. Raises MissingExtraError."""
+    """The module that writes reports. Raises MissingExtraError, before anything is read."""
     try:
         from routeplane.inspect import report
+    except MissingExtraError:
+        raise
     except ImportError as error:
         raise _missing("report", error) from error
     return report
 
 
-def _write_report(options: argparse.Namespace) -> list[Path]:
-    from routeplane.inspect.inputs import find_sources
+def _write_report(options: argparse.Namespace) -> tuple[list[Path], list[tuple[str, Problem]], Sequence[Any]]:
+    from routeplane.inspect.overview import Overview
 
     report = require_report()
-    sources = find_sources(options.sources)
-    against = find_sources([options.against]) if options.against else None
-    statistics = _collect(sources, options)
-    diff = None if against is None else _compare(sources, against, options)
+    count_on_ray = _ray() if options.ray else None
+    sources = _sources(options.sources, options)
+    against = _sources([options.against], options) if options.against else None
+    damage: list[tuple[str, Problem]] = []
+    if count_on_ray is not None and against is None:
+        overview = Overview.of(count_on_ray(sources, options))
+    else:
+        overview, damage = _survey(sources, against, options)
+    _require_samples(overview.statistics.coverage.records, options)
     page = report.render_report(
-        statistics,
-        title=f"routes of {statistics.spec.model or 'a run'}",
-        diff=diff,
-        samples=_worst_samples(sources, against, statistics=statistics, diff=diff, options=options),
-        notes=[f"from {', '.join(sources.paths)}", *([f"against {', '.join(against.paths)}"] if against else [])],
+        overview,
+        title=f"routes of {sources.spec.model or 'a run'}",
+        notes=[
+            f"from {_few(sources.paths)}",
+            *([f"against {_few(against.paths)}"] if against else []),
+        ],
+        damage=_damage_lines(damage),
     )
     report.write_report(options.out, page)
-    return list(report.write_pictures(options.png, statistics, diff=diff)) if options.png else []
+    pictures = list(report.write_charts(options.png, overview)) if options.png else []
+    return pictures, damage, overview.findings
 
 
-def _worst_samples(
-    sources: SourceSet,
-    against: SourceSet | None,
-    *,
-    statistics: RouteStatistics,
-    diff: RouteDiff | None,
-    options: argparse.Namespace,
-) -> list[SampleView]:
-    """The samples with the most missing and the most flipped rows, in turn, each once."""
-    from routeplane.inspect.report import view_sample
+def _survey(
+    sources: SourceSet, against: SourceSet | None, options: argparse.Namespace
+) -> tuple[Overview, list[tuple[str, Problem]]]:
+    from routeplane.inspect.overview import survey
 
-    ranked = [[worst.key for worst in statistics.worst], [worst.key for worst in diff.worst] if diff else []]
-    turns = [key for rank in range(SHOWN_SAMPLES) for keys in ranked if rank < len(keys) for key in [keys[rank]]]
-    chosen = list(dict.fromkeys(turns))[:SHOWN_SAMPLES]
-    names = ["/".join(map(str, key)) for key in chosen]
-    if not names:
-        return []
-    mine = {record.key: record for record in sources.records(layer_ids=options.layer, samples=names)}
-    theirs = {record.key: record for record in against.records(samples=names)} if against is not None else {}
-    return [view_sample(mine[key], against=theirs.get(key)) for key in chosen if key in mine]
+    read: list[SourceRecords] = []
 
+    def records(of: SourceSet) -> SourceRecords:
+        read.append(of.records(layer_ids=options.layer, samples=options.samples))
+        return read[-1]
 
-def _collect(sources: SourceSet, options: argparse.Namespace) -> RouteStatistics:
-    spec = sources.spec.select(options.layer) if options.layer else sources.spec
-    found = _counted(sources, spec, options)
-    _require_samples(found.coverage.records, options)
-    return found
+    with Progress("report") as progress:
+
+        def parts() -> Iterator[tuple[str, Iterator[RouteRecord]]]:
+            for name, source in zip(_part_names(sources.paths), sources.sources, strict=True):
+                yield name, progress.watch(records(replace(sources, sources=(source,))))
+
+        lookup = against.lookup() if against is not None and not (options.layer or options.samples) else None
+        overview = survey(
+            parts(),
+            _spec(sources, options),
+            against=None if against is None else lookup if lookup is not None else records(against),
+            against_spec=None if against is None else _spec(against, options),
+        )
+    return overview, [entry for part in read for entry in part.damage]
 
 
-def _counted(sources: SourceSet, spec: RouteSpec, options: argparse.Namespace) -> RouteStatistics:
-    from routeplane.inspect.statistics import collect
+def _part_names(paths: Sequence[str]) -> list[str]:
+    """The last parts of the paths, where these tell them apart."""
+    short = [Path(path.rstrip("/")).name for path in paths]
+    return short if len(set(short)) == len(short) else list(paths)
 
-    if options.ray:
-        try:
-            from routeplane.inspect.ray_data import collect_on_ray, joined_cluster
-        except ImportError as error:
-            raise _missing("ray", error) from error
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shared
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _sources(places: Sequence[str], options: argparse.Namespace) -> SourceSet:
+    from routeplane.inspect.inputs import find_sources
+    from routeplane.record.policy import ReadPolicy
+
+    policy = ReadPolicy(on_truncated=options.on_truncated, on_corrupt=options.on_corrupt, on_alarm="ignore")
+    return find_sources(places, policy=policy)
+
+
+def _spec(sources: SourceSet, options: argparse.Namespace) -> RouteSpec:
+    return sources.spec.select(options.layer) if options.layer else sources.spec
+
+
+def _ray() -> Any:
+    """What counts on a cluster; asked for before anything is read. Raises MissingExtraError."""
+    try:
+        from routeplane.inspect.ray_data import collect_on_ray, joined_cluster
+    except MissingExtraError:
+        raise
+    except ImportError as error:
+        raise _missing("ray", error) from error
+
+    def count(sources: SourceSet, options: argparse.Namespace) -> Any:
         with joined_cluster():
             return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
-    return collect(sources.records(layer_ids=options.layer, samples=options.samples), spec)
 
-
-def _compare(left: SourceSet, right: SourceSet, options: argparse.Namespace) -> RouteDiff:
-    from routeplane.inspect.compare import compare
-
-    def read(sources: SourceSet) -> Any:
-        return sources.records(layer_ids=options.layer, samples=options.samples)
-
-    specs = tuple(side.spec.select(options.layer) if options.layer else side.spec for side in (left, right))
-    lookup = right.lookup() if not (options.layer or options.samples) else None
-    found = compare(read(left), lookup if lookup is not None else read(right), specs=(specs[0], specs[1]))
-    _require_samples(found.samples + found.left_only + found.right_only, options)
-    return found
+    return count
 
 
 def _require_samples(records: int, options: argparse.Namespace) -> None:
@@ -192,23 +316,18 @@ def _require_samples(records: int, options: argparse.Namespace) -> None:
         raise refused(f"a record of sample {' or '.join(map(repr, options.samples))}", "none")
 
 
-def _show(options: argparse.Namespace, document: dict[str, Any], text: Callable[[], str]) -> None:
-    """One JSON object, or text, whose making may need an extra that JSON does without."""
-    print(json.dumps(document, sort_keys=True) if options.json else text())
+def _damage_lines(damage: Sequence[tuple[str, Problem]]) -> list[str]:
+    return [problem_line(problem, source=source) for source, problem in damage]
 
 
-def _tables() -> Any:
-    try:
-        from routeplane.inspect import tables
-    except ImportError as error:
-        raise _missing("report", error) from error
-    return tables
+def _damage_documents(damage: Sequence[tuple[str, Problem]]) -> list[dict[str, Any]]:
+    return [{"source": source, **problem_document(problem)} for source, problem in damage]
+
+
+def _few(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:4])
+    return f"{shown} and {len(paths) - 4} more" if len(paths) > 4 else shown
 
 
 def _missing(extra: str, error: ImportError) -> MissingExtraError:
     return MissingExtraError(f"expected the extra routeplane[{extra}], got: {error}", kind=ErrorKind.MISSING_EXTRA)
-
-
-def _terminal_width() -> int | None:
-    """The width of the terminal; None in a pipe, where text is plain."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -11,22 +11,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from routeplane.inspect.compare import Divergence, RouteDiff, compare, compare_records
-from routeplane.inspect.diagnose import Finding, find_findings
-from routeplane.inspect.explain import Explanation, explain
-from routeplane.inspect.inputs import SourceSet, find_sources
-from routeplane.inspect.look import ArchiveSummary, StreamCheck, StreamSummary, check, summarise
+from routeplane.inspect.diagnose import Examiner, Finding, find_findings
+from routeplane.inspect.export import to_arrow, to_pandas, to_polars
+from routeplane.inspect.inputs import SALVAGE, SourceSet, find_sources
+from routeplane.inspect.look import ArchiveSummary, Explanation, StreamCheck, StreamSummary, check, explain, summarise
+from routeplane.inspect.overview import Overview, survey
 from routeplane.inspect.statistics import Collector, RouteStatistics, collect
 
 if TYPE_CHECKING:
+    from routeplane.inspect.charts import draw_charts, draw_timeline, encode
     from routeplane.inspect.ray_data import collect_on_ray, dataset, filter_batches, records_of
     from routeplane.inspect.report import render_report, view_sample, write_report
 
 __all__ = [
+    "SALVAGE",
     "ArchiveSummary",
     "Collector",
     "Divergence",
+    "Examiner",
     "Explanation",
     "Finding",
+    "Overview",
     "RouteDiff",
     "RouteStatistics",
     "SourceSet",
@@ -38,6 +43,9 @@ __all__ = [
     "compare",
     "compare_records",
     "dataset",
+    "draw_charts",
+    "draw_timeline",
+    "encode",
     "explain",
     "filter_batches",
     "find_findings",
@@ -45,6 +53,10 @@ __all__ = [
     "records_of",
     "render_report",
     "summarise",
+    "survey",
+    "to_arrow",
+    "to_pandas",
+    "to_polars",
     "view_sample",
     "write_report",
 ]
@@ -52,6 +64,7 @@ __all__ = [
 #: Names that load an extra, and their module.
 _ON_FIRST_USE = {
     **dict.fromkeys(("collect_on_ray", "dataset", "filter_batches", "records_of"), "routeplane.inspect.ray_data"),
+    **dict.fromkeys(("draw_charts", "draw_timeline", "encode"), "routeplane.inspect.charts"),
     **dict.fromkeys(("render_report", "view_sample", "write_report"), "routeplane.inspect.report"),
 }
 

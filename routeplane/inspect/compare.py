@@ -25,7 +25,18 @@ from routeplane.record.spec import MISSING, RouteSpec
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["AlignedRows", "Divergence", "RouteDiff", "align", "compare", "compare_records"]
+__all__ = [
+    "AlignedRows",
+    "Divergence",
+    "RouteDiff",
+    "Segment",
+    "align",
+    "best_segment",
+    "compare",
+    "compare_records",
+    "longest_run",
+    "windows",
+]
 
 #: Samples that are kept by name: those that differ most, and those on one side alone.
 MAX_NAMED = 16
@@ -201,11 +212,11 @@ def compare(
     *,
     specs: tuple[RouteSpec, RouteSpec],
     max_held_bytes: int = MAX_HELD_BYTES,
-    watch: Callable[[RouteRecord, RouteRecord, AlignedRows], object] | None = None,
+    watch: Callable[..., object] | None = None,
 ) -> RouteDiff:
     """Match by key and count, in one pass over each side.
 
-    ``watch`` is given every pair with its aligned rows, such as ``Examiner.add`` of ``diagnose``.
+    ``watch(left, right, rows=AlignedRows)`` is given every pair, such as ``Examiner.add`` of ``diagnose``.
 
     ``right`` as a mapping (an archive) is looked up, so that its order does not matter. Of two streams, records whose
     partner has not come are held; in the same order that is none. Raises UsageError (TOO_LONG) where more than
@@ -218,7 +229,7 @@ def compare(
             rows = align(mine, theirs, layer_ids=total.layer_ids)
             total = total.merge(_count(mine, rows, total.layer_ids))
             if watch is not None:
-                watch(mine, theirs, rows)
+                watch(mine, theirs, rows=rows)
         elif mine is not None:
             total = _one_sided(total, "left_only", mine.key)
         elif theirs is not None:
@@ -306,6 +317,20 @@ class AlignedRows:
         """Whether both have the row, as other sets of experts."""
         return np.asarray(self.both_SL & (self.shared_SL < self.left_SLK.shape[2]))
 
+    @property
+    def agreement_S(self) -> NDArray[np.float64]:
+        """Share of ids in common over the layers of each token; NaN where no layer has both rows."""
+        ids_S = self.both_SL.sum(axis=1) * self.left_SLK.shape[2]
+        return np.where(ids_S > 0, self.shared_SL.sum(axis=1) / np.maximum(ids_S, 1), np.nan)
+
+    def chance_agreement(self) -> float:
+        """Share of ids that rows of tokens far apart have in common."""
+        distance = max(1, len(self.left_SLK) // 2)
+        left, right = self.left_SLK[distance:], self.right_SLK[:-distance]
+        both_SL = (left[:, :, 0] != MISSING) & (right[:, :, 0] != MISSING)
+        total = int(both_SL.sum()) * left.shape[2]
+        return int(np.where(both_SL, shared_ids(left, right), 0).sum()) / total if total else 0.0
+
 
 def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) -> AlignedRows:
     """Cut two records to what both have of ``layer_ids``, by absolute position and token identity."""
@@ -379,3 +404,45 @@ def _most_flipped(found: Divergence) -> tuple[int, RecordKey]:
 
 def _ratio(part: Any, whole: Any) -> float:
     return round(float(part) / float(whole), 9) if whole else 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs of tokens
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Tokens ``[start, stop)`` of aligned rows in which an alternative reading is better."""
+
+    start: int
+    stop: int
+    gain: float
+
+
+def windows(values_SL: NDArray[Any], width: int) -> NDArray[Any]:
+    """Sums over ``width`` consecutive tokens, ``[S - width + 1, L]``."""
+    total = np.concatenate([np.zeros((1, values_SL.shape[1])), np.cumsum(values_SL, axis=0)])
+    return np.asarray(total[width:] - total[:-width])
+
+
+def best_segment(gain_S: NDArray[np.float64]) -> Segment | None:
+    """The consecutive tokens with the largest sum of gains, without ends that gain nothing; None where none gains."""
+    total_S = np.concatenate([[0.0], np.cumsum(gain_S)])
+    lowest_S = np.minimum.accumulate(total_S)
+    stop = int((total_S - lowest_S).argmax())
+    if total_S[stop] <= lowest_S[stop]:
+        return None
+    # the last place of the minimum: tokens that gain nothing are not part of it
+    start = stop - 1 - int((total_S[:stop][::-1]).argmin())
+    return Segment(start=start, stop=stop, gain=float(total_S[stop] - total_S[start]))
+
+
+def longest_run(flags_S: NDArray[np.bool_]) -> Segment:
+    """The longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags_S, [False]]).astype(np.int8)))
+    if not len(edges):
+        return Segment(start=0, stop=0, gain=0.0)
+    starts, stops = edges[::2], edges[1::2]
+    best = int((stops - starts).argmax())
+    return Segment(start=int(starts[best]), stop=int(stops[best]), gain=float(stops[best] - starts[best]))

@@ -1,113 +1,251 @@
-"""Where the inspection commands read from: streams, archives, and patterns over both, as one source.
+"""What a place holds, for every command: streams, folders of blocks, archives, Parquet, pipes, URLs and patterns.
 
-Owns opening by what stands at a path, and finding a sample by its name. Decides nothing about data: readers refuse what
-is bad. An archive is looked up and read in part, a stream is read through.
+Owns how a place is recognised (by what lies there, never by its name alone) and opened, and how a sample is found by
+its name. Every kind opens to a reader with one policy and one report. A place that can be read only once (``-``, a
+pipe, a stream behind a URL) is copied to a temporary file first, since commands read twice. Decides nothing about
+data: readers refuse or set aside what is bad.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import shutil
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
 
-from routeplane.errors import ErrorKind, SpecError, UsageError
+import pyarrow as pa
+from pyarrow.fs import FileSystem
+
+from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, TruncatedError, UsageError, refused
+from routeplane.inspect.export import ParquetReader
+from routeplane.record.codec import stored_rows
+from routeplane.record.policy import Quarantine, QuarantineEntry, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.validate import find_problems
 from routeplane.stream import open_stream
 
 if TYPE_CHECKING:
     from routeplane.archive import Archive
+    from routeplane.record.schema import StreamHeader
     from routeplane.record.spec import RouteSpec
+    from routeplane.record.transfer import RecordReader
 
-__all__ = ["SourceSet", "find_sources", "is_archive", "is_wanted", "parse_sample"]
+__all__ = [
+    "LOOK",
+    "SALVAGE",
+    "Kind",
+    "Source",
+    "SourceRecords",
+    "SourceSet",
+    "damage_of",
+    "find_sources",
+    "is_archive",
+    "is_wanted",
+    "parse_sample",
+    "resolve",
+]
+
+Kind = Literal["stream", "archive", "parquet"]
+
+#: Everything is verified, and what is damaged raises.
+LOOK = ReadPolicy(on_alarm="ignore")
+#: Everything is verified, and what is damaged is passed over and counted.
+SALVAGE = ReadPolicy(on_truncated="keep", on_corrupt="quarantine", on_alarm="ignore")
 
 _WILDCARDS = frozenset("*?[")
+_PARQUET_MAGIC = b"PAR1"
+_ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
+_NO_LIMIT = 2**62
 
 
-def find_sources(patterns: Sequence[str]) -> SourceSet:
-    """Paths, URLs and patterns, as one set of sources in sorted order. Opens each once to compare specs.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One place that holds records. ``name``: as the user gave it; ``path``: what is opened.
 
-    A folder or URL is an archive, a file a stream; what exists under the very name is no pattern. Raises UsageError
-    (ARGUMENT) for a pattern that matches nothing and for a pipe, which cannot be read twice, SpecError where two
-    sources differ in geometry, and what opening raises.
+    ``copy`` keeps the temporary file of a place that can be read only once; it goes with the last reference.
     """
-    paths: list[str] = []
+
+    name: str
+    path: str
+    kind: Kind
+    copy: Any = field(default=None, compare=False, repr=False)
+
+    def open(self, *, policy: ReadPolicy = LOOK, layer_ids: Sequence[int] | None = None) -> RecordReader:
+        """Open a reader of all records; close it. Raises FormatError, OSError, SpecError for an unknown layer."""
+        reader: RecordReader
+        if self.kind == "archive":
+            reader = self.archive(policy=policy).select(layer_ids=layer_ids)
+        else:
+            reader = self._file_reader(policy)
+            if layer_ids is not None:
+                reader.select(layer_ids=layer_ids)
+        return reader
+
+    def archive(self, *, policy: ReadPolicy = LOOK) -> Archive:
+        """The archive, where it is one. Raises MissingExtraError without the extra ``zarr``."""
+        from routeplane.archive import open_archive
+
+        return open_archive(self.path, on_corrupt=policy.on_corrupt, on_alarm=policy.on_alarm, verify=policy.verify)
+
+    @property
+    def spec(self) -> RouteSpec:
+        """The geometry, read from the header or the commit."""
+        if self.kind == "archive":
+            return self.archive().spec
+        with self._file_reader(SALVAGE) as reader:
+            return reader.spec
+
+    def _file_reader(self, policy: ReadPolicy) -> RecordReader:
+        if self.kind == "parquet":
+            return ParquetReader(self.path, policy=policy)
+        return open_stream(
+            self.path,
+            on_truncated=policy.on_truncated,
+            on_corrupt=policy.on_corrupt,
+            on_alarm=policy.on_alarm,
+            verify=policy.verify,
+        )
+
+
+def resolve(patterns: Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
+    """Find the sources that places name; opens none, but looks at what lies there.
+
+    Args:
+        patterns: Paths of streams or Parquet files, of folders of blocks (each ``.arrows`` file below is a source) or
+            of archives; ``file://`` and other URLs; ``-`` for the standard input; glob patterns. What exists under
+            the very name is not a pattern. A place that several name is read once.
+
+    Returns:
+        Sources, those of one pattern sorted by name.
+
+    Raises:
+        UsageError: A pattern that matches nothing (ARGUMENT).
+        OSError: A place that is not there or may not be read.
+    """
+    found: dict[str, Source] = {}
     for pattern in patterns:
-        matched = sorted(glob.glob(pattern)) if _is_pattern(pattern) else [pattern]
-        if not matched:
-            raise UsageError(f"expected a file that matches {pattern!r}, got none", kind=ErrorKind.ARGUMENT)
-        paths += matched
-    if not paths:
-        raise UsageError("expected at least one stream or archive, got none", kind=ErrorKind.ARGUMENT)
-    specs = [_spec_of(path) for path in paths]
-    for path, spec in zip(paths, specs, strict=True):
+        for name in _names(os.fspath(pattern)):
+            for source in _sources_at(name):
+                found.setdefault(source.path if "://" in source.path else os.path.realpath(source.path), source)
+    if not found:
+        raise UsageError("expected at least one stream, archive or Parquet file, got none", kind=ErrorKind.ARGUMENT)
+    return tuple(found.values())
+
+
+def _names(pattern: str) -> list[str]:
+    """The names that a pattern matches."""
+    # a shell that expanded a pattern hands over names, and as a pattern ``run[1]`` is ``run1``
+    if not _WILDCARDS & set(pattern) or "://" in pattern or os.path.lexists(pattern):
+        return [pattern]
+    matched = sorted(glob.glob(pattern))
+    if not matched:
+        raise UsageError(f"expected a file that matches {pattern!r}, got none", kind=ErrorKind.ARGUMENT)
+    return matched
+
+
+def _sources_at(name: str) -> list[Source]:
+    path = unquote(urlsplit(name).path) if name.startswith("file://") else name
+    if name == "-":
+        return [_copied(name, lambda: sys.stdin.buffer)]
+    if "://" in path:
+        return [_remote(path)]
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        blocks = sorted(Path(path).rglob("*.arrows"))
+        if blocks:
+            return [Source(name=str(block), path=str(block), kind="stream") for block in blocks]
+        return [Source(name=name, path=path, kind="archive")]
+    if not stat.S_ISREG(mode):
+        return [_copied(name, lambda: open(path, "rb"))]
+    return [Source(name=name, path=path, kind=_file_kind(path))]
+
+
+def _file_kind(path: str) -> Kind:
+    with open(path, "rb") as file:
+        return "parquet" if file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC else "stream"
+
+
+def _remote(url: str) -> Source:
+    if PurePosixPath(urlsplit(url).path).suffix not in (".arrows", ".parquet"):
+        return Source(name=url, path=url, kind="archive")
+    try:
+        system, path = FileSystem.from_uri(url)
+    except (pa.ArrowException, ValueError) as error:
+        raise refused("a URL that pyarrow opens (s3, gs, abfs, hdfs)", f"{url}: {error}") from error
+    return _copied(url, lambda: system.open_input_stream(path))
+
+
+def _copied(name: str, opening: Callable[[], Any]) -> Source:
+    """A temporary file with what a place gives once."""
+    copy = tempfile.NamedTemporaryFile(prefix="routeplane-", suffix=".arrows")  # noqa: SIM115  # lives with the Source
+    with opening() as file:
+        shutil.copyfileobj(file, copy)
+    copy.flush()
+    return Source(name=name, path=copy.name, kind=_file_kind(copy.name), copy=copy)
+
+
+def is_archive(path: str) -> bool:
+    """Whether a path names an archive: a URL, or a folder without blocks."""
+    return "://" in path or (Path(path).is_dir() and not any(Path(path).rglob("*.arrows")))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several sources as one
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def find_sources(patterns: Sequence[str | os.PathLike[str]], *, policy: ReadPolicy = LOOK) -> SourceSet:
+    """Resolve places into one set of sources of one geometry.
+
+    Args:
+        patterns: As in ``resolve``.
+        policy: What is done with what is damaged; ``SALVAGE`` passes over it.
+
+    Returns:
+        The set. Holds nothing open.
+
+    Raises:
+        SpecError: Two sources differ in geometry.
+        UsageError, OSError: As ``resolve``; and what opening raises.
+    """
+    sources = resolve(patterns)
+    specs = [source.spec for source in sources]
+    for source, spec in zip(sources, specs, strict=True):
         if spec != specs[0]:
             differences = "; ".join(specs[0].differences(spec))
             raise SpecError(
-                f"expected sources of one spec, got another in {path} than in {paths[0]}: {differences}",
+                f"expected sources of one spec, got another in {source.name} than in {sources[0].name}: {differences}",
                 kind=ErrorKind.SPEC_MISMATCH,
             )
-    # one file under two names is read once
-    once: dict[str, str] = {}
-    for path in paths:
-        once.setdefault(path if "://" in path else os.path.realpath(path), path)
-    return SourceSet(paths=tuple(once.values()), spec=specs[0])
-
-
-def _is_pattern(text: str) -> bool:
-    # a shell that expanded a pattern hands over names, and as a pattern ``run[1]`` is ``run1``
-    return bool(_WILDCARDS & set(text)) and "://" not in text and not os.path.lexists(text)
-
-
-def parse_sample(text: str) -> tuple[str, int | None, int | None]:
-    """``sample``, or ``sample/attempt/segment`` as reports print it; the id itself may hold slashes."""
-    head, _, segment = text.rpartition("/")
-    sample, _, attempt = head.rpartition("/")
-    if sample and attempt.isdecimal() and segment.isdecimal():
-        return sample, int(attempt), int(segment)
-    return text, None, None
+    return SourceSet(sources=sources, spec=specs[0], policy=policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSet:
-    """Streams and archives of one spec. Holds nothing open: every call opens, reads and closes."""
+    """Sources of one spec. Every call opens, reads and closes."""
 
-    paths: tuple[str, ...]
+    sources: tuple[Source, ...]
     spec: RouteSpec
+    policy: ReadPolicy = LOOK
 
-    def records(
-        self, *, layer_ids: Sequence[int] | None = None, samples: Sequence[str] | None = None
-    ) -> Iterator[RouteRecord]:
-        """Every record, or those of ``samples`` (as in ``parse_sample``); verified, some layers only where asked.
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The places, as they were named."""
+        return tuple(source.name for source in self.sources)
 
-        Raises what the readers raise: FormatError, DataError, SpecError for a layer that is not there.
+    def records(self, *, layer_ids: Sequence[int] | None = None, samples: Sequence[str] | None = None) -> SourceRecords:
+        """Every record, or those of ``samples`` (as in ``parse_sample``), of all layers or some: to iterate once.
+
+        While iterated raises what the readers raise under the policy: FormatError, DataError, SpecError.
         """
-        for path in self.paths:
-            yield from self.records_of(path, layer_ids=layer_ids, samples=samples)
-
-    def records_of(
-        self, path: str, *, layer_ids: Sequence[int] | None = None, samples: Sequence[str] | None = None
-    ) -> Iterator[RouteRecord]:
-        """The same of one of ``paths``."""
-        wanted = None if samples is None else [parse_sample(sample) for sample in samples]
-        if is_archive(path):
-            archive = _archive(path)
-            if wanted is not None:
-                for key in archive:
-                    if is_wanted(key, wanted):
-                        yield archive.read(key, layer_ids=layer_ids)
-                return
-            yield from archive.select(layer_ids=layer_ids)
-            return
-        with open_stream(path, on_alarm="ignore") as reader:
-            if layer_ids is not None:
-                reader.select(layer_ids=layer_ids)
-            for record in reader:
-                if wanted is None or is_wanted(record.key, wanted):
-                    yield record
+        return SourceRecords(self.sources, self.policy, layer_ids=layer_ids, samples=samples)
 
     def find(self, sample: str) -> RouteRecord:
         """One sample, as named by a person. Raises UsageError (ARGUMENT) where none, or more than one, has the name."""
@@ -127,31 +265,115 @@ class SourceSet:
         return found[0]
 
     def lookup(self) -> Archive | None:
-        """The mapping from keys to records, where all is one archive."""
-        return _archive(self.paths[0]) if len(self.paths) == 1 and is_archive(self.paths[0]) else None
+        """The mapping from keys to records, where all is one archive whose records are read without exception."""
+        if len(self.sources) == 1 and self.sources[0].kind == "archive" and self.policy.on_corrupt == "raise":
+            return self.sources[0].archive(policy=self.policy)
+        return None
 
 
-def is_archive(path: str) -> bool:
-    """Whether ``path`` names an archive: a URL, or a folder."""
-    return "://" in path or Path(path).is_dir()
+class SourceRecords:
+    """The records of several sources in order; iterate once. ``report`` says what was read, and what was damaged."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        policy: ReadPolicy,
+        *,
+        layer_ids: Sequence[int] | None,
+        samples: Sequence[str] | None,
+    ) -> None:
+        self._sources, self._policy, self._layer_ids = sources, policy, layer_ids
+        self._wanted = None if samples is None else [parse_sample(sample) for sample in samples]
+        #: What was read so far, merged over sources.
+        self.report = StreamReport(complete=True)
+        #: What was passed over under ``SALVAGE``, with the name of its source.
+        self.damage: list[tuple[str, Problem]] = []
+
+    def __iter__(self) -> Iterator[RouteRecord]:
+        for source in self._sources:
+            if source.kind == "archive" and self._wanted is not None:
+                yield from self._looked_up(source)
+                continue
+            yield from self._read_through(source)
+
+    def _read_through(self, source: Source) -> Iterator[RouteRecord]:
+        salvages = self._policy.on_corrupt == "quarantine"
+        try:
+            reader = source.open(policy=self._policy, layer_ids=self._layer_ids)
+        except FormatError as error:
+            if not salvages or (isinstance(error, TruncatedError) and self._policy.on_truncated == "raise"):
+                raise
+            self._note(source, error)
+            return
+        with reader:
+            try:
+                for record in reader:
+                    if self._wanted is None or is_wanted(record.key, self._wanted):
+                        yield record
+            except FormatError as error:
+                if not salvages or (isinstance(error, TruncatedError) and self._policy.on_truncated == "raise"):
+                    raise
+                self._note(source, error)
+            report = reader.report()
+            self.report = self.report.merge(report)
+            header = getattr(reader, "header", None)
+            self.damage += [(source.name, problem) for problem in damage_of(report, header=header)]
+
+    def _note(self, source: Source, error: FormatError) -> None:
+        self.damage.append((source.name, Problem(kind=error.kind, message=error.message)))
+
+    def _looked_up(self, source: Source) -> Iterator[RouteRecord]:
+        archive = source.archive(policy=self._policy)
+        for key in archive:
+            if is_wanted(key, self._wanted or ()):
+                yield archive.read(key, layer_ids=self._layer_ids)
 
 
-def _archive(path: str) -> Archive:
-    from routeplane.archive import open_archive
+def damage_of(
+    report: StreamReport, *, header: StreamHeader | None = None, quarantine: Quarantine | None = None
+) -> list[Problem]:
+    """List what a reader passed over under ``SALVAGE``: damaged records, damaged batches, a missing trailer.
 
-    return open_archive(path)
+    ``header``, ``quarantine``: the reader's, to name every bad row of a record rather than the first few.
+    """
+    found = [problem for item in report.quarantined for problem in _problems_of(item, header, quarantine)]
+    if report.quarantined_count > len(report.quarantined):
+        message = f"expected whole records, got {report.quarantined_count} damaged, the first of which are listed"
+        found.append(Problem(kind=ErrorKind.CHECKSUM, message=message))
+    if report.skipped_batches:
+        message = f"expected whole batches, got {report.skipped_batches} damaged, of {report.skipped_records} records"
+        found.append(Problem(kind=ErrorKind.CORRUPT_BATCH, message=message))
+    if report.truncated:
+        found.append(Problem(kind=ErrorKind.TRUNCATED, message="expected a trailer, got the end of the stream"))
+    return found
 
 
-def _spec_of(path: str) -> RouteSpec:
-    if is_archive(path):
-        return _archive(path).spec
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise UsageError(
-            f"expected a file or an archive, which can be read again, got a pipe or a device @ {path}",
-            kind=ErrorKind.ARGUMENT,
-        )
-    with open_stream(path, on_truncated="keep", on_alarm="ignore") as reader:
-        return reader.spec
+def _problems_of(item: QuarantineEntry, header: StreamHeader | None, quarantine: Quarantine | None) -> list[Problem]:
+    """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
+    sample = item.key.sample_id
+    raw = None if quarantine is None else quarantine.raw(item)
+    if item.error.kind in _ROW_KINDS and header is not None and raw is not None:
+        first_token, rows_SLK = stored_rows(raw, header=header)
+        return find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, first_token=first_token, sample=sample)
+    if item.error.problems:
+        return [
+            problem if problem.sample is not None else replace(problem, sample=sample)
+            for problem in item.error.problems
+        ]
+    return [Problem(kind=item.error.kind, message=f"record {item.index}: {item.error.message}", sample=sample)]
+
+
+def parse_sample(text: str) -> tuple[str, int | None, int | None]:
+    """Split ``sample``, or ``sample/attempt/segment`` as reports print it; the id itself may hold slashes.
+
+    >>> parse_sample("step-3/17/0/0"), parse_sample("step-3/seventeen")
+    (('step-3/17', 0, 0), ('step-3/seventeen', None, None))
+    """
+    head, _, segment = text.rpartition("/")
+    sample, _, attempt = head.rpartition("/")
+    if sample and attempt.isdecimal() and segment.isdecimal():
+        return sample, int(attempt), int(segment)
+    return text, None, None
 
 
 def is_wanted(key: RecordKey, wanted: Sequence[tuple[str, int | None, int | None]]) -> bool:

@@ -1,47 +1,55 @@
-"""What a stream or an archive holds and what is wrong with it, as values that the command line prints.
+"""What a place holds and what is wrong with it, as values that the command line prints.
 
 ``summarise`` counts, and compares no checksum; ``check`` verifies every record, goes on after a bad one, and lists all
-problems with sample, token and layer. Each has its form for streams; those of archives are ``archive``'s.
+problems with sample, token and layer. ``explain`` follows one token of one record.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
-from routeplane.inspect.inputs import is_archive
+from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
-from routeplane.record.codec import stored_rows
 from routeplane.record.coverage import Coverage
-from routeplane.record.policy import Quarantined
-from routeplane.record.record import RouteRecord
+from routeplane.record.policy import StreamReport
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, StreamHeader
-from routeplane.record.spec import RouteSpec
-from routeplane.record.validate import find_problems
-from routeplane.stream import IpcReader, StreamReport, open_stream
+from routeplane.record.spans import Capture, Span
+from routeplane.record.spec import MISSING, RouteSpec
 
-__all__ = ["ArchiveSummary", "StreamCheck", "StreamSummary", "check", "check_stream", "summarise", "summarise_stream"]
+if TYPE_CHECKING:
+    from routeplane.record.transfer import RecordReader
 
-_ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
-_NO_LIMIT = 2**62
+__all__ = [
+    "ArchiveSummary",
+    "Explanation",
+    "LayerRows",
+    "StreamCheck",
+    "StreamSummary",
+    "check",
+    "explain",
+    "summarise",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSummary:
-    """A stream's header and counts."""
+    """The header and counts of a stream or Parquet file. ``damage``: what ended the reading; empty for nothing."""
 
     path: str
     bytes: int
     header: StreamHeader
     report: StreamReport
+    damage: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether the trailer was reached and agrees."""
-        return self.report.complete
+        return self.report.complete and not self.damage
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, keys in reading order."""
@@ -57,7 +65,8 @@ class StreamSummary:
             "records": self.report.records,
             "tokens": self.report.tokens,
             **_shares(self.report.coverage),
-            "quarantined": len(self.report.quarantined),
+            "quarantined": self.report.quarantined_count,
+            "damage": self.damage,
             "complete": self.complete,
         }
 
@@ -156,18 +165,32 @@ class StreamCheck:
         }
 
 
-def summarise(path: str | os.PathLike[str]) -> StreamSummary | ArchiveSummary:
-    """What stands at a path: ``summarise_stream``, or of an archive what its commit and its record tables say.
+def summarise(place: str | os.PathLike[str]) -> list[StreamSummary | ArchiveSummary]:
+    """Say what each source at a place holds, as far as it can be read.
 
-    Of an archive no array is read. Raises FormatError for what is neither, or damaged there; OSError.
+    Reads all records of a stream or Parquet file and compares no checksum; of an archive no array is read.
+
+    Args:
+        place: As in ``find_sources``: a path, a pattern, a folder of blocks, an archive, a URL, or ``-``.
+
+    Returns:
+        One summary a source.
+
+    Raises:
+        FormatError: What stands there is none of these, or its header is damaged.
+        OSError: It cannot be read.
     """
-    if not is_archive(os.fspath(path)):
-        return summarise_stream(path)
-    from routeplane.archive import ARCHIVE_VERSION, open_archive
+    return [_summary(source) for source in resolve([place])]
 
-    archive = open_archive(path)
+
+def _summary(source: Source) -> StreamSummary | ArchiveSummary:
+    if source.kind != "archive":
+        return _summarise_file(source)
+    from routeplane.archive import ARCHIVE_VERSION
+
+    archive = source.archive()
     return ArchiveSummary(
-        path=str(path),
+        path=source.name,
         bytes=archive.nbytes,
         version=ARCHIVE_VERSION,
         spec=archive.spec,
@@ -179,50 +202,83 @@ def summarise(path: str | os.PathLike[str]) -> StreamSummary | ArchiveSummary:
     )
 
 
-def check(path: str | os.PathLike[str]) -> StreamCheck:
-    """Read and verify a stream or an archive, and go on after damage. Raises OSError where nothing can be read."""
-    if not is_archive(os.fspath(path)):
-        return check_stream(path)
+def _summarise_file(source: Source) -> StreamSummary:
+    with source.open(policy=replace(SALVAGE, verify=False)) as reader:
+        damage = ""
+        try:
+            for _ in reader:
+                pass
+        except FormatError as error:
+            damage = error.message
+        report = reader.report()
+        return StreamSummary(
+            path=source.name,
+            bytes=os.stat(source.path).st_size,
+            header=_header(reader),
+            report=report,
+            damage=damage,
+        )
+
+
+def _header(reader: Any) -> StreamHeader:
+    header: StreamHeader = reader.header
+    return header
+
+
+def check(place: str | os.PathLike[str]) -> StreamCheck:
+    """Read and verify everything at a place, go on after damage, and list every problem.
+
+    Args:
+        place: As in ``summarise``.
+
+    Returns:
+        The problems of all sources there, and what was counted. A place that holds none of the known formats is a
+        problem too.
+
+    Raises:
+        OSError: Nothing can be read.
+    """
+    found = [_check(source) for source in resolve([place])]
+    if len(found) == 1:
+        return found[0]
+    return StreamCheck(
+        problems=tuple(problem for part in found for problem in part.problems),
+        records=sum(part.records for part in found),
+        tokens=sum(part.tokens for part in found),
+        coverage=reduce(Coverage.merge, (part.coverage for part in found)),
+    )
+
+
+def _check(source: Source) -> StreamCheck:
+    if source.kind != "archive":
+        return _check_file(source)
     from routeplane.archive import verify
 
-    found = verify(path, look=_alarms)
+    found = verify(source.path, look=_alarms)
     return StreamCheck(
         problems=found.problems, records=found.records + found.damaged, tokens=found.tokens, coverage=found.coverage
     )
 
 
-def summarise_stream(path: str | os.PathLike[str]) -> StreamSummary:
-    """Header, counts and coverage of a stream file. Raises FormatError for what is no stream, OSError."""
-    with _open(path, verify=False) as reader:
-        for _ in reader:
-            pass
-        return StreamSummary(
-            path=str(path), bytes=Path(path).stat().st_size, header=reader.header, report=reader.report()
-        )
-
-
-def check_stream(path: str | os.PathLike[str]) -> StreamCheck:
-    """Read and verify every record, and go on after a bad one. Raises OSError where the file cannot be read."""
+def _check_file(source: Source) -> StreamCheck:
     try:
-        reader = _open(path, verify=True)
+        reader = source.open(policy=SALVAGE)
     except FormatError as error:
         problem = Problem(kind=error.kind, message=error.message)
         return StreamCheck(problems=(problem,), records=0, tokens=0, coverage=Coverage())
     with reader:
         found = _read_through(reader)
         report = reader.report()
-        bad_rows = [problem for item in report.quarantined for problem in _problems_of(item, reader.header)]
-    if report.truncated:
-        found.append(Problem(kind=ErrorKind.TRUNCATED, message="expected a trailer, got the end of the stream"))
+        bad = damage_of(report, header=_header(reader), quarantine=reader.quarantine)
     return StreamCheck(
-        problems=(*bad_rows, *found),
+        problems=(*bad, *found),
         records=report.records,
         tokens=report.tokens,
         coverage=report.coverage,
     )
 
 
-def _read_through(reader: IpcReader) -> list[Problem]:
+def _read_through(reader: RecordReader) -> list[Problem]:
     """Alarms of every record, and what ended the reading before the trailer."""
     found: list[Problem] = []
     try:
@@ -243,22 +299,141 @@ def _alarms(record: RouteRecord) -> list[Problem]:
     )
 
 
-def _problems_of(item: Quarantined, header: StreamHeader) -> list[Problem]:
-    """Everything wrong with one record. The error names the first few bad rows; here are all of them."""
-    sample = item.key.sample_id
-    if item.error.kind in _ROW_KINDS:
-        first_token, rows_SLK = stored_rows(item.raw, header=header)
-        return find_problems(rows_SLK, header.spec, limit=_NO_LIMIT, first_token=first_token, sample=sample)
-    if item.error.problems:
-        return [
-            problem if problem.sample is not None else replace(problem, sample=sample)
-            for problem in item.error.problems
-        ]
-    return [Problem(kind=item.error.kind, message=f"record {item.index}: {item.error.message}", sample=sample)]
+# ----------------------------------------------------------------------------------------------------------------------
+# One token
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _open(path: str | os.PathLike[str], *, verify: bool) -> IpcReader:
-    reader = open_stream(path, on_truncated="keep", on_corrupt="quarantine", on_alarm="ignore", verify=verify)
-    if not isinstance(reader, IpcReader):
-        raise UsageError(f"expected the path of a stream, got {path!r}", kind=ErrorKind.ARGUMENT)
-    return reader
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRows:
+    """One layer's rows around a token; ids as stored, None for a row that is MISSING or stands in another record.
+
+    ``kept_from_before``: ids that the row before holds too; None where either is None.
+    """
+
+    layer: int
+    before: tuple[int, ...] | None
+    row: tuple[int, ...] | None
+    after: tuple[int, ...] | None
+    kept_from_before: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What is known about one token of a record.
+
+    ``checksum``: the record's, and whether its content agrees (``intact``). ``logprob``: of this token, governed by the
+    rows of the token before. ``columns``: this token's values of further token columns.
+    """
+
+    key: RecordKey
+    group: str | None
+    token: int
+    tokens: int
+    token_id: int
+    span: Span
+    capture: Capture
+    where: str
+    checksum: int
+    intact: bool
+    logprob: float | None
+    columns: dict[str, Any]
+    attributes: dict[str, str]
+    layers: tuple[LayerRows, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "key": list(self.key),
+            "group": self.group,
+            "token": self.token,
+            "tokens": self.tokens,
+            "token_id": self.token_id,
+            "sampled": {
+                "kind": self.span.kind,
+                "role": self.span.role,
+                "call": self.span.call,
+                "weights_version": self.span.weights_version,
+                "span": [self.span.start, self.span.stop],
+            },
+            "captured": {
+                "state": self.capture.state,
+                "call": self.capture.call,
+                "weights_version": self.capture.weights_version,
+                "capture": [self.capture.start, self.capture.stop],
+            },
+            "where": self.where,
+            "checksum": f"{self.checksum:016x}",
+            "intact": self.intact,
+            "logprob": self.logprob,
+            "columns": self.columns,
+            "attributes": self.attributes,
+            "layers": [
+                {
+                    "layer": rows.layer,
+                    "before": rows.before,
+                    "row": rows.row,
+                    "after": rows.after,
+                    "kept_from_before": rows.kept_from_before,
+                }
+                for rows in self.layers
+            ],
+        }
+
+
+def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | None = None) -> Explanation:
+    """Explain ``token``, an absolute position of ``record``, in all layers or those of ``layer_ids``.
+
+    Raises UsageError (ARGUMENT) for a position outside the record, SpecError for a layer that it does not have.
+    """
+    if not 0 <= token < record.num_tokens:
+        raise UsageError(
+            f"expected a token in [0, {record.num_tokens}), got {token} @ sample {record.sample_id}",
+            kind=ErrorKind.ARGUMENT,
+        )
+    own = token - record.tokens_start
+    if own < 0:
+        raise UsageError(
+            f"expected a token from {record.tokens_start} on (those before stand in another record), got {token} "
+            f"@ sample {record.sample_id}",
+            kind=ErrorKind.PREFIX,
+        )
+    chosen = record.spec.layer_ids if layer_ids is None else layer_ids
+    logprob = None if record.logprobs is None else float(record.logprobs[own])
+    return Explanation(
+        key=record.key,
+        group=record.group,
+        token=token,
+        tokens=record.num_tokens,
+        token_id=int(record.token_ids[own]),
+        span=next(span for span in record.spans if span.start <= token < span.stop),
+        capture=next(capture for capture in record.captures if capture.start <= token < capture.stop),
+        where=_where(record, token),
+        checksum=int(record.checksum),
+        intact=record.compute_checksum() == record.checksum,
+        logprob=None if logprob is None or logprob != logprob else logprob,
+        columns={name: values[own : own + 1].tolist()[0] for name, values in record.columns.items()},
+        attributes=dict(record.attributes),
+        layers=tuple(_layer_rows(record, token, layer_id) for layer_id in chosen),
+    )
+
+
+def _where(record: RouteRecord, token: int) -> str:
+    if token >= record.routes_start:
+        return f"row {token - record.routes_start} of this record"
+    prefix = record.prefix
+    return "no record" if prefix is None else f"record {tuple(prefix.key)}, which holds the rows before {prefix.stop}"
+
+
+def _layer_rows(record: RouteRecord, token: int, layer_id: int) -> LayerRows:
+    slot = record.spec.slot(layer_id)
+    before, row, after = (_row(record, position, slot) for position in (token - 1, token, token + 1))
+    kept = None if before is None or row is None else len(set(before) & set(row))
+    return LayerRows(layer=layer_id, before=before, row=row, after=after, kept_from_before=kept)
+
+
+def _row(record: RouteRecord, token: int, slot: int) -> tuple[int, ...] | None:
+    if not record.routes_start <= token < record.num_tokens:
+        return None
+    ids = record.routes[token - record.routes_start, slot].tolist()
+    return None if ids[0] == MISSING else tuple(ids)

@@ -1,67 +1,80 @@
-"""The report: one HTML file that opens anywhere, without a network and without a script.
+"""The report: one HTML file that opens anywhere, without a network; its charts react, its tokens are walked by keys.
 
 Owns the page: what stands on it, in which order, and how tokens are coloured. The one importer of jinja2, with every
-value escaped. Pictures come from ``plots``, findings from ``findings``, numbers from the statistics.
+value escaped. Findings come from ``diagnose``, numbers from ``overview``, charts and their script from ``charts``.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from routeplane.errors import ErrorKind, MissingExtraError
+from routeplane.inspect.charts import chart_script, draw_charts, encode
 from routeplane.inspect.compare import RouteDiff, align
-from routeplane.inspect.diagnose import Finding, find_findings
-from routeplane.inspect.plots import draw_pictures, encode
+from routeplane.inspect.diagnose import LEAST_TOKENS, Finding
+from routeplane.inspect.overview import Overview
 from routeplane.inspect.statistics import RouteStatistics
-from routeplane.inspect.tally import shared_ids
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING
 from routeplane.stream.files import PublishedPath
 
-__all__ = ["SampleView", "TokenView", "render_report", "view_sample", "write_pictures", "write_report"]
+try:
+    import jinja2
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        "routeplane.inspect.report needs jinja2: pip install 'routeplane[report]'", kind=ErrorKind.MISSING_EXTRA
+    ) from error
+
+__all__ = ["SampleView", "render_report", "view_sample", "write_charts", "write_report"]
 
 #: Tokens of a sample that are shown, from a little before the first one that is coloured.
 MAX_TOKENS = 1_500
 _LEAD = 40
 #: Steps of colour for the share of a token's rows that are flipped.
 _STEPS = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenView:
-    """One token: its position, its text (or id), its CSS class, and what hovering says."""
-
-    position: int
-    text: str
-    style: str
-    tip: str
+#: Colour of a token: how the page's script and style sheet call it, in this order.
+STYLES = ("", *(f"flip{step}" for step in range(1, _STEPS + 1)), "partial", "missing", "unfed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleView:
-    """A sample as it is shown: ``left_out`` tokens before the first shown one, ``cut`` after the last."""
+    """A sample as it is shown: ``left_out`` tokens before the first shown one, ``cut`` after the last.
+
+    ``texts``, ``styles`` (places in STYLES), ``missing`` and ``flipped`` (rows) have one entry a shown token; ``spans``
+    are ``(start, stop, words)``.
+    """
 
     name: str
     summary: str
     left_out: int
     cut: int
-    tokens: tuple[TokenView, ...]
+    texts: tuple[str, ...]
+    styles: tuple[int, ...]
+    missing: tuple[int, ...]
+    flipped: tuple[int, ...]
+    spans: tuple[tuple[int, int, str], ...]
 
 
 def view_sample(
     record: RouteRecord, *, against: RouteRecord | None = None, decode: Callable[[int], str] | None = None
 ) -> SampleView:
-    """A record with its tokens coloured: by missing rows, and by rows that differ from ``against``.
+    """Colour a record's tokens by missing rows and by rows that differ.
 
-    ``decode``: token id to text, such as a tokenizer's; ids are shown where there is none.
+    Args:
+        record: The sample.
+        against: The same sample of another side.
+        decode: Token id to text, such as a tokenizer's; ids are shown where there is none.
+
+    Returns:
+        At most MAX_TOKENS tokens, from a little before the first coloured one.
     """
     missing_S = np.zeros(record.num_tokens, dtype=np.int64)
     missing_S[record.routes_start :] = (record.routes[:, :, 0] == MISSING).sum(axis=1)
@@ -69,67 +82,73 @@ def view_sample(
     not_fed_S = np.zeros(record.num_tokens, dtype=np.bool_)
     for capture in record.captures:
         not_fed_S[capture.start : capture.stop] = capture.state == "not_fed"
-    coloured = np.flatnonzero(((missing_S > 0) & ~not_fed_S) | (flipped_S > 0))
+    missing_S[not_fed_S] = 0
+    layers = record.spec.num_layers
+    styles_S = np.minimum(_STEPS, -(-flipped_S * _STEPS // layers))
+    styles_S[missing_S > 0] = STYLES.index("partial")
+    styles_S[missing_S == layers] = STYLES.index("missing")
+    styles_S[not_fed_S] = STYLES.index("unfed")
+    coloured = np.flatnonzero((missing_S > 0) | (flipped_S > 0))
     lead = int(coloured[0]) - _LEAD if len(coloured) else 0
     first = max(record.tokens_start, lead)  # those before stand in the prefix's record
     stop = min(record.num_tokens, first + MAX_TOKENS)
-    layers = record.spec.num_layers
-    tokens = []
-    for span in record.spans:
-        for position in range(max(first, span.start), min(stop, span.stop)):
-            missing = 0 if not_fed_S[position] else int(missing_S[position])
-            flipped = int(flipped_S[position])
-            token_id = int(record.token_ids[position - record.tokens_start])
-            tokens.append(
-                TokenView(
-                    position=position,
-                    text=str(token_id) if decode is None else decode(token_id),
-                    style=_style(span.kind, missing, flipped, layers=layers, fed=not not_fed_S[position]),
-                    tip=f"token {position}, id {token_id}, {span.kind}: {missing} rows missing, {flipped} flipped",
-                )
-            )
+    said = str if decode is None else decode
+    shown = slice(first, stop)
     return SampleView(
         name="/".join(str(part) for part in record.key),
-        summary=f"{record.num_tokens} tokens, {int((missing_S * ~not_fed_S > 0).sum())} with missing rows"
-        + ("" if against is None else f", {int((flipped_S > 0).sum())} with flipped rows"),
+        summary=f"{record.num_tokens:,} tokens, {int((missing_S > 0).sum()):,} with missing rows"
+        + ("" if against is None else f", {int((flipped_S > 0).sum()):,} with flipped rows"),
         left_out=first,
         cut=record.num_tokens - stop,
-        tokens=tuple(tokens),
+        texts=tuple(
+            said(int(token_id))
+            for token_id in record.token_ids[first - record.tokens_start : stop - record.tokens_start]
+        ),
+        styles=tuple(styles_S[shown].tolist()),
+        missing=tuple(missing_S[shown].tolist()),
+        flipped=tuple(flipped_S[shown].tolist()),
+        spans=tuple((span.start, span.stop, f"{span.kind}, call {span.call}") for span in record.spans),
     )
 
 
-def _style(kind: str, missing: int, flipped: int, *, layers: int, fed: bool) -> str:
-    """CSS classes: the kind, and at most one of missing, not fed, or a step of flips."""
-    if missing:
-        return f"{kind} missing" if missing == layers else f"{kind} partial"
-    if not fed:
-        return f"{kind} unfed"
-    return f"{kind} flip{min(_STEPS, -(-flipped * _STEPS // layers))}" if flipped else kind
-
-
 def _flips(record: RouteRecord, against: RouteRecord) -> NDArray[np.int64]:
-    """For each token of ``record`` the rows that differ; 0 from the first other token on, as in ``diff``."""
+    """For each token of ``record`` the rows that differ; 0 from the first other token on, as in ``compare``."""
     common = [layer_id for layer_id in record.spec.layer_ids if layer_id in against.spec.layer_ids]
     pair = align(record, against, layer_ids=common)
-    mine, theirs = pair.left_SLK, pair.right_SLK
-    both_SL = (mine[:, :, 0] != MISSING) & (theirs[:, :, 0] != MISSING)
     flipped_S = np.zeros(record.num_tokens, dtype=np.int64)
-    flips_SL = both_SL & (shared_ids(mine, theirs) < record.spec.top_k)
-    flipped_S[pair.start : pair.start + len(mine)] = flips_SL.sum(axis=1)
+    flipped_S[pair.start : pair.start + len(pair.left_SLK)] = pair.flipped_SL.sum(axis=1)
     return flipped_S
 
 
 def render_report(
-    statistics: RouteStatistics,
+    overview: Overview | RouteStatistics,
     *,
     title: str,
-    diff: RouteDiff | None = None,
-    samples: Iterable[SampleView] = (),
     notes: Sequence[str] = (),
+    damage: Sequence[str] = (),
+    decode: Callable[[int], str] | None = None,
 ) -> str:
-    """The page as text. ``notes``: lines under the title, such as where the data came from."""
-    findings = find_findings(statistics, diff=diff)
-    document = statistics.to_dict()
+    """Lay out the page.
+
+    Args:
+        overview: From ``survey``; or statistics alone.
+        title: Its heading.
+        notes: Lines under the title, such as where the data came from.
+        damage: What could not be read, one line each; shown before everything else.
+        decode: Token id to text.
+
+    Returns:
+        HTML. The same data gives the same text.
+
+    >>> from routeplane.inspect import collect
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> page = render_report(collect([watermarked_record(0, num_tokens=8)], watermarked_spec()), title="one sample")
+    >>> "<h1>one sample</h1>" in page
+    True
+    """
+    shown = Overview.of(overview) if isinstance(overview, RouteStatistics) else overview
+    samples = [view_sample(record, against=other, decode=decode) for record, other in shown.shown]
+    charts = draw_charts(shown)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("routeplane.inspect", "templates"),
         autoescape=True,
@@ -137,22 +156,53 @@ def render_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    statistics = shown.statistics.to_dict()
     return environment.get_template("report.html").render(
         title=title,
         notes=list(notes),
-        verdict=_verdict(findings),
-        findings=findings,
-        tiles=_tiles(statistics, diff),
-        pictures=[
-            (name, base64.b64encode(encode(figure, "png")).decode(), _ALTERNATIVES[name])
-            for name, figure in draw_pictures(statistics, diff=diff).items()
-        ],
-        layers=document["layers"],
-        by_kind=document["by_kind"],
-        diff=None if diff is None else diff.to_dict(),
-        samples=list(samples),
+        damage=list(damage),
+        verdict=_verdict(shown.findings, len(damage)),
+        findings=shown.findings,
+        power=f"Shifts, stale, repeated and swapped rows are named from {LEAST_TOKENS} tokens on, in all layers or in "
+        "one; another router's rows from a fifth fewer shared ids on. Fewer tokens are within what near-ties do.",
+        tiles=_tiles(shown),
+        charts=[(name, spec["title"]["text"]) for name, spec in charts.items()],
+        layer_ids=list(shown.spec.layer_ids),
+        parts=[part.name for part in shown.parts] if len(shown.parts) > 1 else [],
+        layers=statistics["layers"],
+        by_kind=statistics["by_kind"],
+        diff=None if shown.diff is None else shown.diff.to_dict(),
+        samples=samples,
         steps=range(1, _STEPS + 1),
+        script=_safe_script(chart_script()),
+        data=_safe_json({"charts": charts, "samples": [_sample_document(view) for view in samples], "styles": STYLES}),
     )
+
+
+def _sample_document(view: SampleView) -> dict[str, Any]:
+    return {
+        "first": view.left_out,
+        "texts": view.texts,
+        "styles": "".join(map(str, view.styles)),
+        "missing": _sparse(view.missing),
+        "flipped": _sparse(view.flipped),
+        "spans": view.spans,
+    }
+
+
+def _sparse(counts: Sequence[int]) -> dict[str, int]:
+    return {str(place): count for place, count in enumerate(counts) if count}
+
+
+def _safe_json(document: Any) -> str:
+    """JSON for a script element: no character of it can end the element."""
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _safe_script(text: str) -> str:
+    """The library's script, without what would end its element early."""
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def write_report(path: Path, text: str) -> None:
@@ -166,30 +216,20 @@ def write_report(path: Path, text: str) -> None:
         undo.pop_all()
 
 
-def write_pictures(folder: Path, statistics: RouteStatistics, *, diff: RouteDiff | None = None) -> list[Path]:
-    """Each picture as a PNG file in ``folder``; their paths. Raises OSError."""
+def write_charts(folder: Path, overview: Overview | RouteStatistics) -> list[Path]:
+    """Draw each chart as a PNG file in ``folder``; their paths. Raises OSError."""
+    shown = Overview.of(overview) if isinstance(overview, RouteStatistics) else overview
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in draw_pictures(statistics, diff=diff).items():
+    for name, spec in draw_charts(shown).items():
         path = folder / f"{name}.png"
-        path.write_bytes(encode(figure, "png"))
+        path.write_bytes(encode(spec, "png"))
         written.append(path)
     return written
 
 
-_ALTERNATIVES = {
-    "load": "Heat map: load of every expert by layer, relative to balance",
-    "effective": "Lines: effective share of the experts by layer, prompt and generation",
-    "overlap": "Line: share of experts that a token's row shares with the row before, by layer",
-    "coverage": "Bars: fed tokens by position, with and without all their rows",
-    "drift": "Heat map: divergence of each layer's load between weights versions",
-    "agreement": "Lines: share of equal rows and Jaccard index by layer",
-    "flips": "Bars: share of flipped rows by position",
-}
-
-
-def _verdict(findings: list[Finding]) -> str:
-    errors = sum(finding.severity == "error" for finding in findings)
+def _verdict(findings: Sequence[Finding], damage: int) -> str:
+    errors = damage + sum(finding.severity == "error" for finding in findings)
     warnings = sum(finding.severity == "warning" for finding in findings)
     if errors or warnings:
         return f"{_number(errors, 'error')}, {_number(warnings, 'warning')}"
@@ -200,8 +240,8 @@ def _number(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _tiles(statistics: RouteStatistics, diff: RouteDiff | None) -> list[tuple[str, str]]:
-    spec, coverage = statistics.spec, statistics.coverage
+def _tiles(overview: Overview) -> list[tuple[str, str]]:
+    spec, coverage = overview.spec, overview.statistics.coverage
     widths = sorted(set(spec.experts_per_layer))
     tiles: list[tuple[str, Any]] = [
         ("samples", f"{coverage.records:,}"),
@@ -210,8 +250,17 @@ def _tiles(statistics: RouteStatistics, diff: RouteDiff | None) -> list[tuple[st
         ("experts", widths[0] if len(widths) == 1 else f"{widths[0]}-{widths[-1]}"),
         ("top-k", spec.top_k),
         ("missing", f"{coverage.missing_share:.2%}"),
-        ("weights versions", len(statistics.versions)),
+        ("weights versions", len(overview.statistics.versions)),
     ]
-    if diff is not None:
-        tiles.append(("flipped rows", f"{diff.flipped_share:.2%}"))
+    if overview.diff is not None:
+        tiles.append(("flipped rows", _flipped(overview.diff)))
+    for which, name in enumerate(("mean gap, live", "mean gap, replayed")):
+        total = sum(part.gap_sums[which][0] for part in overview.parts)
+        tokens = sum(part.gap_sums[which][1] for part in overview.parts)
+        if tokens:
+            tiles.append((name, f"{total / tokens:.3g} nats"))
     return [(name, str(value)) for name, value in tiles]
+
+
+def _flipped(diff: RouteDiff) -> str:
+    return f"{diff.flipped_share:.2%}"

@@ -55,7 +55,7 @@ __all__ = [
 #: Kinds of span, in the order of tables.
 KIND_NAMES: tuple[SpanKind, ...] = ("prompt", "generation")
 #: Tokens of one bin of absolute position, and how many bins there are; the last is open.
-POSITION_BIN, POSITION_BINS = 64, 2048
+POSITION_BIN, POSITION_BINS = 16, 8192
 #: Samples with the most missing rows that are kept by name.
 MAX_WORST = 16
 #: Kind of the span and weights version of the capture (None where unknown): what loads are kept apart by.
@@ -73,11 +73,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstSample:
-    """A record and how many of its fed rows are not there in every layer."""
+    """A record and how many of its fed rows are not there in every layer; ``[token, stop)``: the first of these."""
 
     key: RecordKey
     missing: int
     tokens: int
+    token: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +259,14 @@ class RouteStatistics:
                 },
             },
             "worst": [
-                {"key": list(worst.key), "missing": worst.missing, "tokens": worst.tokens} for worst in self.worst
+                {
+                    "key": list(worst.key),
+                    "missing": worst.missing,
+                    "tokens": worst.tokens,
+                    "token": worst.token,
+                    "stop": worst.stop,
+                }
+                for worst in self.worst
             ],
         }
 
@@ -367,8 +376,7 @@ class Collector:
         coverage = record.coverage()
         self._coverage = self._coverage.merge(coverage)
         if coverage.missing:
-            worst = WorstSample(key=record.key, missing=coverage.missing, tokens=record.num_tokens)
-            self._worst = worst_of((*self._worst, worst))
+            self._worst = worst_of((*self._worst, _worst(record, coverage.missing)))
 
     def result(self) -> RouteStatistics:
         """The counts so far, as a value with arrays of its own."""
@@ -408,8 +416,11 @@ class Collector:
     def _count_overlap(self, record: RouteRecord) -> None:
         equal_S = np.zeros(len(record.routes), dtype=np.int32)
         count_overlap(record.routes, shared_L=self._shared_L, neighbours_L=self._neighbours_L, equal_S=equal_S)
-        # a run of n equal rows is n - 1 rows that equal the one before, in all layers
+        # a run of n equal rows is n - 1 rows that equal the one before, in all layers; equal tokens have equal rows
+        # honestly
+        own_S = record.row_token_ids
         repeats_S = equal_S == self._spec.num_layers
+        repeats_S[1:] &= own_S[1:] != own_S[:-1]
         if not repeats_S.any():
             return
         edges = np.flatnonzero(np.diff(np.concatenate([[False], repeats_S, [False]]).astype(np.int8)))
@@ -418,6 +429,19 @@ class Collector:
         best = int(lengths.argmax())
         run = Run(length=int(lengths[best]), sample=record.sample_id, token=record.routes_start + int(starts[best]) - 1)
         self._longest = run if self._longest is None else max(self._longest, run)
+
+
+def _worst(record: RouteRecord, missing: int) -> WorstSample:
+    absent = [
+        (capture.start, capture.stop)
+        for capture in record.captures
+        if capture.state not in PRESENT_STATES and capture.state != "not_fed"
+    ]
+    token, stop = absent[0]
+    for start, end in absent[1:]:
+        if start == stop:
+            stop = end
+    return WorstSample(key=record.key, missing=missing, tokens=record.num_tokens, token=token, stop=stop)
 
 
 def _pieces(record: RouteRecord) -> Iterator[tuple[int, int, Span, Capture]]:

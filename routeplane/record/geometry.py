@@ -45,9 +45,10 @@ _TASKS = (
 def geometry_from_hf_config(config: object) -> Geometry:
     """Read the geometry of a Hugging Face configuration: a mapping (config.json), or an object with ``to_dict``.
 
-    A multimodal model's ``text_config`` is followed. Raises SpecError: DENSE_MODEL, UNKNOWN_ARCHITECTURE, or
-    UNSUPPORTED_GEOMETRY with the key that is missing, contradictory or not understood. Raises UsageError for anything
-    that is no configuration.
+    A multimodal model's ``text_config`` is followed. An architecture that the table of families does not hold is built
+    without weights, where the installed Transformers knows it, and its gates are counted. Raises SpecError:
+    DENSE_MODEL, UNKNOWN_ARCHITECTURE, or UNSUPPORTED_GEOMETRY with the key that is missing, contradictory or not
+    understood. Raises UsageError for anything that is not a configuration.
     """
     document = _mapping(config)
     if document is None:
@@ -55,7 +56,35 @@ def geometry_from_hf_config(config: object) -> Geometry:
             f"expected a configuration (a mapping, or an object with to_dict), got {type(config).__name__}",
             kind=ErrorKind.ARGUMENT,
         )
+    try:
+        return _from_table(document)
+    except SpecError as error:
+        counted = _counted(config) if error.kind == ErrorKind.UNKNOWN_ARCHITECTURE else None
+        if counted is None:
+            raise
+        return counted
+
+
+def _counted(config: object) -> Geometry | None:
+    """The gates of the model that Transformers builds; None where it is not installed or does not know it."""
+    try:
+        from routeplane.record.meta_model import build_without_weights
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        return None
+    model = build_without_weights(config)
+    try:
+        return None if model is None else geometry_from_model(model)
+    except SpecError as error:
+        if error.kind != ErrorKind.DENSE_MODEL:
+            raise
+        return None  # a file that borrows the model_type of a dense model is not dense for that
+
+
+def _from_table(document: Config) -> Geometry:
     text = _text_level(document)
+    _require_single_passes(text)
     family = _family(document, text)
     _require_agreement(document, text, family)
     if family.refused:
@@ -173,6 +202,16 @@ def _require_agreement(document: Config, text: Config, family: Family) -> None:
             raise refusal(f"{key} and text_config.{key} to agree", f"{values[0]!r} and {values[1]!r}")
 
 
+def _require_single_passes(text: Config) -> None:
+    """Refuse models that run layers several times in one forward: a row has one choice per layer."""
+    for key, value in text.items():
+        if isinstance(key, str) and _PASSES.fullmatch(key) and type(value) is int and value > 1:
+            raise refusal(f"each layer once in a forward ({key}=1)", f"{value}")
+
+
+_PASSES = re.compile("loop_num_passes|num_loops|n_loops|num_recurrences|num_passes")
+
+
 def _require_neutral(text: Config, family: Family) -> None:
     """Refuse a key that would change which layers route, and that the family's rule does not read."""
     for key, neutral in NEUTRAL:
@@ -211,7 +250,10 @@ def _unknown(got: str) -> SpecError:
 
 # ---- from a model ----
 
-_TOP_K_NAMES = ("top_k", "topk", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_tok")
+_TOP_K_NAMES = (
+    *("top_k", "topk", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_tok", "top_k_experts"),
+    *("num_experts_per_token", "num_experts_per_topk"),
+)
 _COUNT_NAMES = (
     *("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts"),
     # Zaya's name for its experts and the class that skips the layer
@@ -219,6 +261,7 @@ _COUNT_NAMES = (
 )
 _ZERO_NAMES = ("zero_expert_num", "num_zero_experts")
 _SHARED_NAMES = ("n_shared_experts", "num_shared_experts")
+_ROUTER = re.compile(r"Router$|Gate$|TopK")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?=\.|$)")
 _DRAFT = re.compile(r"mtp|nextn", re.IGNORECASE)
 
@@ -243,6 +286,8 @@ def geometry_from_model(model: object) -> Geometry:
     """
     modules = _named_modules(model)
     config = next((found for _, module in modules if (found := _mapping(getattr(module, "config", None)))), None)
+    if config is not None:
+        _require_single_passes(_text_level(config))
     gates = _gates_by_layer(modules)
     if not gates:
         raise _gateless(model, modules)
@@ -315,6 +360,10 @@ def _candidate(path: str, module: object) -> _Gate | None:
 
 def _integers(module: object, names: tuple[str, ...]) -> set[int]:
     values = [getattr(module, name, None) for name in names]
+    if _ROUTER.search(type(module).__name__):
+        # a router that keeps its numbers in its configuration alone (Gemma-4)
+        config = getattr(module, "config", None)
+        values += [getattr(config, name, None) for name in names] if not any(values) else []
     return {value for value in values if type(value) is int and 0 < value <= MOST}
 
 

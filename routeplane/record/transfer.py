@@ -1,6 +1,6 @@
-"""What the writers and readers of all transports share: the checks at the edge, selection, counting, ``with``.
+"""The base of all writers and readers: checks at the edge, selection, counting, ``with``.
 
-A transport adds how records travel: ``RecordWriter._put`` and ``RecordReader._arrive``. Knows no bytes.
+A subclass adds how records travel: ``RecordWriter._put`` and ``RecordReader._arrive``. Knows no bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.alarms import find_alarms
 from routeplane.record.interfaces import Admission, admit
-from routeplane.record.policy import ReadPolicy, RecordCounts, StreamReport
+from routeplane.record.policy import Quarantine, ReadPolicy, RecordCounts, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord, cut_record
 
 if TYPE_CHECKING:
@@ -31,13 +31,18 @@ def check_max_bytes(max_bytes: int) -> None:
 
 
 class RecordWriter(ABC):
-    """The RouteSink of a transport. Not safe for several threads."""
+    """Base of RouteSinks. Not safe for several threads.
 
-    def __init__(self, spec: RouteSpec, *, max_bytes: int) -> None:
+    Args:
+        max_bytes: payload bytes held before they are written.
+        max_keys: how many keys are remembered to refuse a record that comes twice; None: all.
+    """
+
+    def __init__(self, spec: RouteSpec, *, max_bytes: int, max_keys: int | None = None) -> None:
         check_max_bytes(max_bytes)
         self._spec = spec
-        self._max_bytes = max_bytes
-        self._keys: set[RecordKey] = set()
+        self._max_bytes, self._max_keys = max_bytes, max_keys
+        self._keys: dict[RecordKey, None] = {}  # in order, so that the oldest is forgotten first
         self._open = True
 
     @property
@@ -69,7 +74,9 @@ class RecordWriter(ABC):
             self._open = False
             self._fail()
             raise
-        self._keys.add(record.key)
+        self._keys[record.key] = None
+        if self._max_keys is not None and len(self._keys) > self._max_keys:
+            del self._keys[next(iter(self._keys))]
 
     def close(self) -> None:
         """Write what is held and the trailer, and publish. Does nothing on a stream that is closed or aborted.
@@ -124,11 +131,15 @@ class RecordWriter(ABC):
 
 
 class RecordReader(ABC):
-    """The RouteSource of a transport. Iterate once; ``close`` (or ``with``) lets go of the source."""
+    """Base of RouteSources. Iterate once; ``close`` (or ``with``) closes the source.
 
-    def __init__(self, spec: RouteSpec, policy: ReadPolicy) -> None:
+    ``quarantine`` holds what was quarantined, and gives the bytes of a record again.
+    """
+
+    def __init__(self, spec: RouteSpec, policy: ReadPolicy, *, quarantine: Quarantine | None = None) -> None:
         self._whole_spec = self._spec = spec
         self._policy = policy
+        self.quarantine = quarantine or Quarantine(policy.quarantine)
         self._counts = RecordCounts()
         self._report = StreamReport()  # all but what is counted
         self._started = self._closed = False
@@ -214,10 +225,10 @@ class RecordReader(ABC):
 
     def report(self) -> StreamReport:
         """What was read so far."""
-        return self._report.with_counts(self._counts)
+        return self._report.with_counts(self._counts).with_quarantine(self.quarantine)
 
     def close(self) -> None:
-        """Let go of the source. Records already yielded stay valid."""
+        """Close the source. Records already yielded stay valid."""
         self._closed = True
 
     def __enter__(self) -> Self:

@@ -1,70 +1,85 @@
-"""Records move: one pair of verbs for every transport.
+"""Records move: one v1 stream over a file, a pipe, a socket or memory, and sealed blocks over carriers.
 
-``new_stream(sink, spec)`` gives a RouteSink, ``open_stream(source)`` a RouteSource. This file only picks the transport.
+``new_stream(target, spec)`` gives a RouteSink, ``open_stream(source)`` a RouteSource. Sealed blocks, with several
+producers and groups, are ``stream.folder`` and its siblings.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from routeplane.errors import refused
 from routeplane.record.interfaces import RouteSink
-from routeplane.record.policy import ReadPolicy, StreamReport
+from routeplane.record.policy import QuarantineOptions, ReadPolicy, StreamReport
 from routeplane.record.schema import FORMAT_VERSION, check_version, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordReader, check_max_bytes
-from routeplane.stream.addresses import Acknowledge, SinkOptions, SourceOptions, Transport, parse_address
-from routeplane.stream.batching import DEFAULT_MAX_BYTES
-from routeplane.stream.delivery import DEFAULT_GROUP
+from routeplane.stream.batches import DEFAULT_MAX_BYTES
 from routeplane.stream.files import frames_of, target_of
 from routeplane.stream.ipc import IpcReader, IpcWriter
 from routeplane.stream.memory import MemoryStream
+from routeplane.stream.sockets import Address, Listener, connect, listen, parse_address
 
-__all__ = ["IpcReader", "IpcWriter", "MemoryStream", "StreamReport", "new_stream", "open_stream"]
-
-# Scheme of an address -> the module here whose ``transport(address)`` makes its Transport; imported on first use, for
-# some need an extra.
-_SCHEMES: Mapping[str, str] = {
-    "grpc": "flight",
-    "grpc+tls": "flight",
-    "ray": "ray",
-    "shm": "shared",
-    "tcp": "sockets",
-    "unix": "sockets",
-}
+__all__ = [
+    "IpcReader",
+    "IpcWriter",
+    "Listener",
+    "MemoryStream",
+    "QuarantineOptions",
+    "ReadPolicy",
+    "StreamReport",
+    "listen",
+    "new_stream",
+    "open_stream",
+]
 
 
 def new_stream(
-    sink: Any,
+    target: Any,
     spec: RouteSpec,
     *,
     encoding: Literal["plain", "narrow", "auto"] | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
-    producer: str | None = None,
     timeout_s: float | None = None,
     format: str = FORMAT_VERSION,
 ) -> RouteSink:
-    """A sink for records of ``spec``: a path, a writable binary file, an address (``scheme://...``) or a transport.
+    """Open a sink for records of ``spec``.
 
-    A path is written under a temporary name and renamed by ``close``; leaving ``with`` by an exception publishes
-    nothing. A file stays the caller's to close. ``encoding``: by default ``plain``, and ``auto`` on network hops.
-    ``max_bytes``: payload held before a batch is written, or, for a MemoryStream, before ``write`` blocks.
-    ``producer``: the name under which a producer may go on after a break; ``timeout_s``: the longest wait for the other
-    side or for room (None: no bound); both for transports alone. ``format``: ``1.0`` for readers that know no other,
-    which refuses a record that needs more; for paths and files alone. Raises UsageError.
+    Args:
+        target: a path, a writable binary file, ``tcp://host:port``, ``unix:///path``, or a MemoryStream. A path is
+            written under a temporary name and renamed by ``close``; leaving ``with`` by an exception publishes nothing.
+            A file stays the caller's to close.
+        encoding: by default ``plain``, over TCP ``auto``; refused for a MemoryStream, which encodes nothing.
+        max_bytes: payload bytes held before a batch is written, or, for a MemoryStream, before ``write`` blocks.
+        timeout_s: longest wait for the other side of a socket or a MemoryStream (None: no bound); refused elsewhere.
+        format: ``1.0`` for readers that know no other, which refuses a record that needs more; for paths and files.
+
+    Raises UsageError, TransportError.
+
+    >>> import io
+    >>> from routeplane import RouteSpec, new_stream, open_stream
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1), model="m")
+    >>> file = io.BytesIO()
+    >>> with new_stream(file, spec) as sink:
+    ...     pass
+    >>> with open_stream(file.getvalue()) as reader:
+    ...     reader.spec == spec, list(reader)
+    (True, [])
     """
-    check_max_bytes(max_bytes)  # before a file is opened that nobody would close
-    transport = _transport_of(sink)
-    if transport is not None:
-        if format != FORMAT_VERSION:
-            raise refused(f"format {FORMAT_VERSION} for a transport", repr(format))
-        options = SinkOptions(encoding=encoding, max_bytes=max_bytes, producer=producer, timeout_s=timeout_s)
-        return transport.new_sink(spec, options)
+    check_max_bytes(max_bytes)  # before a file is opened that would stay open
+    if format != FORMAT_VERSION and (isinstance(target, MemoryStream) or _address_of(target) is not None):
+        raise refused(f"format {FORMAT_VERSION} for a MemoryStream or a socket", repr(format))
+    if isinstance(target, MemoryStream):
+        if encoding is not None:
+            raise refused("no encoding for a MemoryStream, which encodes nothing", repr(encoding))
+        return target.new_sink(spec, max_bytes=max_bytes, timeout_s=timeout_s)
+    address = _address_of(target)
+    if address is not None:
+        return connect(address, spec, encoding=encoding, max_bytes=max_bytes, timeout_s=timeout_s)
+    _refuse_timeout(timeout_s, target)
     check_version(format, spec=spec)  # like the encoding, before a file is opened
     chosen = choose_encoding("plain" if encoding is None else encoding, spec)
-    return IpcWriter(target_of(sink), spec, encoding=chosen, max_bytes=max_bytes, version=format)
+    return IpcWriter(target_of(target), spec, encoding=chosen, max_bytes=max_bytes, version=format)
 
 
 def open_stream(
@@ -75,50 +90,55 @@ def open_stream(
     on_alarm: Literal["count", "raise", "ignore"] = "count",
     max_missing: float | None = None,
     verify: bool = True,
-    group: str = DEFAULT_GROUP,
-    consumer: str | None = None,
-    acknowledge: Acknowledge = "auto",
-    cursor: Mapping[str, int] | None = None,
+    quarantine: QuarantineOptions | None = None,
     timeout_s: float | None = None,
 ) -> RecordReader:
-    """The records of a path, bytes, a readable binary file, an address (``scheme://...``) or a transport.
+    """Open the records of one stream.
 
-    A path is mapped, and a missing trailer is found before the first record; a pipe tells only at its end.
-    ``on_truncated="keep"`` yields what came whole and reports the cut. ``on_corrupt="quarantine"`` replaces the rows of
-    a bad record by MISSING, keeps its bytes aside and counts it. ``on_alarm``: whether statistics of a broken capture
-    (``alarms.find_alarms``) are counted, raised, or not looked for. ``max_missing``: largest share of fed rows that
-    may be absent from a batch that ``admit`` (and so ``microbatches``) lets pass. ``verify=False`` skips comparing
-    checksums, nothing else.
+    Args:
+        source: a path, bytes, a readable binary file, ``tcp://host:port``, ``unix:///path``, a Listener, or a
+            MemoryStream. A path is mapped, and a missing trailer is found before the first record; a pipe tells only at
+            its end. At an address this process listens for one stream.
+        on_truncated: ``keep`` yields what came whole and reports the cut.
+        on_corrupt: ``quarantine`` replaces the rows of a bad record by MISSING, keeps its bytes and counts it, and
+            passes over a damaged batch, whose records are counted as ``skipped_records``.
+        on_alarm: whether statistics of a broken capture (``alarms.find_alarms``) are counted, raised, or not looked
+            for.
+        max_missing: largest share of fed rows that may be absent from a batch that ``admit`` (and so ``microbatches``)
+            lets pass.
+        verify: False skips comparing checksums, nothing else.
+        quarantine: where quarantined bytes go and how many; only with ``on_corrupt="quarantine"``.
+        timeout_s: longest wait for the other side of a socket or a MemoryStream (None: no bound); refused elsewhere.
 
-    For transports alone: ``group`` and ``consumer`` (each group is given every record once; a consumer that comes back
-    under its name is given at once what it did not acknowledge), ``acknowledge`` (``auto``: when the record behind is
-    asked for; ``manual``: by ``reader.acknowledge()``), ``cursor`` (that of an earlier reader, after a restart of the
-    other side), ``timeout_s`` (the longest wait for records; None: no bound).
-
-    Raises FormatError (TruncatedError) for what is no whole stream of a known version, DataError for a bad record,
-    TransportError where the other side is gone.
+    Raises FormatError (TruncatedError) for what is not a whole stream of a known version, DataError for a bad record,
+    TransportError where the other side is gone, UsageError.
     """
     policy = ReadPolicy(
-        on_truncated=on_truncated, on_corrupt=on_corrupt, on_alarm=on_alarm, max_missing=max_missing, verify=verify
+        on_truncated=on_truncated,
+        on_corrupt=on_corrupt,
+        on_alarm=on_alarm,
+        max_missing=max_missing,
+        verify=verify,
+        quarantine=quarantine,
     )
-    transport = _transport_of(source)
-    if transport is not None:
-        options = SourceOptions(
-            group=group, consumer=consumer, acknowledge=acknowledge, cursor=cursor, timeout_s=timeout_s
-        )
-        return transport.open_source(policy, options)
-    frames, walkable = frames_of(source)
+    if isinstance(source, MemoryStream | Listener):
+        return source.open_source(policy, timeout_s=timeout_s)
+    address = _address_of(source)
+    if address is not None:
+        with Listener(address) as listener:
+            return listener.open_source(policy, timeout_s=timeout_s)
+    _refuse_timeout(timeout_s, source)
+    frames, walkable = frames_of(source, salvage=on_corrupt == "quarantine")
     return IpcReader(frames, policy, walkable=walkable)
 
 
-def _transport_of(place: Any) -> Transport | None:
-    """The transport that ``place`` is or names; None for paths, bytes and files."""
-    if isinstance(place, Transport):
-        return place
-    if not isinstance(place, str) or "://" not in place:
-        return None
-    address = parse_address(place)
-    if address.scheme not in _SCHEMES:
-        raise refused(f"an address with one of the schemes {sorted(_SCHEMES)}", repr(place))
-    made: Transport = importlib.import_module(f"{__name__}.{_SCHEMES[address.scheme]}").transport(address)
-    return made
+def _address_of(place: Any) -> Address | None:
+    """The socket address that ``place`` is; None for paths, bytes and files."""
+    return parse_address(place) if isinstance(place, str) and "://" in place else None
+
+
+def _refuse_timeout(timeout_s: float | None, place: Any) -> None:
+    if timeout_s is not None:
+        raise refused(
+            f"no timeout_s for {type(place).__name__} {str(place)[:80]!r}, which is not waited for", f"{timeout_s}"
+        )

@@ -1,34 +1,204 @@
-"""The records of validated Arrow batches, checked one by one under a read policy, whatever carried the batches.
+"""Records to Arrow batches and back: gathering and the trailer on the way out, checks and quarantine on the way in.
 
-Owns what becomes of a bad record: raised, or set aside with its bytes. Knows no frames and no trailer.
+Encoding is ``record.codec``; knows no frames and no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import xxhash
 
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record.codec import read_records, salvage
-from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
+from routeplane.record.aligned import ColumnType
+from routeplane.record.codec import column_types, read_records, require_version, salvage, write_batch
+from routeplane.record.parse import check_count
+from routeplane.record.policy import Quarantine, ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.schema import StreamHeader
-from routeplane.record.spec import RouteSpec
+from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, arrow_schema, check_version
+from routeplane.record.transfer import RecordWriter
 
-__all__ = ["BatchRecords", "RecordsOfBatches", "decoded"]
+if TYPE_CHECKING:
+    from routeplane.record.spec import RouteSpec
+
+__all__ = [
+    "DEFAULT_MAX_BYTES",
+    "TRAILER_KEY",
+    "BatchRecords",
+    "BatchWriter",
+    "Trailer",
+    "TrailerCounter",
+    "decoded",
+    "one_row",
+    "trailer_batch",
+]
+
+#: Payload bytes a writer holds before it writes a batch: framing costs nothing at this size, and memory little.
+DEFAULT_MAX_BYTES = 32 * 2**20
+# Arrow implementations exist that count the values of a batch in 32 bits (arrow-rs#5901); ours stay below.
+_MAX_VALUES = 2**31 - 1
+
+
+#: Metadata key of the zero-row batch that ends a stream.
+TRAILER_KEY = "routeplane.trailer"
+
+_DIGEST = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trailer:
+    """What a complete stream held. An Arrow stream cut at a batch boundary reads as complete; one of ours does not."""
+
+    batches: int
+    records: int
+    tokens: int
+    digest: int
+
+    def to_json(self) -> str:
+        """Canonical JSON; the digest as 16 hex digits."""
+        document = {
+            "batches": self.batches,
+            "digest": f"{self.digest:016x}",
+            "records": self.records,
+            "tokens": self.tokens,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Trailer:
+        """Parse what ``to_json`` wrote. Raises FormatError."""
+        try:
+            document: Any = json.loads(text)
+            counts = {name: check_count(document[name], name, below=2**63) for name in ("batches", "records", "tokens")}
+            digits = document["digest"]
+            if set(document) != {*counts, "digest"} or not _DIGEST.fullmatch(digits):
+                raise ValueError("other keys, or a digest that is not 16 hex digits")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise FormatError(
+                f"expected a trailer as JSON, got {text[:120]!r} ({error})", kind=ErrorKind.TRAILER
+            ) from None
+        return cls(**counts, digest=int(digits, 16))
+
+
+class TrailerCounter:
+    """Counts and digests what passes; both ends run one and must agree.
+
+    Digest: xxh3-64 over format, spec and encoding (each as u64 length and bytes), then the record checksums as u64 in
+    order.
+    """
+
+    def __init__(self, spec: RouteSpec, encoding: Encoding, *, version: str = FORMAT_VERSION) -> None:
+        self._hash = xxhash.xxh3_64()
+        for text in (version, spec.to_json(), encoding):
+            data = text.encode()
+            self._hash.update(len(data).to_bytes(8, "little") + data)
+        self._batches = self._records = self._tokens = 0
+
+    def add_batch(self) -> None:
+        """Count one batch."""
+        self._batches += 1
+
+    def add_record(self, checksum: int, tokens: int) -> None:
+        """Count one record; ``checksum`` as it stands in the stream."""
+        self._hash.update(checksum.to_bytes(8, "little"))
+        self._records += 1
+        self._tokens += tokens
+
+    def trailer(self) -> Trailer:
+        """The trailer for what passed so far."""
+        return Trailer(batches=self._batches, records=self._records, tokens=self._tokens, digest=self._hash.intdigest())
+
+    def check(self, declared: Trailer) -> None:
+        """Raise FormatError unless exactly what ``declared`` counts has passed."""
+        found = self.trailer()
+        if found != declared:
+            raise FormatError(f"expected what the trailer counts, {declared}, got {found}", kind=ErrorKind.TRAILER)
+
+
+class BatchWriter(RecordWriter):
+    """A RouteSink that holds records up to ``max_bytes`` of payload and writes them as one Arrow batch.
+
+    Owns what is held, the token columns that all records of one stream share, and the trailer's counts; where a batch
+    goes is the subclass's.
+    """
+
+    def __init__(
+        self,
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        max_bytes: int,
+        max_keys: int | None = None,
+        version: str = FORMAT_VERSION,
+    ) -> None:
+        super().__init__(spec, max_bytes=max_bytes, max_keys=max_keys)
+        self._encoding: Encoding = encoding
+        check_version(version, spec=spec)
+        self._version = version
+        self._counter = TrailerCounter(spec, encoding, version=version)
+        self._held: list[RouteRecord] = []
+        self._held_bytes = self._held_values = 0
+        self._columns: tuple[tuple[str, ColumnType], ...] | None = None
+
+    def _check(self, record: RouteRecord) -> None:
+        require_version(record, self._version)
+        columns = column_types(record)
+        if self._columns is not None and columns != self._columns:
+            raise DataError(
+                f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
+                kind=ErrorKind.TOKEN_COLUMN,
+            )
+
+    def _put(self, record: RouteRecord) -> None:
+        values = record.stored_routes.size  # not ``routes``, which would widen narrow rows to count them
+        if self._held and self._held_values + values > _MAX_VALUES:
+            self._flush()
+        self._columns = column_types(record)
+        self._held.append(record)
+        self._held_bytes += record.nbytes
+        self._held_values += values
+        if self._held_bytes >= self._max_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write the held records as one batch, if any."""
+        if self._held:
+            self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding, version=self._version))
+            self._held, self._held_bytes, self._held_values = [], 0, 0
+
+    def _write(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
+        self._send(batch)
+        self._counter.add_batch()
+        for record in records:
+            self._counter.add_record(record.checksum, len(record.token_ids))
+
+    @abstractmethod
+    def _send(self, batch: pa.RecordBatch) -> None:
+        """Write one batch, under ``_schema()``."""
+
+    def _schema(self) -> pa.Schema:
+        return arrow_schema(self._spec, self._encoding, columns=self._columns or (), version=self._version)
+
+
+def trailer_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """The zero-row batch whose custom metadata is the trailer."""
+    # schema.empty_table() fails on large_list<fixed_shape_tensor> (pyarrow 26); nulls of length 0 do not
+    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
 class BatchRecords:
-    """Checks the records of one stream's batches. ``quarantined``: what was set aside so far, in order."""
+    """Checks the records of one stream's batches; bad ones are raised, or go to the quarantine."""
 
-    def __init__(self, header: StreamHeader, policy: ReadPolicy) -> None:
-        self._header, self._policy = header, policy
+    def __init__(self, header: StreamHeader, *, policy: ReadPolicy, quarantine: Quarantine) -> None:
+        self._header, self._policy, self._quarantine = header, policy, quarantine
         self._keys: set[RecordKey] = set()
         self._position = 0
-        self.quarantined: tuple[Quarantined, ...] = ()
 
     def records(
         self,
@@ -39,7 +209,7 @@ class BatchRecords:
     ) -> Iterator[RouteRecord]:
         """The records of one validated batch; ``seen`` is told the checksum and tokens of each as they stand there.
 
-        ``select``: where nobody asks for whole records to be verified, the layers that alone are copied and checked.
+        ``select``: where whole records are not to be verified, the layers that alone are copied and checked.
         Raises DataError for a bad record unless the policy is to quarantine it.
         """
         checksums = batch.column("checksum").to_pylist()
@@ -67,34 +237,14 @@ class BatchRecords:
         kept = salvage(batch, index, header=self._header)
         if kept is not None and kept.key in self._keys:
             kept = None
-        item = Quarantined(
+        self._quarantine.add(
+            one_row(batch, index),
             index=self._position,
             key=RecordKey(*(batch.column(name)[index].as_py() for name in RecordKey._fields)),
             error=error,
-            raw=_one_row(batch, index),
             yielded=kept is not None,
         )
-        self.quarantined = (*self.quarantined, item)
         return kept
-
-
-class RecordsOfBatches:
-    """The records of batches that came decoded, each validated in full before a buffer of it is viewed."""
-
-    def __init__(self, batches: Iterable[pa.RecordBatch], header: StreamHeader, *, policy: ReadPolicy) -> None:
-        self._batches = batches
-        self._records = BatchRecords(header, policy)
-        self._count = 0
-
-    def __iter__(self) -> Iterator[RouteRecord]:
-        for batch in self._batches:
-            decoded(lambda batch=batch: batch.validate(full=True), "record batch")  # type: ignore[misc]
-            self._count += 1
-            yield from self._records.records(batch)
-
-    def report(self) -> StreamReport:
-        """Batches and quarantined records."""
-        return replace(StreamReport(), batches=self._count, quarantined=self._records.quarantined)
 
 
 def decoded(work: Callable[[], Any], what: str) -> Any:
@@ -107,7 +257,7 @@ def decoded(work: Callable[[], Any], what: str) -> Any:
         ) from error
 
 
-def _one_row(batch: pa.RecordBatch, index: int) -> bytes:
+def one_row(batch: pa.RecordBatch, index: int) -> bytes:
     """A row as an Arrow IPC stream of its own; a slice would keep, and pickle, the whole batch."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
+from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file, salvaged_frames
 
 __all__ = ["CallersFile", "PublishedPath", "Target", "frames_of", "target_of"]
 
@@ -38,8 +38,8 @@ class Target(Protocol):
 class PublishedPath:
     """A path that appears complete or not at all: written under a temporary name beside it, renamed on ``publish``.
 
-    A symbolic link is resolved first (replacing the link would leave its target stale). What exists and is no regular
-    file, such as a FIFO, is opened in place: ``os.replace`` would turn it into one.
+    A symbolic link is resolved first (replacing the link would leave its target stale). What exists and is not a
+    regular file, such as a FIFO, is opened in place: ``os.replace`` would turn it into one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class PublishedPath:
         self._path = given if self._in_place else Path(os.path.realpath(path))
         name = self._path if self._in_place else self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         self._written = name
-        # unbuffered in place: whoever reads a FIFO is to have each batch when it was written
+        # unbuffered in place: the reader of a FIFO is to have each batch when it was written
         mode, buffering = ("wb", 0) if self._in_place else ("xb", -1)
         self._file = open(name, mode, buffering)  # noqa: SIM115  closed by publish or discard
 
@@ -131,19 +131,21 @@ def target_of(sink: Any) -> Target:
     raise UsageError(f"expected a path or a writable binary file, got {type(sink).__name__}", kind=ErrorKind.ARGUMENT)
 
 
-def frames_of(source: Any) -> tuple[Iterator[Frame], bool]:
+def frames_of(source: Any, *, salvage: bool = False) -> tuple[Iterator[Frame], bool]:
     """Frames of a source, and whether all of it is there to be walked before anything is used.
 
     A regular path is mapped and bytes or buffers are shared (zero copies, walkable); a readable binary file, and a path
-    that is no regular file, are read as pipes (one copy). Raises FileNotFoundError, UsageError for anything else.
+    that is not a regular file, are read as pipes (one copy). ``salvage``: damaged parts of what is walkable become
+    frames of kind ``damaged``; a pipe cannot be searched. Raises FileNotFoundError, UsageError for anything else.
     """
+    walk = salvaged_frames if salvage else frames_of_buffer
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         if stat.S_ISREG(path.stat().st_mode):
-            return frames_of_buffer(_mapped(path)), True
+            return walk(_mapped(path)), True
         return _frames_of_pipe(path), False
     if isinstance(source, bytes | bytearray | memoryview | pa.Buffer):
-        return frames_of_buffer(source if isinstance(source, pa.Buffer) else pa.py_buffer(source)), True
+        return walk(source if isinstance(source, pa.Buffer) else pa.py_buffer(source)), True
     if hasattr(source, "read"):
         return frames_of_file(source), False
     raise UsageError(

@@ -1,18 +1,19 @@
 """Arrow IPC messages one by one, with the header read before the body is decoded.
 
-The stream reader of pyarrow decodes a compressed body before anyone can refuse it (one flipped bit once asked for
-10 GB); its message reader does not, but hides batch metadata, where our trailer stands. So frames are cut here and
-their flatbuffer headers walked for the few fields that decide; decoding stays with pyarrow. Field numbers are those of
+The stream reader of pyarrow decodes a compressed body before it can be refused (one flipped bit once asked for
+10 GB). Its message reader does not, but hides batch metadata, which holds the trailer. So frames are cut here, and the
+few fields that decide are read from their flatbuffer headers; decoding stays with pyarrow. Field numbers are those of
 Arrow's ``Message.fbs``.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
@@ -22,11 +23,12 @@ __all__ = [
     "MAX_METADATA_BYTES",
     "Frame",
     "Readable",
+    "frame_of",
     "frames_of_buffer",
     "frames_of_file",
     "frames_received",
-    "messages_of",
     "parse_metadata",
+    "salvaged_frames",
 ]
 
 #: Largest message header accepted: a batch of 100k records has some 2 kB of it, a schema of 4,096 layers some 60 kB.
@@ -35,7 +37,7 @@ MAX_METADATA_BYTES = 16 * 2**20
 _READ_STEP = 16 * 2**20
 
 #: Largest body that is received: far more than a batch of ours, and a bound on what a flipped length asks for.
-MAX_BODY_BYTES = 2**38
+MAX_BODY_BYTES = 2**36
 
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
@@ -50,10 +52,14 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """One encapsulated message. ``data`` is the whole of it, shared with the source where that is memory."""
+    """One encapsulated message. ``data`` is the whole of it, shared with the source where that is memory.
 
-    kind: str  # "schema", "batch" or "other"
+    ``rows``: what the header of a batch declares. A frame of kind ``damaged`` stands for bytes that are not a message.
+    """
+
+    kind: str  # "schema", "batch", "other" or "damaged"
     compressed: bool
+    rows: int
     metadata: dict[str, str]
     data: pa.Buffer
 
@@ -61,7 +67,8 @@ class Frame:
 def frames_of_buffer(buffer: pa.Buffer) -> Iterator[Frame]:
     """Frames of an IPC stream in memory or a mapped file; zero copies. Ends after the end-of-stream mark.
 
-    Raises TruncatedError where the bytes end early, FormatError where they are no Arrow stream or go on after its end.
+    Raises TruncatedError where the bytes end early, FormatError where they are not an Arrow stream, or go on after its
+    end.
     """
     view = memoryview(buffer)
     at = 0
@@ -103,22 +110,67 @@ def frames_of_file(source: Readable) -> Iterator[Frame]:
         at += data.size
 
 
+def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
+    """Frames of an IPC stream in memory, damaged parts passed over: each is one frame of kind ``damaged``.
+
+    Behind a damaged header, the next place at which a batch's header stands is searched for (messages begin at
+    multiples of 8 bytes). Raises FormatError for a damaged schema, TruncatedError at a cut.
+    """
+    view = memoryview(buffer)
+    at = 0
+    while True:
+        try:
+            length, start = _prefix_of(bytes(view[at : at + 8]), at)
+            if length == 0:
+                break
+            header = parse_metadata(bytes(view[start : start + length]))
+            stop = start + length + header.body_length
+            if stop > len(view):
+                raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
+            yield _frame(header, buffer.slice(at, stop - at))
+        except FormatError as error:
+            stop = _next_batch(view, at + 8)
+            if at == 0 or (isinstance(error, TruncatedError) and stop == len(view)):
+                raise  # without a schema nothing can be read, and a cut is not a damaged batch
+            yield Frame(kind="damaged", compressed=False, rows=0, metadata={}, data=buffer.slice(at, stop - at))
+        at = stop
+    _refuse_rest(len(view) - start)
+
+
+def _next_batch(view: memoryview, at: int) -> int:
+    """Where the next whole record batch begins at or behind ``at``; the end of the view where there is none."""
+    data = np.frombuffer(view, dtype="<u4", count=len(view) // 8 * 2).reshape(-1, 2)
+    first = -(-at // 8)
+    marks = first + np.flatnonzero((data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES))
+    for mark in marks.tolist():
+        if _is_batch(view, 8 * mark):
+            return int(8 * mark)
+    return len(view)
+
+
+def _is_batch(view: memoryview, at: int) -> bool:
+    length = int.from_bytes(view[at + 4 : at + 8], "little")
+    try:
+        header = parse_metadata(bytes(view[at + 8 : at + 8 + length]))
+    except FormatError:
+        return False
+    return header.header_type == _RECORD_BATCH and at + 8 + length + header.body_length <= len(view)
+
+
 def frames_received(
-    fill: Callable[[memoryview], int], take: Callable[[int], tuple[memoryview, pa.Buffer]]
+    fill: Callable[[memoryview], int], take: Callable[[int], tuple[memoryview, pa.Buffer]], *, at: int = 0
 ) -> Iterator[Frame]:
     """Frames of a connection, each received straight into memory that ``take`` lends.
 
     ``fill`` fills what it is given, and says how much came before the end; ``take`` gives memory to write to, and the
-    buffer that stands for it. Raises as ``frames_of_buffer``.
+    buffer that stands for it. A body larger than what is worth pooling is received in steps, so that a claimed length
+    takes no memory before its bytes come. Raises as ``frames_of_buffer``.
     """
-    at = 0
     head = bytearray(8)
     while True:
-        length, start = _prefix_of(bytes(head[: fill(memoryview(head))]), at)
+        length, _ = _prefix_of(bytes(head[: fill(memoryview(head))]), at)
         if length == 0:
             return
-        if start - at != 8:
-            raise FormatError("expected a message prefix of 8 bytes, got one of 4", kind=ErrorKind.NOT_ARROW)
         metadata = bytearray(length)
         if (came := fill(memoryview(metadata))) < length:
             raise _truncated(f"a header of {length} bytes", came)
@@ -127,35 +179,30 @@ def frames_received(
             raise FormatError(
                 f"expected a body of at most {MAX_BODY_BYTES} bytes, got {header.body_length}", kind=ErrorKind.TOO_LARGE
             )
-        memory, data = take(8 + length + header.body_length)
-        memory[:8], memory[8 : 8 + length] = head, metadata
-        if (came := fill(memory[8 + length :])) < header.body_length:
-            raise _truncated(f"a body of {header.body_length} bytes", came)
-        del memory
+        if header.body_length > _READ_STEP * 4:
+            data = _received_in_steps(bytes(head) + bytes(metadata), header.body_length, fill)
+        else:
+            memory, data = take(8 + length + header.body_length)
+            memory[:8], memory[8 : 8 + length] = head, metadata
+            if (came := fill(memory[8 + length :])) < header.body_length:
+                raise _truncated(f"a body of {header.body_length} bytes", came)
+            del memory
         yield _frame(header, data)
         at += data.size
         del data  # while the next one is waited for, only records hold the memory
 
 
-def messages_of(buffer: pa.Buffer) -> Generator[Frame, None, bool]:
-    """Frames of a part of a stream in memory, cut between messages; returns whether it ended the stream.
-
-    Raises as ``frames_of_buffer``.
-    """
-    view = memoryview(buffer)
-    at = 0
-    while at < len(view):
-        length, start = _prefix_of(bytes(view[at : at + 8]), at)
-        if length == 0:
-            _refuse_rest(len(view) - start)
-            return True
-        header = parse_metadata(bytes(view[start : start + length]))
-        stop = start + length + header.body_length
-        if stop > len(view):
-            raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
-        yield _frame(header, buffer.slice(at, stop - at))
-        at = stop
-    return False
+def _received_in_steps(head: bytes, size: int, fill: Callable[[memoryview], int]) -> pa.Buffer:
+    data = bytearray(head)
+    while size > 0:
+        step = min(size, _READ_STEP)
+        part = bytearray(step)
+        came = fill(memoryview(part))
+        data += part[:came]
+        if came < step:
+            raise _truncated(f"a body of {size} more bytes", came)
+        size -= step
+    return pa.py_buffer(data)
 
 
 def _read(source: Readable, size: int) -> bytes:
@@ -206,12 +253,19 @@ class Header:
     header_type: int
     body_length: int
     compressed: bool
+    rows: int
     metadata: dict[str, str]
 
 
 def _frame(header: Header, data: pa.Buffer) -> Frame:
     kind = {_SCHEMA: "schema", _RECORD_BATCH: "batch"}.get(header.header_type, "other")
-    return Frame(kind=kind, compressed=header.compressed, metadata=header.metadata, data=data)
+    return Frame(kind=kind, compressed=header.compressed, rows=header.rows, metadata=header.metadata, data=data)
+
+
+def frame_of(data: pa.Buffer) -> Frame:
+    """The frame of one whole message, prefix included. Raises FormatError."""
+    (length,) = struct.unpack_from("<I", data, 4)
+    return _frame(parse_metadata(bytes(memoryview(data)[8 : 8 + length])), data)
 
 
 def parse_metadata(raw: bytes) -> Header:
@@ -223,13 +277,15 @@ def parse_metadata(raw: bytes) -> Header:
         if body_length < 0:
             raise FormatError(f"expected a body length of at least 0, got {body_length}", kind=ErrorKind.NOT_ARROW)
         header = message.table(2)
-        compressed = header_type == _RECORD_BATCH and header is not None and header.table(3) is not None
+        batch = header if header_type == _RECORD_BATCH else None
+        compressed = batch is not None and batch.table(3) is not None
+        rows = 0 if batch is None else max(batch.scalar(0, "<q", 0), 0)
         metadata = {entry.text(0): entry.text(1) for entry in message.tables(4)}
     except (struct.error, UnicodeDecodeError) as error:
         raise FormatError(
             f"expected an Arrow message header, got a damaged one ({error})", kind=ErrorKind.NOT_ARROW
         ) from None
-    return Header(header_type=header_type, body_length=body_length, compressed=compressed, metadata=metadata)
+    return Header(header_type=header_type, body_length=body_length, compressed=compressed, rows=rows, metadata=metadata)
 
 
 class _Table:

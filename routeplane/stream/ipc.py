@@ -1,33 +1,40 @@
 """Record streams as Arrow IPC: files, buffers, pipes and anything with ``write`` or ``read``.
 
-Owns the trailer and the order of checks on the way in: frame, header, version, batch, record, checksum, count. Encoding
-and decoding of batches is ``columns``; where bytes go and come from is ``files``.
+Owns the order of checks on the way in: frame, header, version, batch, record, checksum, count. Records to batches and
+back is ``batches``; where bytes go and come from is ``files``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
-from routeplane.record.codec import column_types
-from routeplane.record.policy import ReadPolicy
+from routeplane.record.policy import Quarantine, ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, parse_schema
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.batches import BatchRecords, decoded
-from routeplane.stream.batching import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchWriter, Trailer, TrailerCounter
+from routeplane.stream.batches import (
+    DEFAULT_MAX_BYTES,
+    TRAILER_KEY,
+    BatchRecords,
+    BatchWriter,
+    Trailer,
+    TrailerCounter,
+    decoded,
+    trailer_batch,
+)
 from routeplane.stream.frames import Frame
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
     from routeplane.stream.files import Target
 
-__all__ = ["IpcReader", "IpcWriter"]
+__all__ = ["IpcReader", "IpcWriter", "parse_schema_frame", "read_batch"]
 
 
 class IpcWriter(BatchWriter):
@@ -52,11 +59,6 @@ class IpcWriter(BatchWriter):
     def _send(self, batch: pa.RecordBatch) -> None:
         self._writer().write_batch(batch)
 
-    def write_encoded(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
-        """Records that were checked, and encoded by ``columns.write_batch``, as the one batch of this stream."""
-        self._columns = column_types(records[0])
-        self._write(records, batch)
-
     def _writer(self) -> Any:
         if self._ipc is None:
             self._ipc = pa.ipc.new_stream(self._target.file, self._schema())
@@ -64,10 +66,9 @@ class IpcWriter(BatchWriter):
 
     def _finish(self) -> None:
         self._flush()
-        schema, writer = self._schema(), self._writer()
-        # schema.empty_table() fails on large_list<fixed_shape_tensor> (pyarrow 26); nulls of length 0 do not
-        empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
-        writer.write_batch(empty, custom_metadata={TRAILER_KEY: self._counter.trailer().to_json()})
+        writer = self._writer()
+        trailer = self._counter.trailer().to_json()
+        writer.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
         writer.close()
         self._target.publish()
 
@@ -84,19 +85,18 @@ class IpcReader(RecordReader):
     Records of a ``plain`` stream are read-only views of the source's memory and keep it alive after ``close``.
     """
 
-    def __init__(self, frames: Iterator[Frame], policy: ReadPolicy, *, walkable: bool) -> None:
+    def __init__(
+        self, frames: Iterator[Frame], policy: ReadPolicy, *, walkable: bool, quarantine: Quarantine | None = None
+    ) -> None:
         first = next(frames, None)
         if first is None:
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
-        if first.kind != "schema":
-            raise FormatError(f"expected an Arrow schema first, got a {first.kind} message", kind=ErrorKind.NOT_ARROW)
-        self._schema: pa.Schema = decoded(lambda: pa.ipc.read_schema(pa.ipc.read_message(first.data)), "schema")
-        self._header = parse_schema(self._schema)
-        super().__init__(self._header.spec, policy)
+        self._schema, self._header = parse_schema_frame(first)
+        super().__init__(self._header.spec, policy, quarantine=quarantine)
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
         self._frames, self._declared = _known_whole(frames, policy) if walkable else (frames, None)
         self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
-        self._checked = BatchRecords(self._header, policy)
+        self._checked = BatchRecords(self._header, policy=policy, quarantine=self.quarantine)
 
     @property
     def header(self) -> StreamHeader:
@@ -118,60 +118,85 @@ class IpcReader(RecordReader):
         return None if self._declared is None else Trailer.from_json(self._declared).records
 
     def close(self) -> None:
-        """Let go of the source. Records already yielded stay valid."""
+        """Close the source. Records already yielded stay valid."""
         super().close()
         self._frames = iter(())
 
     def _arrive(self) -> Iterator[RouteRecord]:
+        ended = False
         try:
             for frame in self._frames:
-                if self._report.complete:
+                if ended:
                     raise FormatError("expected the end after the trailer, got a message", kind=ErrorKind.TRAILER)
                 batch = self._batch(frame)
+                if batch is None:
+                    continue
                 if TRAILER_KEY in frame.metadata:
                     self._accept_trailer(frame, batch)
+                    ended = True
                     continue
                 self._counter.add_batch()
                 self._report = replace(self._report, batches=self._report.batches + 1)
                 yield from self._batch_records(batch)
-            if not self._report.complete:
+            if not ended:
                 raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
         except TruncatedError:
             if self._policy.on_truncated == "raise":
                 raise
             self._report = replace(self._report, truncated=True, complete=False)
 
-    def _batch(self, frame: Frame) -> pa.RecordBatch:
-        if frame.kind != "batch":
-            raise FormatError(f"expected a record batch, got a {frame.kind} message", kind=ErrorKind.SCHEMA)
-        if frame.compressed:
-            raise FormatError(
-                "expected uncompressed bodies (format v1), got a compressed batch", kind=ErrorKind.COMPRESSED
+    def _batch(self, frame: Frame) -> pa.RecordBatch | None:
+        """The frame as a validated batch; None for a damaged one that is passed over."""
+        try:
+            return read_batch(frame, self._schema)
+        except FormatError:
+            if self._policy.on_corrupt == "raise":
+                raise
+            self._report = replace(
+                self._report,
+                skipped_batches=self._report.skipped_batches + 1,
+                skipped_records=self._report.skipped_records + frame.rows,
             )
-
-        def decode() -> pa.RecordBatch:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(frame.data), self._schema)
-            batch.validate(full=True)
-            return batch
-
-        return decoded(decode, "record batch")
+            return None
 
     def _accept_trailer(self, frame: Frame, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
             raise FormatError(f"expected a trailer without rows, got {batch.num_rows}", kind=ErrorKind.TRAILER)
-        self._counter.check(Trailer.from_json(frame.metadata[TRAILER_KEY]))
+        declared = Trailer.from_json(frame.metadata[TRAILER_KEY])
+        if self._report.skipped_batches:
+            # the digest covers what was passed over, so only the trailer's count remains to be compared
+            absent = max(declared.records - self._counter.trailer().records, 0)
+            self._report = replace(self._report, skipped_records=absent)
+            return
+        self._counter.check(declared)
         self._report = replace(self._report, complete=True)
 
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
         select = None if self._policy.verify or self._layer_ids is None else self.spec
-        for record in self._checked.records(batch, select=select, seen=self._counter.add_record):
-            self._count_quarantined()
-            yield record
-        self._count_quarantined()
+        return self._checked.records(batch, select=select, seen=self._counter.add_record)
 
-    def _count_quarantined(self) -> None:
-        if len(self._report.quarantined) < len(self._checked.quarantined):
-            self._report = replace(self._report, quarantined=self._checked.quarantined)
+
+def parse_schema_frame(frame: Frame) -> tuple[pa.Schema, StreamHeader]:
+    """The schema in the first frame of a stream, and what it says. Raises FormatError."""
+    if frame.kind != "schema":
+        raise FormatError(f"expected an Arrow schema first, got a {frame.kind} message", kind=ErrorKind.NOT_ARROW)
+    schema: pa.Schema = decoded(lambda: pa.ipc.read_schema(pa.ipc.read_message(frame.data)), "schema")
+    return schema, parse_schema(schema)
+
+
+def read_batch(frame: Frame, schema: pa.Schema) -> pa.RecordBatch:
+    """A batch, validated in full before a buffer of it is viewed. Raises FormatError for any other frame."""
+    if frame.kind != "batch":
+        raise FormatError(f"expected a record batch, got a {frame.kind} message", kind=ErrorKind.SCHEMA)
+    if frame.compressed:
+        raise FormatError("expected uncompressed bodies (format v1), got a compressed batch", kind=ErrorKind.COMPRESSED)
+
+    def decode() -> pa.RecordBatch:
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(frame.data), schema)
+        batch.validate(full=True)
+        return batch
+
+    return decoded(decode, "record batch")
 
 
 def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[Frame], str | None]:

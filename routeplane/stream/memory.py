@@ -1,205 +1,171 @@
-"""A stream inside one process: records handed from writer threads to reader threads, bounded in bytes.
+"""A stream inside one process: records by reference from one writer thread to one reader thread, bounded in bytes.
 
-The plainest brokered transport, and the reference that the others are compared with: no bytes are encoded, everything
-else is promised alike.
+Nothing is encoded; everything else that ``new_stream`` and ``open_stream`` promise holds here too.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
-from routeplane.errors import ChecksumError, ErrorKind, UsageError
+from routeplane.errors import ChecksumError, ErrorKind, TransportError, TruncatedError, refused
 from routeplane.record.codec import write_batch
-from routeplane.record.policy import Quarantined, ReadPolicy, StreamReport
 from routeplane.record.record import RouteRecord
-from routeplane.stream.addresses import SinkOptions, SourceOptions
-from routeplane.stream.broker import Broker
-from routeplane.stream.brokered import BrokeredReader, BrokeredWriter, Codec
-from routeplane.stream.delivery import DEFAULT_GROUP, DeliveryReport
-from routeplane.stream.ledger import Ledger
+from routeplane.record.transfer import RecordReader, RecordWriter
+from routeplane.stream.batches import one_row
 
 if TYPE_CHECKING:
+    from routeplane.record.policy import ReadPolicy
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["LocalStream", "MemoryReader", "MemoryStream", "MemoryWriter"]
+__all__ = ["MemoryReader", "MemoryStream", "MemoryWriter"]
 
 
-class LocalStream(ABC):
-    """A place between ``new_stream`` and ``open_stream`` in one process; what is kept of records is a subclass's."""
+class MemoryStream:
+    """The place between ``new_stream(stream, spec)`` and ``open_stream(stream)``: one writer, one reader.
 
-    def __init__(self, *, producers: int | None, alone: bool) -> None:
-        self._producers, self._alone = producers, alone
+    ``write`` blocks while the records that wait reach ``max_bytes``. Opening the reader waits for the writer. A reader
+    that closes before the end raises TransportError (CONNECTION) in the writer.
+
+    >>> stream = MemoryStream()
+    >>> stream.waiting_bytes
+    0
+    """
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._names: set[str] = set()
-        self._made: tuple[Broker, RouteSpec, Codec] | None = None
+        self._waiting: deque[RouteRecord] = deque()
+        self._spec: RouteSpec | None = None
+        self._end: str | None = None  # "closed" or "aborted"
+        self._opened = self._left = False
+        self.waiting_bytes = 0
 
-    @abstractmethod
-    def _make(self, spec: RouteSpec, options: SinkOptions) -> tuple[Broker, RouteSpec, Codec]:
-        """What the first writer brings about."""
-
-    def new_sink(self, spec: RouteSpec, options: SinkOptions) -> MemoryWriter:
-        """A sink of this stream. Raises UsageError for one too many, SpecError for another geometry."""
+    def new_sink(self, spec: RouteSpec, *, max_bytes: int, timeout_s: float | None) -> MemoryWriter:
+        """Return the writer. Raises UsageError for a second one."""
         with self._changed:
-            name = options.producer or f"writer-{len(self._names)}"
-            if self._producers is not None and len(self._names | {name}) > self._producers:
-                many = "one writer" if self._producers == 1 else f"{self._producers} writers"
-                raise UsageError(f"expected {many} of a {type(self).__name__}, got another", kind=ErrorKind.ARGUMENT)
-            if self._made is None:
-                self._made = self._make(spec, options)
-            broker, known, codec = self._made
-            known.require_same_geometry(spec, where="another writer of this stream")
-            found = MemoryWriter(
-                broker,
-                spec,
-                codec=codec,
-                producer=name,
-                block_bytes=self._block_bytes(options),
-                timeout_s=options.timeout_s,
-            )
-            self._names.add(name)
+            if self._spec is not None:
+                raise refused("one writer of a MemoryStream", "another")
+            found = MemoryWriter(self, spec, max_bytes=max_bytes, timeout_s=timeout_s)
+            self._spec = spec
             self._changed.notify_all()
         return found
 
-    def _block_bytes(self, options: SinkOptions) -> int:
-        """Payload that a writer gathers for a block; one record at least."""
-        del options
-        return 1
-
-    def open_source(self, policy: ReadPolicy, options: SourceOptions) -> MemoryReader:
-        """A source; waits for the first writer to appear."""
-        broker, spec, codec = self._wait_made()
-        return MemoryReader(broker, spec, codec=codec, policy=policy, options=options, alone=self._alone)
-
-    def _wait_made(self) -> tuple[Broker, RouteSpec, Codec]:
+    def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> MemoryReader:
+        """Return the reader; waits for the writer. Raises UsageError for a second one."""
         with self._changed:
-            while self._made is None:
-                self._changed.wait()
-            return self._made
+            if self._opened:
+                raise refused("one reader of a MemoryStream", "another")
+            self._opened = True
+            self._wait(lambda: self._spec is not None, timeout_s, what="a writer")
+            if self._spec is None:
+                raise RuntimeError("the wait ends with a writer")
+            return MemoryReader(self, self._spec, policy=policy, timeout_s=timeout_s)
 
-    def disconnect(self, writer: MemoryWriter) -> None:
-        """A writer will not write any more, and did not close: its name is free, and its lease runs out."""
-        self._wait_made()[0].disconnect(writer.session)
+    def put(self, record: RouteRecord, *, max_bytes: int, timeout_s: float | None) -> None:
+        """Hand over one record; waits at the bound. Raises TransportError where the reader left."""
+        with self._changed:
 
-    def retire(self, *, below: int) -> int:
-        """Let go of what no weights from ``below`` on sampled, acknowledged or not; how many blocks."""
-        return self._wait_made()[0].retire(below=below)
+            def fits() -> bool:
+                return self._left or not self._waiting or self.waiting_bytes + record.nbytes <= max_bytes
 
-    def seal(self) -> None:
-        """No further writer will come."""
-        self._wait_made()[0].seal()
+            self._wait(fits, timeout_s, what="a reader that takes records")
+            if self._left:
+                raise TransportError("expected a reader, got one that closed the stream", kind=ErrorKind.CONNECTION)
+            self._waiting.append(record)
+            self.waiting_bytes += record.nbytes
+            self._changed.notify_all()
 
-    def report(self) -> DeliveryReport:
-        """What was delivered and is held; waits for the first writer."""
-        return self._wait_made()[0].report()
+    def end(self, how: str) -> None:
+        """End the stream, ``closed`` or ``aborted``."""
+        with self._changed:
+            self._end = how
+            self._changed.notify_all()
+
+    def get(self, *, timeout_s: float | None) -> RouteRecord | None:
+        """The next record; None at the end. Raises TruncatedError (ABORTED), TransportError (TIMED_OUT)."""
+        with self._changed:
+            self._wait(lambda: bool(self._waiting) or self._end is not None, timeout_s, what="a record")
+            if self._waiting:
+                record = self._waiting.popleft()
+                self.waiting_bytes -= record.nbytes
+                self._changed.notify_all()
+                return record
+            if self._end == "aborted":
+                raise TruncatedError("expected the writer's close, got its abort", kind=ErrorKind.ABORTED)
+            return None
+
+    def leave(self) -> None:
+        """The reader is closed."""
+        with self._changed:
+            self._left = True
+            self._waiting.clear()
+            self.waiting_bytes = 0
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], timeout_s: float | None, *, what: str) -> None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not until():
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise TransportError(f"expected {what} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
+            self._changed.wait(left)
 
 
-class MemoryStream(LocalStream):
-    """The place between ``new_stream(stream, spec)`` and ``open_stream(stream)``; holds records by reference.
-
-    By default one writer and one reader; a reader that goes before the end tells the writer so. With ``groups`` given,
-    each group is given every record once, shared among its readers, and one that goes leaves the rest to the next.
-    ``producers``: how many writers end the stream; None: ``seal()`` does. The first one's ``max_bytes`` is the bound.
-    ``lease_s``: after so long without a sign of life a writer is lost; never by default, since a process does not lose
-    its own threads.
-    """
-
-    def __init__(
-        self,
-        *,
-        groups: Sequence[str] | None = None,
-        producers: int | None = 1,
-        lease_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(producers=producers, alone=groups is None)
-        self._groups, self._lease_s, self._clock = groups or (DEFAULT_GROUP,), lease_s, clock
-
-    def _make(self, spec: RouteSpec, options: SinkOptions) -> tuple[Broker, RouteSpec, Codec]:
-        ledger = Ledger(
-            max_bytes=options.max_bytes,
-            groups=self._groups,
-            producers=self._producers,
-            lease_s=self._lease_s,
-            clock=self._clock,
-        )
-        return Broker(ledger), spec, _Records()
-
-
-class MemoryWriter(BrokeredWriter):
+class MemoryWriter(RecordWriter):
     """The RouteSink of a MemoryStream."""
 
+    def __init__(self, stream: MemoryStream, spec: RouteSpec, *, max_bytes: int, timeout_s: float | None) -> None:
+        super().__init__(spec, max_bytes=max_bytes)
+        self._stream, self._timeout_s = stream, timeout_s
 
-class MemoryReader(BrokeredReader):
-    """The RouteSource of a stream in this process. Of a MemoryStream it yields the writers' own (immutable) records,
-    verified again."""
+    def _check(self, record: RouteRecord) -> None:
+        del record
 
-    def __init__(
-        self,
-        broker: Broker,
-        spec: RouteSpec,
-        *,
-        codec: Codec,
-        policy: ReadPolicy,
-        options: SourceOptions,
-        alone: bool,
-    ) -> None:
-        super().__init__(broker, spec, policy=policy, codec=codec, options=options)
-        self._broker, self._alone = broker, alone
+    def _put(self, record: RouteRecord) -> None:
+        self._stream.put(record, max_bytes=self._max_bytes, timeout_s=self._timeout_s)
+
+    def _finish(self) -> None:
+        self._stream.end("closed")
+
+    def _discard(self) -> None:
+        self._stream.end("aborted")
+
+
+class MemoryReader(RecordReader):
+    """The RouteSource of a MemoryStream: yields the writer's own (immutable) records, verified again."""
+
+    def __init__(self, stream: MemoryStream, spec: RouteSpec, *, policy: ReadPolicy, timeout_s: float | None) -> None:
+        super().__init__(spec, policy)
+        self._stream, self._timeout_s = stream, timeout_s
 
     def close(self) -> None:
-        """Leave. A writer whose only reader this was, and that waits for room, is told that no one will read."""
+        """Close the stream; a writer that goes on raises TransportError."""
         super().close()
-        if self._alone:
-            self._broker.shut("left by its reader")
+        self._stream.leave()
 
+    def _arrive(self) -> Iterator[RouteRecord]:
+        try:
+            index = 0
+            while (record := self._stream.get(timeout_s=self._timeout_s)) is not None:
+                yield self._verified(record, index)
+                index += 1
+            self._report = replace(self._report, complete=True)
+        except TruncatedError:
+            if self._policy.on_truncated == "raise":
+                raise
+            self._report = replace(self._report, truncated=True)
 
-class _Records:
-    """Payloads are the records themselves."""
-
-    def encode(self, records: Sequence[RouteRecord]) -> tuple[tuple[RouteRecord, ...], int]:
-        return tuple(records), sum(record.nbytes for record in records)
-
-    def open(self, payload: tuple[RouteRecord, ...], policy: ReadPolicy) -> _Checked:
-        return _Checked(payload, policy)
-
-
-class _Checked:
-    """Records verified one by one; under ``quarantine`` a damaged one is replaced by one without its rows."""
-
-    def __init__(self, records: tuple[RouteRecord, ...], policy: ReadPolicy) -> None:
-        self._records, self._policy = records, policy
-        self._report = StreamReport()
-
-    def __iter__(self) -> Iterator[RouteRecord]:
-        for index, record in enumerate(self._records):
-            try:
-                yield record.verify() if self._policy.verify else record
-            except ChecksumError as error:
-                if self._policy.on_corrupt == "raise":
-                    raise
-                yield self._set_aside(index, record, error)
-
-    def _set_aside(self, index: int, record: RouteRecord, error: ChecksumError) -> RouteRecord:
-        found = Quarantined(index=index, key=record.key, error=error, raw=_one_row(record), yielded=True)
-        self._report = replace(self._report, quarantined=(*self._report.quarantined, found))
-        bare = record.without_routes()
-        return replace(bare, attributes={**bare.attributes, "quarantined": "true"}, checksum=None)
-
-    def report(self) -> StreamReport:
-        return self._report
-
-
-def _one_row(record: RouteRecord) -> bytes:
-    batch = write_batch([record], record.spec, encoding="plain")
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return bytes(sink.getvalue().to_pybytes())
+    def _verified(self, record: RouteRecord, index: int) -> RouteRecord:
+        try:
+            return record.verify() if self._policy.verify else record
+        except ChecksumError as error:
+            if self._policy.on_corrupt == "raise":
+                raise
+            raw = one_row(write_batch([record], record.spec, encoding="plain"), 0)
+            self.quarantine.add(raw, index=index, key=record.key, error=error, yielded=True)
+            bare = record.without_routes()
+            return replace(bare, attributes={**bare.attributes, "quarantined": "true"}, checksum=None)

@@ -1,7 +1,7 @@
-"""Memory that messages are received into, and that goes round: fresh pages cost several times what copying does.
+"""Memory that messages are received into, and that is used again: new pages cost several times what copying does.
 
-A buffer goes back when the last view of it is gone, wherever that was held: so a record is never overwritten, and a
-reader that lets go of records is served from the same pages again and again.
+A buffer returns to the pool when the last view of it is gone. So a record is never overwritten, and a reader that drops
+its records is served from the same pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["BufferPool", "Lease", "lend"]
+__all__ = ["BufferPool", "Loan", "lend"]
 
 # Arrow asks for buffers at multiples of 64 bytes.
 _ALIGN = 64
@@ -21,8 +21,8 @@ _ALIGN = 64
 _SLACK = 4
 
 
-class Lease:
-    """Stands for memory that is lent; what happens at its end is a finalizer's business."""
+class Loan:
+    """Holds memory while any view of it lives; a finalizer returns it."""
 
     __slots__ = ("__weakref__", "owner")
 
@@ -30,9 +30,9 @@ class Lease:
         self.owner = owner
 
 
-def lend(memory: Any, lease: Lease) -> pa.Buffer:
-    """A read-only Arrow buffer over a numpy byte array; every view of it, through Arrow and numpy, holds the lease."""
-    return pa.foreign_buffer(memory.ctypes.data, memory.nbytes, base=lease)
+def lend(memory: Any, loan: Loan) -> pa.Buffer:
+    """A read-only Arrow buffer over a numpy byte array; every view of it, through Arrow and numpy, holds the loan."""
+    return pa.foreign_buffer(memory.ctypes.data, memory.nbytes, base=loan)
 
 
 class BufferPool:
@@ -49,10 +49,10 @@ class BufferPool:
     def take(self, nbytes: int) -> tuple[memoryview, pa.Buffer]:
         """Memory to write to, and the read-only buffer over it that decides how long it is lent."""
         whole = self._pick(nbytes)
-        lease = Lease(whole)
-        weakref.finalize(lease, self._give_back, whole).atexit = False
+        loan = Loan(whole)
+        weakref.finalize(loan, self._give_back, whole).atexit = False
         memory = whole[:nbytes]
-        return memoryview(memory), lend(memory, lease)
+        return memoryview(memory), lend(memory, loan)
 
     @property
     def idle_bytes(self) -> int:

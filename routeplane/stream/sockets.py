@@ -1,71 +1,110 @@
-"""Streams over sockets: ``tcp://host:port`` and ``unix:///path``. The consumer listens, the producer calls.
+"""Streams over sockets: ``tcp://host:port`` and ``unix:///path``. The consumer listens, the producer connects.
 
-Owns connecting, waiting with a bound, and receiving into memory that goes round. What is said over the connection is
-``connection``'s business. No authentication and no encryption: for trusted networks; ``grpc+tls://`` has both.
+One stream per connection, behind a greeting of 8 bytes. When the reader has verified the whole stream it answers with
+the trailer's digest, and the writer's ``close`` returns on that answer or raises. Handshakes are concurrent, bounded in
+number, bytes and time, so that port scanners, garbage and silent peers neither end nor delay a listener. No
+authentication and no encryption: for trusted networks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import stat
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
-from routeplane.errors import ErrorKind, TransportError, refused
-from routeplane.record.schema import choose_encoding
-from routeplane.stream.addresses import Address, SinkOptions, SourceOptions, parse_address
-from routeplane.stream.connection import NOTE, ConnectedReader, ConnectedWriter, Received
-from routeplane.stream.frames import frames_received
+import pyarrow as pa
+
+from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, refused
+from routeplane.record.schema import Encoding, choose_encoding
+from routeplane.stream.frames import Frame, frame_of, frames_received
+from routeplane.stream.ipc import IpcReader, IpcWriter, parse_schema_frame
 from routeplane.stream.pool import BufferPool
 
 if TYPE_CHECKING:
     from routeplane.record.policy import ReadPolicy
-    from routeplane.record.record import RecordKey
+    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["Listener", "SocketBack", "SocketLine", "call", "filler", "listen", "listening", "lost", "transport"]
+__all__ = ["Address", "Listener", "SocketReader", "SocketWriter", "connect", "listen", "parse_address"]
+
+#: What a producer sends first; a peer that has not sent it within the deadline is disconnected.
+GREETING = b"routes1\n"
+#: What a reader answers when it has verified the whole stream: a mark, and the trailer's digest.
+ANSWER = struct.Struct("<8sQ")
+_ANSWER_MARK = b"whole1\r\n"
+#: Largest schema message of a handshake: one of 4,096 layers has some 60 kB.
+MAX_SCHEMA_BYTES = 2**20
 
 # Smaller pieces of a message are gathered: a header and its padding are not worth a packet each.
 _GATHER = 64 * 1024
 # Between two attempts to reach a consumer that does not listen yet.
-_AGAIN_S = 0.05
+_RETRY_S = 0.05
+_BACKLOG = 1024
 
 
-def lost(error: OSError, *, timeout_s: float | None) -> TransportError:
-    """The error of a connection that failed; for ``raise``."""
-    if isinstance(error, TransportError):
-        return error
-    if isinstance(error, TimeoutError | BlockingIOError):
-        return TransportError(
-            f"expected the other side within {timeout_s} s, got nothing: it is slow, or gone; what was not "
-            "acknowledged is still yours",
-            kind=ErrorKind.TIMED_OUT,
-        )
-    return TransportError(
-        f"expected a connection, got {error.strerror or error}: the other side is gone; write what is unacknowledged "
-        "again on a new stream",
-        kind=ErrorKind.CONNECTION,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """A socket's address: ``tcp`` with host and port, or ``unix`` with a path."""
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix://{self.path}"
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-class SocketLine:
-    """A producer's end of a socket: takes messages, gathers small pieces, hears what comes back."""
+def parse_address(text: str) -> Address:
+    """Parse ``tcp://host:port`` or ``unix:///path``.
+
+    Without a host the address is the loopback; a wildcard must be spelled out (``tcp://0.0.0.0:4000``). Raises
+    UsageError.
+
+    >>> str(parse_address("tcp://:4000"))
+    'tcp://127.0.0.1:4000'
+    """
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise refused("tcp://host:port or unix:///path", f"{text!r} ({error})") from None
+    plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    if parts.scheme == "tcp" and plain and port is not None and not parts.path:
+        return Address(scheme="tcp", host=host or "127.0.0.1", port=port)
+    if parts.scheme == "unix" and plain and not parts.netloc and parts.path:
+        return Address(scheme="unix", path=unquote(parts.path))
+    raise refused("tcp://host:port or unix:///path", repr(text))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class SocketTarget:
+    """A producer's end of a connection as the file that an IpcWriter writes to. Gathers small pieces."""
 
     closed = False  # what pyarrow asks of a file
 
     def __init__(self, connection: socket.socket, *, timeout_s: float | None) -> None:
         connection.settimeout(timeout_s)
         self._socket, self._timeout_s = connection, timeout_s
-        self._small = bytearray()
-        self._heard = bytearray()
+        self._small = bytearray(GREETING)
+        self.flush()
 
     @property
-    def file(self) -> SocketLine:
-        """Itself."""
+    def file(self) -> SocketTarget:
+        """This object."""
         return self
 
     def write(self, data: Any) -> int:
@@ -90,67 +129,113 @@ class SocketLine:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise lost(error, timeout_s=self._timeout_s) from error
-
-    def notes(self, *, wait: bool) -> list[tuple[int, int]]:
-        """See ``Line``."""
-        while True:
-            # a socket with a timeout waits for it whatever the flags of recv say
-            if not wait and not select.select([self._socket], [], [], 0)[0]:
-                return self._whole_notes()
-            try:
-                came = self._socket.recv(4096)
-            except OSError as error:
-                raise lost(error, timeout_s=self._timeout_s) from error
-            if not came:
-                raise TransportError(
-                    "expected a consumer, got one that hung up: write what is unacknowledged again on a new stream",
-                    kind=ErrorKind.CONNECTION,
-                )
-            self._heard += came
-            if len(self._heard) >= NOTE.size:
-                return self._whole_notes()
-
-    def _whole_notes(self) -> list[tuple[int, int]]:
-        size = len(self._heard) // NOTE.size * NOTE.size
-        whole, self._heard = bytes(self._heard[:size]), self._heard[size:]
-        return list(NOTE.iter_unpack(whole))
+            raise _lost(error, self._timeout_s) from error
 
     def publish(self) -> None:
         """Send what was gathered: the trailer is among it."""
         self.flush()
 
+    def confirm(self, digest: int) -> None:
+        """Wait for the reader's answer, and close. Raises TransportError for another answer or none."""
+        fill = _filler(self._socket, timeout_s=self._timeout_s)
+        answer = bytearray(ANSWER.size)
+        came = fill(memoryview(answer))
+        self.discard()
+        if came < ANSWER.size or ANSWER.unpack(answer) != (_ANSWER_MARK, digest):
+            raise TransportError(
+                "expected the reader's answer that it verified the whole stream, got a closed connection: the reader "
+                "failed or ended early; write the records again on a new stream",
+                kind=ErrorKind.CONNECTION,
+            )
+
     def discard(self) -> None:
-        """Close."""
-        self.close()
-
-    def close(self) -> None:
-        """Close; again is no error."""
+        """Close the connection; again is not an error."""
         self._socket.close()
 
 
-class SocketBack:
-    """A consumer's end of a socket."""
+class SocketWriter(IpcWriter):
+    """The RouteSink of one connection; ``close`` returns when the reader has verified the whole stream."""
 
-    def __init__(self, connection: socket.socket, *, then: Callable[[], None] = lambda: None) -> None:
-        self._socket, self._then = connection, then
+    def __init__(self, target: SocketTarget, spec: RouteSpec, *, encoding: Encoding, max_bytes: int) -> None:
+        super().__init__(target, spec, encoding=encoding, max_bytes=max_bytes)
+        self._connection = target
 
-    def tell(self, what: int, number: int) -> None:
-        """See ``Back``."""
-        with contextlib.suppress(OSError):
-            self._socket.sendall(NOTE.pack(what, number))
+    def _send(self, batch: pa.RecordBatch) -> None:
+        super()._send(batch)
+        self._connection.flush()  # the reader is to have each batch when it was written
 
-    def close(self) -> None:
-        """Close; again is no error."""
-        # what lies unread in a closed socket makes it reset the connection, and a reset may swallow notes on their way
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        self._socket.close()
-        self._then()
+    def _finish(self) -> None:
+        super()._finish()
+        self._connection.confirm(self._counter.trailer().digest)
 
 
-def filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[memoryview], int]:
-    """Fills memory from a socket and says how much came; a reset is an end, and the stream says whether it was one."""
+def connect(
+    address: Address, spec: RouteSpec, *, encoding: str | None, max_bytes: int, timeout_s: float | None
+) -> SocketWriter:
+    """Connect to a consumer, waiting until one listens. Raises TransportError (TIMED_OUT).
+
+    Over TCP the default encoding is ``auto``, over a Unix socket ``plain``.
+    """
+    default = "auto" if address.scheme == "tcp" else "plain"
+    chosen = choose_encoding(encoding or default, spec)
+    target = SocketTarget(_connected(address, timeout_s=timeout_s), timeout_s=timeout_s)
+    return SocketWriter(target, spec, encoding=chosen, max_bytes=max_bytes)
+
+
+def _connected(address: Address, *, timeout_s: float | None) -> socket.socket:
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        try:
+            return _connect_once(address, timeout_s=timeout_s)
+        except (ConnectionRefusedError, FileNotFoundError, TimeoutError, BlockingIOError) as error:
+            if end is not None and time.monotonic() + _RETRY_S > end:
+                raise TransportError(
+                    f"expected a consumer at {address} within {timeout_s} s, got {error.strerror or error}: start it, "
+                    "or give the address at which it listens",
+                    kind=ErrorKind.TIMED_OUT,
+                ) from error
+            time.sleep(_RETRY_S)
+        except OSError as error:
+            raise _lost(error, timeout_s) from error
+
+
+def _connect_once(address: Address, *, timeout_s: float | None) -> socket.socket:
+    if address.scheme == "tcp":
+        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        _tune(connection)
+        return connection
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address.path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _lost(error: OSError, timeout_s: float | None) -> TransportError:
+    if isinstance(error, TransportError):
+        return error
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return TransportError(
+            f"expected the other side within {timeout_s} s, got nothing: it is slow or dead; write the records again "
+            "on a new stream",
+            kind=ErrorKind.TIMED_OUT,
+        )
+    return TransportError(
+        f"expected a connection, got {error.strerror or error}: the other side is gone; write the records again on a "
+        "new stream",
+        kind=ErrorKind.CONNECTION,
+    )
+
+
+def _filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[memoryview], int]:
+    """Fill memory from a socket and return how much came; a reset is an end like a close."""
 
     def fill(memory: memoryview) -> int:
         came = 0
@@ -158,7 +243,7 @@ def filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[m
             try:
                 size = connection.recv_into(memory[came:])
             except TimeoutError as error:
-                raise lost(error, timeout_s=timeout_s) from error
+                raise _lost(error, timeout_s) from error
             except OSError:
                 return came
             if size == 0:
@@ -169,111 +254,195 @@ def filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[m
     return fill
 
 
-def listening(address: Address) -> socket.socket:
-    """A socket that listens at an address. Raises TransportError where that cannot be."""
-    try:
-        if address.scheme == "tcp":
-            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            return socket.create_server((address.host, address.port or 0), family=family)
-        _remove_stale(Path(address.path))
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(address.path)
-        server.listen()
-    except OSError as error:
-        raise TransportError(
-            f"expected to listen at {address}, got {error.strerror or error}", kind=ErrorKind.CONNECTION
-        ) from error
-    return server
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove a socket file that nobody listens at, as a killed consumer leaves it."""
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(str(path)) != 0:
-                path.unlink(missing_ok=True)
+class SocketReader(IpcReader):
+    """The RouteSource of one connection; answers with the trailer's digest when everything was verified."""
 
+    def __init__(self, connection: socket.socket, frames: Iterator[Frame], *, policy: ReadPolicy) -> None:
+        self._socket = connection
+        super().__init__(frames, policy, walkable=False)
 
-def call(address: Address, *, timeout_s: float | None) -> socket.socket:
-    """A connection to whoever listens, waiting until someone does. Raises TransportError (TIMED_OUT)."""
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while True:
+    def _arrive(self) -> Iterator[RouteRecord]:
         try:
-            if address.scheme == "tcp":
-                connection = socket.create_connection((address.host, address.port or 0), timeout=timeout_s)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                return connection
-            connection = socket.socket(socket.AF_UNIX)
-            try:
-                connection.connect(address.path)
-            except OSError:
-                connection.close()
-                raise
-            return connection
-        except (ConnectionRefusedError, FileNotFoundError, TimeoutError) as error:
-            if end is not None and time.monotonic() + _AGAIN_S > end:
-                raise TransportError(
-                    f"expected a consumer at {address.scheme}://{address.location}{address.path} within {timeout_s} s, "
-                    f"got {error.strerror or error}: start it, or give the address at which it listens",
-                    kind=ErrorKind.TIMED_OUT,
-                ) from error
-            time.sleep(_AGAIN_S)
-        except OSError as error:
-            raise lost(error, timeout_s=timeout_s) from error
+            yield from super()._arrive()
+        finally:
+            if self._report.complete:
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(ANSWER.pack(_ANSWER_MARK, self._counter.trailer().digest))
+            self._disconnect()
+
+    def close(self) -> None:
+        """Close the connection; a writer that has not heard the answer raises TransportError."""
+        super().close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        # unread bytes in a closed socket make it reset the connection, and a reset may swallow the answer on its way
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._socket.close()
+
+
+class _Handshake:
+    """One peer that has connected: what came of its greeting and its schema, read without waiting."""
+
+    def __init__(self, connection: socket.socket, *, deadline: float) -> None:
+        connection.setblocking(False)
+        self.connection, self.deadline = connection, deadline
+        self._came = bytearray()
+        self._size = len(GREETING)
+        self.greeted = False
+
+    def receive(self) -> Frame | None:
+        """The schema when all of it came. Raises FormatError or OSError for a peer that must be disconnected."""
+        while True:
+            part = self.connection.recv(self._size - len(self._came))
+            if not part:
+                raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
+            self._came += part
+            if len(self._came) < self._size:
+                continue
+            found = self._advance()
+            if found is not None:
+                return found
+
+    def _advance(self) -> Frame | None:
+        """Greeting, prefix, schema: what was asked for is there; ask for what follows, or give the schema."""
+        if not self.greeted:
+            if bytes(self._came) != GREETING:
+                raise FormatError(
+                    f"expected a producer's greeting, got {bytes(self._came)!r}", kind=ErrorKind.NOT_ARROW
+                )
+            self.greeted, self.deadline, self._came = True, float("inf"), bytearray()
+            return None
+        if self._size == 8:
+            mark, length = struct.unpack("<II", self._came)
+            if mark != 0xFFFFFFFF or not 0 < length <= MAX_SCHEMA_BYTES:
+                raise FormatError(f"expected a schema message, got {self._came.hex()}", kind=ErrorKind.NOT_ARROW)
+            self._size += length
+            return None
+        frame = frame_of(pa.py_buffer(bytes(self._came)))
+        parse_schema_frame(frame)
+        return frame
 
 
 class Listener:
-    """A consumer's address: ``open_stream(listener)`` gives the stream of the next producer that calls.
+    """A consumer's address: ``open_stream(listener)`` gives the next stream whose producer connects.
 
-    Open it again after a connection was cut: what was acknowledged before is known by its keys and not yielded twice.
-    ``have``: the same for what an earlier process acknowledged, key -> checksum. Close it, or leave ``with``.
+    Owns the listening socket and the connections whose handshake is not done. Close it, or leave ``with``.
+
+    Args:
+        address: where to listen; port 0 lets the system choose.
+        handshake_s: after so long without a greeting a peer is disconnected.
+        max_handshakes: peers that may be connected before their schema came; the oldest without a greeting goes first.
     """
 
-    def __init__(self, address: Address, *, have: Mapping[RecordKey, int] | None = None) -> None:
-        self._asked = address
-        self._server = listening(address)
-        self._received = Received(keys=have)
+    def __init__(self, address: Address, *, handshake_s: float = 5.0, max_handshakes: int = 256) -> None:
+        self._asked, self._handshake_s, self._max_handshakes = address, handshake_s, max_handshakes
+        self._server = _listening(address)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._handshakes: dict[socket.socket, _Handshake] = {}
         self._pool = BufferPool()
+        #: Peers that were disconnected before a stream began.
+        self.disconnected = 0
+        self._last_error = ""
 
     @property
     def address(self) -> str:
-        """Where producers call; with the port that the system chose where 0 was asked for."""
+        """Where producers connect, with the port that the system chose where 0 was asked for."""
         if self._asked.scheme != "tcp":
-            return f"{self._asked.scheme}://{self._asked.path}"
+            return str(self._asked)
         host, port = self._server.getsockname()[:2]
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return str(Address(scheme="tcp", host=host, port=port))
 
-    def new_sink(self, spec: RouteSpec, options: SinkOptions) -> ConnectedWriter:
-        """Producers give the address, not the listener."""
-        raise refused(f"new_stream({self.address!r}, spec)", "the listener at it")
-
-    def open_source(self, policy: ReadPolicy, options: SourceOptions) -> ConnectedReader:
-        """The stream of the next producer that calls. Raises TransportError (TIMED_OUT)."""
-        connection = self.accept(options.timeout_s)
-        return self._reader(connection, policy, options, SocketBack(connection))
-
-    def accept(self, timeout_s: float | None) -> socket.socket:
-        """The next connection."""
-        self._server.settimeout(timeout_s)
-        try:
-            connection, _ = self._server.accept()
-        except OSError as error:
-            raise lost(error, timeout_s=timeout_s) from error
+    def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> SocketReader:
+        """Return the next stream. Raises TransportError (TIMED_OUT)."""
+        connection, schema = self._accept(timeout_s)
+        connection.setblocking(True)
         connection.settimeout(timeout_s)
-        if self._asked.scheme == "tcp":
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return connection
+        fill = _filler(connection, timeout_s=timeout_s)
+        frames = chain([schema], frames_received(fill, self._pool.take, at=schema.data.size))
+        try:
+            return SocketReader(connection, frames, policy=policy)
+        except BaseException:
+            connection.close()
+            raise
 
-    def _reader(
-        self, connection: socket.socket, policy: ReadPolicy, options: SourceOptions, back: SocketBack
-    ) -> ConnectedReader:
-        frames = frames_received(filler(connection, timeout_s=options.timeout_s), self._pool.take)
-        return connected(frames, policy, options, back=back, received=self._received)
+    def _accept(self, timeout_s: float | None) -> tuple[socket.socket, Frame]:
+        """The first peer whose greeting and schema are whole; the others stay, or are disconnected."""
+        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            if now >= end:
+                raise TransportError(
+                    f"expected a producer at {self.address} within {timeout_s} s, got {self.disconnected} peers that "
+                    f"were disconnected{self._last_error}",
+                    kind=ErrorKind.TIMED_OUT,
+                )
+            wake = min([end, *(peer.deadline for peer in self._handshakes.values())])
+            for key, _ in self._selector.select(None if wake == float("inf") else max(wake - now, 0.0)):
+                if key.fileobj is self._server:
+                    self._welcome()
+                    continue
+                found = self._receive(self._handshakes[key.fileobj])  # type: ignore[index]
+                if found is not None:
+                    return found
+            self._drop_expired(time.monotonic())
+
+    def _welcome(self) -> None:
+        """Take every connection that waits."""
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # none waits, or the peer has gone already
+            if self._asked.scheme == "tcp":
+                _tune(connection)
+            if len(self._handshakes) >= self._max_handshakes:
+                oldest = min(self._handshakes.values(), key=lambda peer: peer.deadline)
+                self._drop(oldest, "another peer took its place")
+            self._handshakes[connection] = _Handshake(connection, deadline=time.monotonic() + self._handshake_s)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, peer: _Handshake) -> tuple[socket.socket, Frame] | None:
+        try:
+            schema = peer.receive()
+        except (BlockingIOError, InterruptedError):
+            return None
+        except (RouteplaneError, OSError) as error:  # a schema of another version, or not a schema
+            self._drop(peer, str(error))
+            if peer.greeted and isinstance(error, TruncatedError):
+                raise  # a producer that aborted or died before its first batch
+            return None
+        if schema is None:
+            return None
+        self._forget(peer)
+        return peer.connection, schema
+
+    def _drop_expired(self, now: float) -> None:
+        for peer in [peer for peer in self._handshakes.values() if peer.deadline <= now]:
+            self._drop(peer, f"no greeting within {self._handshake_s} s")
+
+    def _drop(self, peer: _Handshake, reason: str) -> None:
+        self._forget(peer)
+        peer.connection.close()
+        self.disconnected += 1
+        self._last_error = f" (the last: {reason[:200]})"
+
+    def _forget(self, peer: _Handshake) -> None:
+        self._selector.unregister(peer.connection)
+        del self._handshakes[peer.connection]
 
     def close(self) -> None:
-        """Listen no more. Streams that are open go on."""
+        """Stop listening, and disconnect peers without a stream. Streams that are open go on."""
+        for peer in list(self._handshakes.values()):
+            self._forget(peer)
+            peer.connection.close()
+        self._selector.close()
         self._server.close()
         if self._asked.scheme == "unix":
             Path(self._asked.path).unlink(missing_ok=True)
@@ -285,49 +454,46 @@ class Listener:
         self.close()
 
 
-def connected(
-    frames: Iterator[Any], policy: ReadPolicy, options: SourceOptions, *, back: SocketBack, received: Received
-) -> ConnectedReader:
-    """A reader over frames; hangs up where they do not begin as a stream."""
+def _listening(address: Address) -> socket.socket:
     try:
-        return ConnectedReader(frames, policy, back=back, received=received, acknowledge=options.acknowledge)
-    except BaseException:
-        back.close()
-        raise
+        if address.scheme == "tcp":
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+        _remove_stale(Path(address.path))
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            server.bind(address.path)
+            server.listen(_BACKLOG)
+        except OSError:
+            server.close()
+            raise
+    except OSError as error:
+        raise TransportError(
+            f"expected to listen at {address}, got {error.strerror or error}", kind=ErrorKind.CONNECTION
+        ) from error
+    return server
 
 
-def listen(address: str, *, have: Mapping[RecordKey, int] | None = None) -> Listener:
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file without a listener, as a killed consumer leaves it."""
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) != 0:
+                path.unlink(missing_ok=True)
+
+
+def listen(address: str, *, handshake_s: float = 5.0) -> Listener:
     """Listen at ``tcp://host:port`` (port 0: any that is free) or ``unix:///path``.
 
-    Raises TransportError where that cannot be, UsageError for another address.
+    Args:
+        address: without a host, the loopback; spell a wildcard out to listen on all interfaces.
+        handshake_s: after so long without a greeting a peer is disconnected.
+
+    Returns a Listener that the caller closes. Raises TransportError where that cannot be, UsageError for another
+    address.
+
+    >>> with listen("tcp://:0") as listener:
+    ...     listener.address.startswith("tcp://127.0.0.1:")
+    True
     """
-    parsed = parse_address(address)
-    if parsed.scheme not in ("tcp", "unix"):
-        raise refused("tcp://host:port or unix:///path", repr(address))
-    return Listener(parsed, have=have)
-
-
-class _Place:
-    """An address: a producer calls there, a consumer listens there for one stream."""
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-
-    def new_sink(self, spec: RouteSpec, options: SinkOptions) -> ConnectedWriter:
-        network = self._address.scheme == "tcp"
-        encoding = choose_encoding(options.encoding or ("auto" if network else "plain"), spec)
-        line = SocketLine(call(self._address, timeout_s=options.timeout_s), timeout_s=options.timeout_s)
-        return ConnectedWriter(line, spec, encoding=encoding, max_bytes=options.max_bytes)
-
-    def open_source(self, policy: ReadPolicy, options: SourceOptions) -> ConnectedReader:
-        with Listener(self._address) as listener:
-            return listener.open_source(policy, options)
-
-
-def transport(address: Address) -> _Place:
-    """The place of an address."""
-    if address.scheme == "tcp" and (not address.host or address.port is None or address.path):
-        raise refused("tcp://host:port", f"{address.location}{address.path}")
-    if address.scheme == "unix" and (address.host or not address.path):
-        raise refused("unix:///path", f"{address.location}{address.path}")
-    return _Place(address)
+    return Listener(parse_address(address), handshake_s=handshake_s)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import gzip
+import itertools
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +25,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from routeplane import new_stream
@@ -722,3 +726,142 @@ def test_a_call_is_of_the_weights_that_its_request_found() -> None:
     [call] = response_calls(document, SPEC, weights_version=3, redeem=store.redeem)
 
     assert (7, [8]) == (call.weights_version, version)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sinks that are stuck, and the engine's own tickets
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class StuckSink:
+    """A sink whose reader has hung up without a word."""
+
+    spec = SPEC
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.written: list[RouteRecord] = []
+
+    def write(self, record: RouteRecord) -> None:
+        """Wait until the reader is back."""
+        assert self.released.wait(30)
+        self.written.append(record)
+
+
+def test_a_stuck_sink_refuses_its_tickets_and_holds_up_no_other_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty ticket requests are answered 503 with a reason; plain requests between them pass; the sink comes back."""
+    monkeypatch.setattr("routeplane.capture.http.middleware._SINK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("routeplane.capture.http.middleware._MAX_WAITING", 8)
+    sink = StuckSink()
+    app, _ = server(CHAT, sink=sink)
+
+    async def job() -> tuple[list[httpx.Response], list[httpx.Response], httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+
+            async def ask(form: str) -> httpx.Response:
+                return await client.post("/v1/chat/completions", json=CHAT.request, headers={HEADER: form})
+
+            asked = [asyncio.create_task(ask("ticket")) for _ in range(40)]
+            plain = await asyncio.gather(*(ask("none") for _ in range(20)))
+            assert not all(task.done() for task in asked)
+            refused = await asyncio.gather(*asked)
+            sink.released.set()
+            while len(sink.written) < 8:
+                await asyncio.sleep(0.01)
+            return refused, plain, await ask("npy")
+
+    refused, plain, after = asyncio.run(job())
+
+    assert {503} == {response.status_code for response in refused}
+    assert {"timed_out"} == {response.json()["error"]["kind"] for response in refused}
+    assert {200} == {response.status_code for response in [*plain, after]}
+    assert (40, 8) == (middleware_of(app).report().stuck, len(sink.written))
+
+
+class EngineClient:
+    """The engine client of a server whose engine writes, as far as the middleware asks it."""
+
+    def __init__(self, tickets: dict[str, str]) -> None:
+        self.tickets, self.asked = tickets, []  # type: ignore[var-annotated]
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What ``RouteScheduler`` answers."""
+        self.asked.append((method, args))
+        return [self.tickets if method == "routeplane_tickets" else {"routeplane/engine_lost": 3.0}]
+
+
+def writing_server(pieces: list[bytes], client: EngineClient) -> FastAPI:
+    """A server of an engine with a writer, which streams these pieces."""
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def answer(request: Request) -> Response:
+        if (await request.json()).get("stream"):
+            return StreamingResponse(iter(pieces), media_type="text/event-stream")
+        choices = [{"index": at, "finish_reason": "stop"} for at in range(2)]
+        return JSONResponse({"id": "cmpl-7", "choices": choices, "kv_transfer_params": {"routeplane": "one of them"}})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response("vllm:up 1\n", media_type="text/plain")
+
+    app.state.engine_client = client
+    app.state.vllm_config = SimpleNamespace(additional_config={"routeplane": {"place": "x", "run": "r"}})
+    app.add_middleware(RouteMiddleware, spec=SPEC)
+    return app
+
+
+EVENTS = [
+    b'data: {"id":"cmpl-7","choices":[{"index":0,"text":"a","finish_reason":null}]}',
+    b'data: {"id":"cmpl-7","choices":[{"index":1,"text":"b","finish_reason":"stop"}]}',
+    b": a comment",
+    b'data: {"id":"cmpl-7","choices":[{"index":0,"text":"c","finish_reason":"length"}]}',
+    b"data: [DONE]",
+]
+
+
+@given(st.lists(st.integers(0, 280), max_size=6))
+@settings(max_examples=25)
+def test_the_last_chunk_of_each_choice_has_its_ticket(cuts: list[int]) -> None:
+    """However the stream is cut into pieces; all other events pass byte for byte."""
+    whole = b"\n\n".join([*EVENTS, b""])
+    edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+    pieces = [whole[start:stop] for start, stop in itertools.pairwise(edges)]
+    app = writing_server(pieces, EngineClient({"0": "zero", "1": "one"}))
+    response = post(app, {"stream": True, "n": 2, "prompt": "x"}, form="engine-ticket", path="/v1/completions")
+    found = response.content.split(b"\n\n")
+
+    assert [EVENTS[0], EVENTS[2], EVENTS[4], b""] == [found[at] for at in (0, 2, 4, 5)]
+    assert ["one", "zero"] == [json.loads(found[at][6:])["choices"][0]["routed_experts"] for at in (1, 3)]
+
+
+def test_every_choice_of_a_whole_response_has_its_ticket() -> None:
+    """Also those that vLLM does not pass on; a choice of the second prompt counts behind those of the first."""
+    client = EngineClient({"0.0": "first", "1.0": "second"})
+    response = post(writing_server([], client), {"prompt": ["x", "y"]}, form="engine-ticket", path="/v1/completions")
+
+    assert ["first", "second"] == [choice["routed_experts"] for choice in response.json()["choices"]]
+    assert [("routeplane_tickets", ("cmpl-7",))] == client.asked
+
+
+def test_a_choice_without_a_ticket_is_refused() -> None:
+    """Never a response without what was asked for; and a server whose engine does not write is told apart."""
+    missing = post(writing_server([], EngineClient({})), {"n": 2}, form="engine-ticket", path="/v1/completions")
+    bare = post(server(CHAT)[0], CHAT.request, form="engine-ticket")
+
+    assert (502, 502) == (missing.status_code, bare.status_code)
+    assert "choice 0, got none" in missing.json()["error"]["message"]
+    assert "engine writes" in bare.json()["error"]["message"]
+
+
+def test_the_metrics_have_the_counts_of_engine_and_middleware() -> None:
+    """Behind the server's own, in Prometheus' text format."""
+    app = writing_server([], EngineClient({}))
+
+    async def get() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            return await client.get("/metrics")
+
+    lines = asyncio.run(get()).text.splitlines()
+    assert "vllm:up 1" == lines[0]
+    assert {"routeplane_engine_lost 3.0", "routeplane_middleware_stuck 0.0"} <= set(lines)

@@ -80,6 +80,16 @@ def shifted(rows_RDK: NDArray[Any], prompt: int) -> NDArray[Any]:
     return rows_RDK
 
 
+def shifted_throughout(rows_RDK: NDArray[Any], prompt: int) -> NDArray[Any]:
+    """Every row is that of the token before, whether it is generated or read."""
+    return np.concatenate([rows_RDK[:1], rows_RDK[:-1]])
+
+
+def shifted_back(rows_RDK: NDArray[Any], prompt: int) -> NDArray[Any]:
+    """Every row is that of the token behind."""
+    return np.concatenate([rows_RDK[1:], rows_RDK[-1:]])
+
+
 LIES: dict[str, tuple[Callable[[NDArray[Any], int], NDArray[Any] | None], ErrorKind]] = {
     "no routes": (lambda rows_RDK, prompt: None, ErrorKind.CAPTURE_OFF),
     "all zero": (lambda rows_RDK, prompt: np.zeros_like(rows_RDK), ErrorKind.UNCAPTURED_SLOT),
@@ -90,6 +100,8 @@ LIES: dict[str, tuple[Callable[[NDArray[Any], int], NDArray[Any] | None], ErrorK
     "a draft model's rows": (drafted, ErrorKind.ROW_CONFLICT),
     "a stale buffer": (stale, ErrorKind.ROW_CONFLICT),
     "rows of the token before": (shifted, ErrorKind.ROW_CONFLICT),
+    "all rows of the token before": (shifted_throughout, ErrorKind.ROW_CONFLICT),
+    "all rows of the token behind": (shifted_back, ErrorKind.ROW_CONFLICT),
 }
 
 
@@ -107,6 +119,6 @@ def test_an_honest_capture_passes(engine: Engine) -> None:
     """In float32 every row of a generated token is the row of the token read."""
     report = probe(engine.llm, SPEC)
 
-    assert (29, 1.0, None) == (report.rows, report.agreement, report.deltas_keep_rows)
+    assert (39, 1.0, None) == (report.rows, report.agreement, report.deltas_keep_rows)
     with pytest.raises(UsageError):
         probe(engine.llm, SPEC, min_agreement=2.0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from routeplane.capture.vllm import request_args
-from routeplane.stream import open_stream
 from tests.capture.async_engine import AsyncEngine, running_async_engine, sampling
+from tests.capture.block_files import records_of
 from tests.capture.vllm_engine import LONG, assert_equals_reference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -46,8 +46,9 @@ async def crossed(engine: AsyncEngine, counter: Counter, **shipping: Any) -> tup
 
 def test_no_route_byte_crosses_with_the_writer_inside(tmp_path: Path) -> None:
     """A recorded request sends what one without capture sends, and a ticket; the engine's end ends the stream."""
-    target = tmp_path / "routes.arrows"
-    config = {"routeplane": {"sink": "routeplane.stream.new_stream", "target": str(target)}}
+    place = tmp_path / "routes"
+    place.mkdir()
+    config = {"routeplane": {"place": str(place), "run": "r", "carrier": "tests.capture.block_files.open_writer"}}
     with running_async_engine(
         tmp_path / "model",
         scheduler_cls="routeplane.capture.vllm.RouteScheduler",
@@ -67,7 +68,7 @@ def test_no_route_byte_crosses_with_the_writer_inside(tmp_path: Path) -> None:
     assert (0, ROUTE_BYTES, 0) == (bare[1], inline[1], written[1])
     assert inline[0] - bare[0] >= ROUTE_BYTES
     assert 0 < written[0] - bare[0] < 512 < ROUTE_BYTES
-    records = list(open_stream(target))
-    assert ["written", "again"] == [record.sample_id for record in records]
-    for record in records:
+    records = records_of(place)
+    assert ["written", "again"] == list(records)
+    for record in records.values():
         assert_equals_reference(record, model)

@@ -25,7 +25,8 @@ from routeplane.cli.demo import engine as demo_engine
 from routeplane.cli.demo import transformers as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
-from routeplane.inspect.look import check_stream, summarise_stream
+from routeplane.inspect.look import check as check_streams
+from routeplane.inspect.look import summarise
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
@@ -228,7 +229,7 @@ def test_figures_have_the_names_that_stay(small: tuple[DemoOptions, dict[str, An
 def test_figures_count_what_the_stream_holds(small: tuple[DemoOptions, dict[str, Any]]) -> None:
     """The stream is left in the folder, is valid, and has the tokens, rows and bytes that were printed."""
     options, figures = small
-    check = check_stream(options.stream)
+    check = check_streams(options.stream)
     tokens = 3 * (32 + 24)
     assert ("valid", 3, tokens) == (check.verdict, check.records, check.tokens)
     assert (tokens, 4 * (tokens - 3), 3) == (figures["tokens"], figures["rows"], figures["records"])
@@ -336,7 +337,7 @@ def test_the_model_is_a_real_moe_with_every_layer_routed(small: tuple[DemoOption
     expected = RouteSpec(num_experts=32, top_k=4, layer_ids=(0, 1, 2, 3), model="Qwen3MoeForCausalLM")
     with open_stream(options.stream) as reader:
         assert [expected] * 3 == [RouteSpec.from_hf_config(model.config), RouteSpec.from_model(model), reader.spec]
-    assert "narrow" == summarise_stream(options.stream).header.encoding
+    assert "narrow" == summarise(options.stream)[0].to_dict()["encoding"]
 
 
 # ---- full size ------------------------------------------------------------------------------------------------------
@@ -358,9 +359,9 @@ def test_replay_pays_at_full_size(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["flight", "ray"])
+@pytest.mark.parametrize("transport", ["folder"])
 def test_the_figures_do_not_depend_on_what_carries_the_stream(transport: Any, tmp_path: Path) -> None:
-    """Between processes over a service or a plane, the trainer scores what it scores from a file."""
+    """Over sealed blocks in a folder, the trainer scores what it scores from a file."""
     small: dict[str, Any] = {"sequences": 2, "prompt_tokens": 8, "max_tokens": 8, "layers": 2, "progress": False}
 
     file = run_demo(DemoOptions(out=str(tmp_path / "file"), **small))

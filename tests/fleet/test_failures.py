@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from routeplane.errors import ErrorKind, FleetError, TransportError
+from routeplane.errors import ErrorKind, FleetError
 from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor, start_engine
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
-from routeplane.fleet.processes import Process, children_of, is_alive, process_of
+from routeplane.fleet.processes import Process, children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
-from routeplane.stream.ray import PlaneOptions, RayPlane
-from tests.fleet.workers import has_ended, pid_of
+from tests.fleet.workers import has_ended
 from tests.ray_cluster import SETTINGS, local_cluster
 
 # one worker for all files that start a cluster: at most one at a time
@@ -104,38 +103,6 @@ def test_an_engine_whose_port_was_taken_meanwhile_says_so(cluster: None) -> None
         engine.close()
     assert has_ended(again)
     assert refuses(port)
-
-
-def test_a_plane_that_is_killed_while_others_start_comes_back(cluster: None) -> None:
-    """SIGKILL of the plane's process: another takes its place, the fleet comes up, and no plane outlives it."""
-    processes: list[Process] = []
-    told: list[TransportError] = []
-
-    async def plane(context: TaskContext) -> RayPlane:
-        found = await asyncio.to_thread(RayPlane.create, PlaneOptions(max_bytes=2**20))
-        context.defer(found.stop)
-        await asyncio.to_thread(found.stats)
-        return found
-
-    async def fault(context: TaskContext) -> None:
-        found = context.results["plane"]
-        processes.append(known(await pid_of(found)))
-        os.kill(processes[0].pid, signal.SIGKILL)
-        while len(processes) == 1:
-            try:
-                await asyncio.to_thread(found.stats)
-            except TransportError as error:
-                told.append(error)
-            else:
-                processes.append(known(await pid_of(found)))
-
-    tasks = (Task(name="plane", run=plane), Task(name="fault", run=fault, needs=("plane",), timeout=60.0))
-    with start(Plan(tasks=tasks)):
-        first, second = processes
-        assert first != second
-        assert {ErrorKind.CONNECTION} >= {error.kind for error in told}
-        assert (False, True) == (is_alive(first), is_alive(second))
-    assert has_ended(second)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from routeplane.record.schema import StreamHeader, arrow_schema, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import all_legal, find_problems
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.batching import Trailer, TrailerCounter
+from routeplane.stream.batches import Trailer, TrailerCounter
 from tests.format import reference
 from tests.format.documents import SCHEMAS, call_of, dump, load, record_json, record_of, routes_of, spec_of
 

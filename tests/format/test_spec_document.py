@@ -21,7 +21,7 @@ from routeplane.record.record import RecordKey
 from routeplane.record.schema import FORMAT_VERSION, FORMATS, Encoding, arrow_schema, row_type
 from routeplane.record.spans import PRESENT_STATES, STATES, SpanKind
 from routeplane.record.spec import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, MISSING, NARROW_MISSING, RouteSpec
-from routeplane.stream.batching import TRAILER_KEY, TrailerCounter
+from routeplane.stream.batches import TRAILER_KEY, TrailerCounter
 from routeplane.stream.frames import MAX_METADATA_BYTES
 from tests.format.documents import SCHEMAS, load
 from tests.format.test_golden import one_call, token_columns

@@ -59,7 +59,7 @@ def count_plainly(records: Sequence[RouteRecord], *, pairs_every: int, position_
                     equal &= set(row) == set(before[layer])
                 else:
                     equal = False
-            if equal:
+            if equal and record.token_ids[token] != record.token_ids[token - 1]:
                 run += 1
             else:
                 plain.runs[run] += run > 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
-from routeplane.inspect.explain import explain
+from routeplane.inspect.look import explain
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.testing import strategies
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec

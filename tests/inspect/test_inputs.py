@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from routeplane.cli.convert import convert
 from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
-from routeplane.inspect.inputs import find_sources, is_wanted, parse_sample
+from routeplane.inspect.inputs import SALVAGE, find_sources, is_wanted, parse_sample
 from routeplane.record.record import RecordKey
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.inspect.containers import PLACINGS, archived, streamed
@@ -50,12 +51,14 @@ def test_a_file_under_two_names_is_read_once(folder: Path) -> None:
     assert [record.key for record in RECORDS] == [record.key for record in found.records()]
 
 
-def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
-    """Sources are opened once for their specs and once to be read: of a pipe the second would wait for ever."""
-    os.mkfifo(tmp_path / "a.arrows")
-    with pytest.raises(UsageError, match=r"got a pipe.*a\.arrows") as caught:
-        find_sources([str(tmp_path / "a.arrows")])
-    assert caught.value.kind == ErrorKind.ARGUMENT
+def test_a_pipe_is_copied_so_that_it_can_be_read_twice(tmp_path: Path) -> None:
+    """Commands read for the spec and for the records; of a pipe the second would wait for ever."""
+    streamed(tmp_path / "a.arrows", RECORDS)
+    with subprocess.Popen(["cat", str(tmp_path / "a.arrows")], stdout=subprocess.PIPE) as cat:
+        assert cat.stdout is not None
+        found = find_sources([f"/dev/fd/{cat.stdout.fileno()}"])
+    for _ in range(2):
+        assert [record.key for record in RECORDS] == [record.key for record in found.records()]
 
 
 @pytest.fixture(params=PLACINGS)
@@ -154,3 +157,31 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
         find_sources([str(tmp_path / "text")])
     with pytest.raises(FileNotFoundError):
         find_sources([str(tmp_path / "nowhere")])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Every kind of place
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_a_folder_of_blocks_and_a_file_url_are_sources(tmp_path: Path) -> None:
+    """Recognised by what lies there, not by a name."""
+    folder = tmp_path / "blocks"
+    (folder / "producer-0").mkdir(parents=True)
+    streamed(folder / "producer-0" / "0.arrows", RECORDS[:2])
+    streamed(folder / "producer-0" / "1.arrows", RECORDS[2:])
+    convert(folder / "producer-0" / "0.arrows", tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").rename(tmp_path / "without-suffix")
+    places = {str(folder): RECORDS, str(tmp_path / "without-suffix"): RECORDS[:2], folder.as_uri(): RECORDS}
+    for place, records in places.items():
+        assert [record.key for record in records] == [record.key for record in find_sources([place]).records()]
+
+
+def test_salvage_goes_on_after_damage_and_lists_it(tmp_path: Path) -> None:
+    """A file that is no stream, and a cut one, between whole ones."""
+    whole = streamed(tmp_path / "0.arrows", RECORDS[:2])
+    cut = Path(streamed(tmp_path / "1.arrows", RECORDS[2:]))
+    cut.write_bytes(cut.read_bytes()[:-8])
+    read = find_sources([whole, cut], policy=SALVAGE).records()
+    assert [record.key for record in RECORDS] == [record.key for record in read]
+    assert [(str(cut), ErrorKind.TRUNCATED)] == [(name, problem.kind) for name, problem in read.damage]

@@ -14,10 +14,18 @@ import pytest
 
 from routeplane.archive import ARCHIVE_VERSION, new_run, save_archive
 from routeplane.errors import ErrorKind, FormatError
-from routeplane.inspect.look import ArchiveSummary, check, check_stream, summarise, summarise_stream
+from routeplane.inspect.look import ArchiveSummary, StreamSummary, check
+from routeplane.inspect.look import summarise as summarise_all
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.archive.archives import flip, shard_files
 from tests.inspect.containers import archived, streamed
+
+
+def summarise(path: Path | str) -> StreamSummary | ArchiveSummary:
+    """The summary of one source."""
+    [found] = summarise_all(path)
+    return found
+
 
 SPEC = watermarked_spec(layers=(1, 2, 5), top_k=4)
 RECORDS = [
@@ -30,10 +38,10 @@ RECORDS = [
 def test_an_archive_is_summed_up_as_a_stream_of_its_records(tmp_path: Path) -> None:
     """Geometry and counts are equal; besides, an archive has runs and a commit."""
     archive = summarise(archived(tmp_path / "run.zarr", RECORDS)).to_dict()
-    stream = summarise_stream(streamed(tmp_path / "run.arrows", RECORDS)).to_dict()
+    stream = summarise(streamed(tmp_path / "run.arrows", RECORDS)).to_dict()
     both = archive.keys() & stream.keys() - {"path", "bytes"}
     assert {name: stream[name] for name in both} == {name: archive[name] for name in both}
-    assert {"encoding", "batches", "quarantined"} == stream.keys() - archive.keys()
+    assert {"encoding", "batches", "quarantined", "damage"} == stream.keys() - archive.keys()
     assert (2, [1, 2], ARCHIVE_VERSION) == (archive["commit"], list(archive["runs"].values()), archive["archive"])
     assert archive == json.loads(json.dumps(archive))
 
@@ -59,15 +67,14 @@ def test_a_summary_reads_no_array(tmp_path: Path) -> None:
 def test_streams_go_to_the_forms_of_streams(tmp_path: Path) -> None:
     """A file is a stream, whatever its name."""
     place = streamed(tmp_path / "run.zarr", RECORDS)
-    assert summarise_stream(place) == summarise(place)
     assert not isinstance(summarise(place), ArchiveSummary)
-    assert check_stream(place) == check(place)
+    assert check(place) == check(place)
 
 
 def test_a_clean_archive_is_valid(tmp_path: Path) -> None:
     """The check is the one of a stream of its records, to the last count."""
     found = check(archived(tmp_path / "run.zarr", RECORDS))
-    assert check_stream(streamed(tmp_path / "run.arrows", RECORDS)) == found
+    assert check(streamed(tmp_path / "run.arrows", RECORDS)) == found
     assert ("valid", 3, 65) == (found.verdict, found.records, found.tokens)
 
 

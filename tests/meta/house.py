@@ -27,19 +27,21 @@ ROOT = Path(__file__).parents[2]
 
 #: Rule -> the largest figure allowed (``doctests``: the smallest).
 BARS: dict[str, float] = {
-    "root entries": 13,
-    "root python files": 2,
-    "modules": 173,
+    # the design's 13 and `__main__.py`, which is where `python -m routeplane` looks
+    "root entries": 14,
+    "root python files": 3,
+    # one of them is `__main__.py`, two lines that `python -m routeplane` needs
+    "modules": 174,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
     "duplicate basenames": 16,
     "public names": 200,
-    "import paths in docs": 26,
-    "public functions with more than 8 parameters": 3,
+    "import paths in docs": 21,
+    "public functions with more than 8 parameters": 2,
     "function lines, median": 8,
     "function lines, p90": 25,
-    "words of design section 8": 413,
-    "doctests": 41,
+    "words of design section 8": 365,
+    "doctests": 53,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {

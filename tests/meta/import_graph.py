@@ -25,7 +25,7 @@ __all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
 STAGES = ("record", "capture", "stream", "archive", "batch", "replay", "inspect", "fleet", "testing", "cli")
 
 #: Files of the package root: the public face and the errors. ``py.typed`` stands beside them.
-ROOT_FILES = ("__init__", "errors")
+ROOT_FILES = ("__init__", "__main__", "errors")
 
 _PARTS = {"errors", "record", "capture", "stream", "archive", "batch", "replay", "inspect"}
 
@@ -68,22 +68,27 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
         "replay",
         "capture.transformers",
+        "record.meta_model",
         *_REPLAY_SUITE,
         *_DEMO,
     ),
     "transformers": (
         "capture.transformers",
+        "record.meta_model",
         "replay.transformers",
         *(f"cli.demo.{name}" for name in ("engine", "fleet", "transformers", "automodel")),
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
+    "mooncake": ("stream.mooncake",),
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
     "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "matplotlib": ("inspect.plots", "inspect.report", "cli.demo.fleet"),
-    "rich": ("cli.main", "cli.inspect", "inspect.tables"),
+    "vl_convert": ("inspect.charts", "inspect.report", "cli.demo.fleet"),
+    "polars": ("inspect.export",),
+    "pandas": ("inspect.export",),
+    "shtab": ("cli.main",),
     # their adapters read class names and attributes, and import neither
     "nemo_automodel": ("cli.demo.automodel",),
     "megatron": ("cli.demo.megatron",),
@@ -104,6 +109,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 #: Where an import may stand inside a function, and why. An ``__init__.py`` may too: its public names load on first use.
 DEFERRED = {
     "record.validate": "the kernels are used where numba is installed",
+    "record.geometry": "a model that no table knows is built without weights where Transformers is installed",
     "capture.text64": "the fast codec is used where it is installed",
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
@@ -194,6 +200,8 @@ def stage(module: str) -> str | None:
     first = below.split(".")[0]
     if not below:
         return "root"
+    if below == "__main__":
+        return "cli"  # ``python -m routeplane`` is the command line
     return first if first in STAGES or below == "errors" else None
 
 

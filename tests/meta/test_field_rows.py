@@ -32,6 +32,8 @@ REPORTS = {
     "N": (108, 109, 116, 117, 118, 119, 120, 121, 122),
     "O": (125, 126),
     "Q": (135,),
+    # the second round: reports of answers, versions and geometry
+    "2": tuple(range(1, 25)),
 }
 
 

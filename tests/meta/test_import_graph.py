@@ -104,13 +104,14 @@ ILLEGAL = {
         "routeplane/capture/wire.py:3: routeplane.capture.wire may not import vllm; ('capture.vllm',) may",
     ),
     "unknown_third_party": (
-        _changed("routeplane/batch/collation.py", "from pandas import DataFrame\n"),
-        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import pandas; no module may",
+        _changed("routeplane/batch/collation.py", "from scipy import DataFrame\n"),
+        "routeplane/batch/collation.py:1: routeplane.batch.collation may not import scipy; no module may",
     ),
     "third_party_inside_a_function": (
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
         "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
+        "'record.meta_model', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),
@@ -118,6 +119,7 @@ ILLEGAL = {
         _changed("routeplane/record/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
         "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
+        "'record.meta_model', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),

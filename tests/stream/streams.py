@@ -23,7 +23,7 @@ from routeplane.record.schema import arrow_schema
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.batching import TRAILER_KEY, Trailer, TrailerCounter
+from routeplane.stream.batches import TRAILER_KEY, Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs
 from tests.format.documents import record_json
 

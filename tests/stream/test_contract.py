@@ -1,63 +1,28 @@
-"""The contract of transports, for those that need no other process: memory, files, and pipes."""
+"""The contracts of streams and carriers, for those that need no other package."""
 
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from routeplane.record.interfaces import BlockName
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import MemoryStream, new_stream, open_stream, shared
-from routeplane.stream.sockets import listen
-from routeplane.stream.spooled import SpoolStream
-from routeplane.testing.contracts import DeliveryContract, LiveContract, StreamContract
+from routeplane.stream import MemoryStream, folder, listen, new_stream, open_stream
+from routeplane.testing.contracts import CarrierContract, LiveContract, StreamContract
+from routeplane.testing.contracts.samples import SPEC
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        """Now."""
-        return self.now
-
-
-class TestMemory(DeliveryContract):
-    """Records by reference, between threads."""
-
-    def place(self, tmp_path: Path, *, groups: Sequence[str] = ("default",), producers: int = 1) -> Any:
-        """A stream with groups, and the clock of its leases."""
-        clock = Clock()
-        return MemoryStream(groups=groups, producers=producers, lease_s=30.0, clock=clock), clock
-
-    def sink(self, place: Any, spec: RouteSpec, **options: Any) -> Any:
-        """A writer."""
-        return new_stream(place[0], spec, **options)
-
-    def source(self, place: Any, **options: Any) -> Any:
-        """A reader."""
-        return open_stream(place[0], **options)
-
-    def lose(self, place: Any, sink: Any) -> None:
-        """Half an hour without a word."""
-        stream, clock = place
-        stream.disconnect(sink)
-        clock.now += 1_800
-
-
-class TestMemoryAlone(LiveContract):
-    """One writer and one reader, as a MemoryStream is by default."""
+class TestMemory(LiveContract):
+    """Records by reference, between two threads."""
 
     def place(self, tmp_path: Path) -> Any:
         """A stream."""
         return MemoryStream()
 
     def sink(self, place: Any, spec: RouteSpec, **options: Any) -> Any:
-        """The writer."""
+        """The writer, which encodes nothing."""
+        options.pop("encoding", None)
         return new_stream(place, spec, **options)
 
     def source(self, place: Any, **options: Any) -> Any:
@@ -81,35 +46,8 @@ class TestFile(StreamContract):
         return open_stream(place, **options)
 
 
-class TestSpool(DeliveryContract):
-    """Blocks on disk."""
-
-    def place(self, tmp_path: Path, *, groups: Sequence[str] = ("default",), producers: int = 1) -> Any:
-        """A folder, and the clock of its leases."""
-        clock = Clock()
-        return SpoolStream(tmp_path / "spool", groups=groups, producers=producers, lease_s=30.0, clock=clock), clock
-
-    def sink(self, place: Any, spec: RouteSpec, **options: Any) -> Any:
-        """A writer; its bound is the folder's."""
-        return new_stream(place[0], spec, **options)
-
-    def source(self, place: Any, **options: Any) -> Any:
-        """A reader."""
-        return open_stream(place[0], **options)
-
-    def lose(self, place: Any, sink: Any) -> None:
-        """Half an hour without a word."""
-        stream, clock = place
-        stream.disconnect(sink)
-        clock.now += 1_800
-
-    def release(self, place: Any) -> None:
-        """Let go of the folder."""
-        place[0].close()
-
-
 class SocketContract(LiveContract):
-    """Both ends of a socket: the consumer listens, the producer calls."""
+    """Both ends of a socket: the consumer listens, the producer connects."""
 
     address: str
 
@@ -118,15 +56,15 @@ class SocketContract(LiveContract):
         return listen(self.address.format(folder=tmp_path))
 
     def sink(self, place: Any, spec: RouteSpec, **options: Any) -> Any:
-        """A writer that calls."""
+        """A writer that connects."""
         return new_stream(place.address, spec, timeout_s=30.0, **options)
 
     def source(self, place: Any, **options: Any) -> Any:
-        """The next that calls."""
+        """The stream of the next that connects."""
         return open_stream(place, timeout_s=30.0, **options)
 
     def release(self, place: Any) -> None:
-        """Listen no more."""
+        """Stop listening."""
         place.close()
 
 
@@ -134,20 +72,16 @@ class TestTcp(SocketContract):
     """Over the loopback."""
 
     address = "tcp://127.0.0.1:0"
+    slack = 8 * 2**20  # what Linux buffers on both sides
+    slow_tokens = 20_000
 
 
 class TestUnixSocket(SocketContract):
     """A socket with a path."""
 
     address = "unix://{folder}/socket"
-
-
-class TestSharedMemory(SocketContract):
-    """A segment that both ends map."""
-
-    def place(self, tmp_path: Path) -> Any:
-        """A listener under a name of its own."""
-        return shared.listen(f"shm://test-{uuid.uuid4().hex}")
+    slack = 2**19
+    slow_tokens = 2_000
 
 
 class TestPipe(LiveContract):
@@ -184,3 +118,38 @@ class TestPipe(LiveContract):
         """Close both ends."""
         for file in place:
             file.close()
+
+
+class TestFolder(CarrierContract):
+    """Sealed blocks as files."""
+
+    def place(self, tmp_path: Path) -> Any:
+        """A folder."""
+        return tmp_path / "place"
+
+    def writer(self, place: Any, **options: Any) -> Any:
+        """A writer."""
+        return folder.open_writer(place, SPEC, **options)
+
+    def reader(self, place: Any, **options: Any) -> Any:
+        """A reader."""
+        return folder.open_reader(place, **options)
+
+    def kill(self, place: Any, writer: Any) -> None:
+        """The system frees a dead process's locks."""
+        writer._slot.release()
+
+    def path(self, place: Path, name: BlockName) -> Path:
+        """The file of a block."""
+        return place / "producers" / name.producer / f"{name.number:09d}.arrows"
+
+    def delete(self, place: Any, name: BlockName) -> None:
+        """Remove its file."""
+        self.path(place, name).unlink()
+
+    def damage(self, place: Any, name: BlockName) -> None:
+        """Flip one bit in the middle of its file: in the rows."""
+        path = self.path(place, name)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.stream import open_stream
-from routeplane.stream.batching import TRAILER_KEY
+from routeplane.stream.batches import TRAILER_KEY
 from routeplane.stream.frames import MAX_METADATA_BYTES, Frame, frames_of_buffer, frames_of_file, parse_metadata
 from tests.stream.streams import contents, forge, record, stream_of, trailer_of
 

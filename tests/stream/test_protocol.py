@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
 from routeplane.record.coverage import Coverage
-from routeplane.record.policy import MAX_ALARMS, Quarantined, ReadPolicy, RecordCounts
+from routeplane.record.policy import MAX_ALARMS, QuarantineEntry, ReadPolicy, RecordCounts
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import StreamReport, open_stream
-from routeplane.stream.batching import Trailer, TrailerCounter
+from routeplane.stream.batches import Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs
 from tests.format import reference
 from tests.stream.streams import SPEC, record, stream_of
@@ -133,8 +133,10 @@ def test_good_policies(share: float | None) -> None:
 def report(count: int, *, truncated: bool = False, complete: bool = True) -> StreamReport:
     """A report of some records with one of them set aside."""
     error = DataError("bad", kind=ErrorKind.CHECKSUM)
-    aside = Quarantined(index=count, key=RecordKey("s", 0, count), error=error, raw=b"raw", yielded=True)
-    found = StreamReport(batches=count, quarantined=(aside,), outside=1, truncated=truncated, complete=complete)
+    entry = QuarantineEntry(index=count, key=RecordKey("s", 0, count), error=error, yielded=True)
+    found = StreamReport(
+        batches=count, quarantined_count=1, quarantined=(entry,), outside=1, truncated=truncated, complete=complete
+    )
     for sample in range(count):
         found = found.with_record(record(sample))
     return found
@@ -194,8 +196,10 @@ NAMES = {
     "batches",
     "missing_share",
     "outside_selection",
+    "quarantine_dropped",
     "quarantined",
     "records",
+    "repeats",
     "rows",
     "rows_aborted",
     "rows_cached",
@@ -204,6 +208,8 @@ NAMES = {
     "rows_not_captured",
     "rows_not_fed",
     "rows_partial",
+    "skipped_batches",
+    "skipped_records",
     "tokens",
     "truncated",
 }

@@ -1,69 +1,128 @@
-"""Streams over Ray, on a real cluster: the contract, and what an object store adds.
-
-Faults that kill the plane or its clients are in ``test_ray_faults``.
-"""
+"""The carrier's contract on a real Ray cluster, and what Ray alone can lose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
-from routeplane.record.spec import RouteSpec
-from routeplane.stream import new_stream, open_stream
-from routeplane.stream.ray import PlaneOptions, RayPlane
-from routeplane.testing.contracts import DeliveryContract
+from routeplane.errors import ErrorKind, TransportError
+from routeplane.record.interfaces import BlockName
+from routeplane.stream import ray as carrier
+from routeplane.testing.contracts import CarrierContract
+from routeplane.testing.contracts.samples import SPEC, facts, sample
 from tests.ray_cluster import local_cluster
 
 # one worker for all files that start a cluster: at most one at a time
 pytestmark = pytest.mark.xdist_group("ray")
 
+_NAMES = (f"place-{number}" for number in itertools.count())
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """Ray, for all of this file."""
-    with local_cluster():
+    """One small cluster for this file."""
+    with local_cluster(object_store_bytes=200 * 2**20):
         yield
 
 
-@pytest.fixture(scope="module")
-def plane(cluster: None) -> RayPlane:
-    """One process for the planes of this file: to start one takes a second or two."""
-    return RayPlane.create(PlaneOptions())
+class TestRay(CarrierContract):
+    """A place is an actor."""
+
+    def place(self, tmp_path: Path) -> Any:
+        """A name that no other test has."""
+        return next(_NAMES)
+
+    def release(self, place: Any) -> None:
+        """End its actor."""
+        carrier.delete_place(place)
+
+    def writer(self, place: Any, **options: Any) -> Any:
+        """A producer of this process."""
+        return carrier.open_writer(place, SPEC, **options)
+
+    def reader(self, place: Any, **options: Any) -> Any:
+        """A reader of this process."""
+        return carrier.open_reader(place, **options)
+
+    def kill(self, place: Any, writer: Any) -> None:
+        """The place sees a dead process as one that gave its name up."""
+        writer._slot.release()
+
+    def delete(self, place: Any, name: BlockName) -> None:
+        """The actor forgets the reference."""
+        carrier._Place.found(place, 1.0).call("drop", *name)
+
+    def damage(self, place: Any, name: BlockName) -> None:
+        """Objects are immutable: another one takes the block's place."""
+        actor = ray.get_actor(place, namespace=carrier.NAMESPACE)
+        ray.get(actor.__ray_call__.remote(_damaged, *name))
 
 
-def begin_again(actor: Any, options: PlaneOptions) -> None:
-    """A plane as it is when its process starts."""
-    actor.__init__(options)
+def _damaged(actor: Any, producer: str, number: int) -> None:
+    reference, size = actor._producers[producer].blocks[number]
+    data = np.array(ray.get(reference))
+    data[len(data) // 2] ^= 1
+    actor._producers[producer].blocks[number] = (ray.put(data), size)
 
 
-class TestRay(DeliveryContract):
-    """The contract of brokered transports."""
+def write_and_die(place: str, count: int) -> None:
+    """A producer that is killed after its last block is sealed."""
+    writer = carrier.open_writer(place, SPEC, run="run", producer="p")
+    for index in range(count):
+        writer.write(sample(index))
+        writer.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    slack = 2**18
 
-    @pytest.fixture(autouse=True)
-    def _process(self, plane: RayPlane) -> None:
-        self._plane = plane
+def test_blocks_outlive_the_process_that_made_them() -> None:
+    """The producer's process is killed: all sealed blocks are read, the producer counts as vanished, and may return."""
+    place = next(_NAMES)
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(ray.remote(num_cpus=0, max_retries=0)(write_and_die).remote(place, 5))
+    with carrier.open_reader(place, producers=1, follow=False) as reader:
+        assert facts([sample(index) for index in range(5)]) == facts(list(reader))
+        assert not reader.report().complete
+        assert "vanished" == reader._store.state(BlockName("p", 5))
+    with carrier.open_writer(place, SPEC, run="run", producer="p") as writer:
+        writer.write(sample(5))
+        assert BlockName("p", 5) == writer.flush()
+    carrier.delete_place(place)
 
-    def place(self, tmp_path: Path, *, groups: Sequence[str] = ("default",), producers: int = 1) -> Any:
-        """A plane, whose writers do not wait in ``close``: here one thread writes, closes, and then reads."""
-        options = PlaneOptions(groups=tuple(groups), producers=producers, max_bytes=self.slack)
-        ray.get(self._plane._actor.__ray_call__.remote(begin_again, options))
-        return self._plane.lingering(False)
 
-    def sink(self, place: Any, spec: RouteSpec, **options: Any) -> Any:
-        """A producer."""
-        return new_stream(place, spec, **options)
+def test_a_place_whose_actor_died_is_lost_and_says_so() -> None:
+    """Blocks are in memory: the error names the place."""
+    place = next(_NAMES)
+    writer = carrier.open_writer(place, SPEC, run="run", producer="p")
+    writer.write(sample(0))
+    reader = carrier.open_reader(place, producers=1)
+    carrier.delete_place(place)
+    with pytest.raises(TransportError, match=place) as caught:
+        writer.flush()
+    assert ErrorKind.CONNECTION == caught.value.kind
+    with pytest.raises(TransportError, match=place):
+        list(reader)
 
-    def source(self, place: Any, **options: Any) -> Any:
-        """A consumer."""
-        return open_stream(place, **options)
 
-    def lose(self, place: Any, sink: Any) -> None:
-        """Nothing is heard of it, and half an hour passes at the plane."""
-        sink._port.disconnect(sink.session)
-        ray.get(place._actor.leap.remote(1_800.0))
+def test_a_cut_crosses_and_not_the_block() -> None:
+    """The relay task sends one layer of two tokens; it is what a cut of the whole block gives, under a new checksum."""
+    place = next(_NAMES)
+    with carrier.open_writer(place, SPEC, run="run", producer="p") as writer:
+        for index in range(4):
+            writer.write(sample(index, tokens=8))
+    layer = SPEC.layer_ids[1]
+    with carrier.open_reader(place, producers=1) as reader:
+        [name] = list(reader.names())
+        key = sample(2).key
+        [cut] = reader.fetch(name, keys=[key], layer_ids=[layer], tokens=(1, 3))
+        [whole] = reader.fetch(name, keys=[key])
+    assert whole.select([layer]).routes[1:3].tolist() == cut.routes.tolist()
+    cut.verify()
+    carrier.delete_place(place)

@@ -9,8 +9,8 @@ Axes: R rows, L captured layers, K top-k slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -18,11 +18,13 @@ import numpy as np
 from routeplane.capture import choices
 from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
 from routeplane.capture.http.openai import (
+    Places,
     as_document,
     as_list,
     as_mapping,
     choice_logprobs,
     finish_reason,
+    ids_of_logprobs,
     refuse_server_error,
 )
 from routeplane.errors import CaptureError, DataError, ErrorKind, refused
@@ -111,17 +113,9 @@ def calls(
         document = as_document(chunk)
         refuse_server_error(document)
         name = name or str(document.get("id") or document.get("request_id") or "call")
-        for choice in as_list(document.get("choices", []), "choices"):
-            piece = as_mapping(choice, "a choice")
-            index = piece.get("index", 0)
-            if type(index) is not int:
-                raise DataError(f"expected a choice's index as an int, got {index!r}", kind=ErrorKind.DTYPE)
-            stream = streams.setdefault(
-                index, _ChoiceStream(prompt_ids=None if prompt_ids is None else list(prompt_ids))
-            )
-            where = f"{name}/{index}"
+        for stream, piece, places, where in _pieces(document, streams, prompt_ids, name=name):
             _add_tokens(stream, document, piece, where=where)
-            _add_rows(stream, piece, spec, spans=spans, first_row=first_row, options=options, where=where)
+            _add_rows(stream, places, spec, spans=spans, first_row=first_row, options=options, where=where)
     if sorted(streams) != list(range(len(streams))) or not streams:
         raise DataError(f"expected chunks of choices 0, 1, ..., got {sorted(streams)}", kind=ErrorKind.SHAPE)
     return tuple(
@@ -171,6 +165,24 @@ def records(
     return choices.records_of_calls(found, spec, sample_id=sample_id, attempt=0, group=group, options=options)
 
 
+def _pieces(
+    document: Mapping[str, Any], streams: dict[int, _ChoiceStream], prompt_ids: Sequence[int] | None, *, name: str
+) -> Iterator[tuple[_ChoiceStream, Mapping[str, Any], Places, str]]:
+    """What a chunk holds for each choice, with the stream that it belongs to."""
+    found = as_list(document.get("choices", []), "choices")
+    if not found and len(streams) == 1:
+        # SGLang sends routes in a chunk of their own, which may have no choice
+        [(index, stream)] = streams.items()
+        yield stream, {}, Places.of(document, {}, alone=True), f"{name}/{index}"
+    for choice in found:
+        piece = as_mapping(choice, "a choice")
+        index = piece.get("index", 0)
+        if type(index) is not int:
+            raise DataError(f"expected a choice's index as an int, got {index!r}", kind=ErrorKind.DTYPE)
+        stream = streams.setdefault(index, _ChoiceStream(prompt_ids=None if prompt_ids is None else list(prompt_ids)))
+        yield stream, piece, Places.of(document, piece, alone=len(found) == 1), f"{name}/{index}"
+
+
 def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mapping[str, Any], *, where: str) -> None:
     delta = as_mapping(piece.get("delta"), "a delta")
     for place in (piece, delta, document):
@@ -185,6 +197,7 @@ def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mappi
     if stream.finish_reason is not None and piece.get("token_ids"):
         raise DataError(f"expected no tokens behind the last chunk @ call {where}", kind=ErrorKind.TOKEN_MISMATCH)
     new = piece.get("token_ids")
+    new = ids_of_logprobs(piece.get("logprobs")) if new is None else new
     if new is not None:
         stream.has_ids = True
         stream.generation_ids += as_list(new, "token_ids")
@@ -194,7 +207,7 @@ def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mappi
 
 def _add_rows(
     stream: _ChoiceStream,
-    piece: Mapping[str, Any],
+    places: Places,
     spec: RouteSpec,
     *,
     spans: ChunkSpans,
@@ -202,9 +215,11 @@ def _add_rows(
     options: CaptureOptions,
     where: str,
 ) -> None:
-    value = piece.get("routed_experts")
+    value, form = places.routes()
     if value is None:
         return
+    if options.form is None:
+        options = replace(options, form=form)
     begins = stream.first_row if stream.parts else first_row
     # rows that a delta brings begin where those before it end, unless the form itself says where
     expected = begins if spans == "cumulative" or not stream.parts else stream.first_row + stream.rows

@@ -2,9 +2,11 @@
 
 Works as vLLM's ``--middleware`` and on any ASGI application, FastAPI's among them; needs no web framework. Owns which
 bodies are read and which pass untouched, what is counted, and where each form stands in a response: on the choice
-(``ticket``, ``npy``) or on the message, with ids and log-probabilities beside it, as NeMo Gym reads it (``nemo``: the
-``nrlre1`` envelope, ``nemo-lists``: nested lists for release 0.4). A ticket's call goes into the ``RouteSink`` that the
-middleware is given.
+(``ticket``, ``npy``, ``engine-ticket``) or on the message, with ids and log-probabilities beside it, as NeMo Gym reads
+it (``nemo``: the ``nrlre1`` envelope, ``nemo-lists``: nested lists for release 0.4). A ticket's call goes into the
+``RouteSink`` that the middleware is given; an engine's ticket is that of the writer inside the engine, for every choice
+and in streams too. Responses are rewritten in threads of the middleware's own, and one more writes to the sink: a sink
+that is stuck holds up the responses that carry its tickets, and no others.
 
 Axes: S token positions, L captured layers, K top-k slots.
 """
@@ -15,13 +17,17 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from routeplane.capture import wire
 from routeplane.capture.choices import DEFAULTS, WHY_ABSENT, CaptureOptions
 from routeplane.capture.http import openai
+from routeplane.capture.http.engine_answers import EngineAnswers, EventStream, metrics_text
 from routeplane.capture.http.tickets import issue_ticket
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, TransportError, UsageError, refused
 from routeplane.record.counts import Counts
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.calls import ModelCall
     from routeplane.record.interfaces import RouteSink
+    from routeplane.record.record import RouteRecord
 
 __all__ = [
     "HEADER",
@@ -49,10 +56,15 @@ __all__ = [
 HEADER = "x-routeplane-form"
 #: The endpoints whose responses may carry routes.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
-#: How a response carries routes: a ticket for them, what vLLM wrote, NeMo's envelope or lists; none.
-ShippingForm = Literal["ticket", "npy", "nemo", "nemo-lists", "none"]
+#: How a response carries routes: a ticket for them, the ticket of the engine's own writer, what vLLM wrote, NeMo's
+#: envelope or lists; none.
+ShippingForm = Literal["ticket", "engine-ticket", "npy", "nemo", "nemo-lists", "none"]
 
 _MESSAGE_FORMS = ("nemo", "nemo-lists")
+# Threads that rewrite responses; each takes a core while it works.
+_REWRITERS = 4
+# Requests whose records may wait for the sink, and for how long.
+_MAX_WAITING, _SINK_TIMEOUT_S = 64, 30.0
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -74,6 +86,7 @@ class RouteRequest:
     prompt_ids: Sequence[int] | None = None
     keep_ids: bool = True
     keep_logprobs: bool = True
+    choices: int = 1
 
 
 def parse_form(text: str) -> ShippingForm:
@@ -113,10 +126,11 @@ def _prepare_request(body: Mapping[str, Any], form: ShippingForm, *, chat: bool)
         first_row=start if isinstance(start, int) else None,
         prompt_ids=tokens if isinstance(tokens, list) else None,
         # a client that sends token ids is answered in token ids
-        keep_ids=form in ("npy", "none") or tokens is not None or bool(body.get("return_token_ids")),
+        keep_ids=form in ("npy", "none", "engine-ticket") or tokens is not None or bool(body.get("return_token_ids")),
         keep_logprobs=form not in _MESSAGE_FORMS or bool(body.get("logprobs")),
+        choices=body["n"] if isinstance(body.get("n"), int) else 1,
     )
-    if form not in ("none", "npy") and tokens is None:
+    if form not in ("none", "npy", "engine-ticket") and tokens is None:
         changed["return_token_ids"] = True
     if form in _MESSAGE_FORMS and chat and not body.get("logprobs"):
         changed["logprobs"] = True
@@ -285,16 +299,19 @@ class MiddlewareReport(Counts):
     requests: int = 0
     shipped: int = 0
     stripped: int = 0
-    streams: int = 0  # answered as a stream: passed on untouched
+    streams: int = 0  # answered as a stream: passed on untouched, but for the engine's tickets
     untouched: int = 0  # other bodies: errors, compressed, not JSON, without choices, or not whole
     refused: int = 0  # answered with an error, since their routes could not be shipped
+    stuck: int = 0  # of these: the sink took no record in time, or too many wait for it
 
 
 class RouteMiddleware:
     """Ship the routes of an ASGI application's responses.
 
     Responses that are streams, errors, compressed or not JSON pass untouched, and are counted. Routes that a request
-    asked for and that cannot be shipped are an error (HTTP 502 with the reason), never a response without them.
+    asked for and that cannot be shipped are an error (HTTP 502 with the reason; 503 where the sink takes no record),
+    never a response without them. On vLLM's server, ``/metrics`` has the counts of this middleware and of a writer
+    inside the engine too.
 
     Args:
         app: The application.
@@ -338,7 +355,10 @@ class RouteMiddleware:
         if isinstance(paths, str):
             raise refused("paths as a sequence of text", f"one text {paths!r}")
         self._paths = tuple(paths)
-        self._lock = threading.Lock()  # responses are rewritten in threads, and a sink takes one record at a time
+        self._rewriters = ThreadPoolExecutor(_REWRITERS, thread_name_prefix="routeplane-rewriter")
+        # a sink takes one record at a time; one that is stuck must not hold up what does not need it
+        self._sink_thread = _SinkThread()
+        self._waiting = 0
         self._counts = dict.fromkeys(MiddlewareReport.__slots__, 0)
 
     def report(self) -> MiddlewareReport:
@@ -346,15 +366,22 @@ class RouteMiddleware:
         return MiddlewareReport(**self._counts)
 
     def close(self) -> None:
-        """Close the sink that this middleware made by name."""
-        with self._lock:
-            if self._made_sink is not None:
-                self._made_sink.close()
+        """Close the sink that this middleware made by name, behind the records that wait for it.
+
+        Raises TimeoutError where the sink is stuck.
+        """
+        self._sink_thread.submit(self._close_sink).result(_SINK_TIMEOUT_S)
+
+    def _close_sink(self) -> None:
+        if self._made_sink is not None:
+            self._made_sink.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, self._closing(send))
+        if scope["type"] == "http" and scope.get("method") == "GET" and scope["path"].rstrip("/").endswith("/metrics"):
+            return await self._metrics(scope, receive, send)
         if scope["type"] != "http" or scope.get("method") != "POST" or not scope["path"].endswith(self._paths):
             return await self._app(scope, receive, send)
         self._counts["requests"] += 1
@@ -374,14 +401,14 @@ class RouteMiddleware:
         self, document: Mapping[str, Any], form: ShippingForm, scope: Scope, receive: Receive, send: Send
     ) -> None:
         streams = _is_yes(document.get("stream"))
-        changed, asked = _prepare_request(
-            document, "none" if streams else form, chat=scope["path"].endswith("/chat/completions")
-        )
+        if streams and form != "engine-ticket":
+            form = "none"
+        changed, asked = _prepare_request(document, form, chat=scope["path"].endswith("/chat/completions"))
         body = _compact(changed)
         scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
         if streams:
             self._counts["streams"] += 1
-            return await self._app(scope, _replay(body, [], receive), send)
+            return await self._app(scope, _replay(body, [], receive), self._streaming(asked, scope, send))
         # a compressed response would pass untouched, so the server is not told that the client takes one
         scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() != b"accept-encoding"]
         request = _Exchange(routes=asked, scope=scope, weights_version=self._weights_version())
@@ -402,9 +429,57 @@ class RouteMiddleware:
 
         return closed
 
-    async def _answer(self, start: Message, content: bytes, exchange: _Exchange, send: Send) -> None:
+    def _streaming(self, asked: RouteRequest, scope: Scope, send: Send) -> Send:
+        """Puts the engine's tickets into the last chunk of each choice; any other stream passes untouched."""
+        if asked.form != "engine-ticket":
+            return send
+        events = EventStream(lambda chunk: self._ticket_chunk(chunk, asked, scope))
+
+        async def changed(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                last = not message.get("more_body", False)
+                message = {**message, "body": await events.feed(message.get("body", b""), last=last)}
+            await send(message)
+
+        return changed
+
+    async def _ticket_chunk(self, chunk: dict[str, Any], asked: RouteRequest, scope: Scope) -> None:
+        """The answer has begun, so that a refusal stands in its place, and is counted."""
         try:
-            content, counts = await asyncio.to_thread(self._rewrite, content, exchange)
+            self._counts["shipped"] += await EngineAnswers(scope.get("app")).put_tickets(chunk, choices=asked.choices)
+        except RouteplaneError as error:
+            self._counts["refused"] += 1
+            chunk["routeplane_error"] = error.message
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application's own metrics, and the counts behind them."""
+        lines = metrics_text(self.report().scalars())
+        with suppress(UsageError):  # no writer inside this engine
+            lines += metrics_text(await EngineAnswers(scope.get("app")).scalars())
+        # in the plain format, whose end is the end of the body
+        kept = [pair for pair in scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")]
+
+        async def extended(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                rest = [pair for pair in message["headers"] if pair[0].lower() != b"content-length"]
+                message = {**message, "headers": rest}
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                message = {**message, "body": message.get("body", b"") + lines.encode()}
+            await send(message)
+
+        await self._app({**scope, "headers": kept}, receive, extended)
+
+    async def _answer(self, start: Message, content: bytes, exchange: _Exchange, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if exchange.routes.form == "engine-ticket":
+                content, counts = await self._engine_tickets(content, exchange)
+            else:
+                content, counts = await loop.run_in_executor(self._rewriters, self._rewrite, content, exchange)
+            await self._write(exchange)
+        except _StuckSinkError as error:
+            self._counts["stuck"] += 1
+            return await self._refuse(send, error, status=503)
         except RouteplaneError as error:
             return await self._refuse(send, error, status=502)
         for name, count in counts.items():
@@ -415,6 +490,14 @@ class RouteMiddleware:
         await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": False})
         return None
+
+    async def _engine_tickets(self, content: bytes, exchange: _Exchange) -> tuple[bytes, dict[str, int]]:
+        document = _json_object(content)
+        if document is None or "choices" not in document:
+            return content, {"untouched": 1}
+        answers = EngineAnswers(exchange.scope.get("app"))
+        shipped = await answers.put_tickets(document, choices=exchange.routes.choices)
+        return _compact(document), {"shipped": shipped}
 
     def _rewrite(self, content: bytes, exchange: _Exchange) -> tuple[bytes, dict[str, int]]:
         """The body to send, and what to count of it."""
@@ -431,28 +514,57 @@ class RouteMiddleware:
             document,
             asked,
             spec=self._spec_of(scope),
-            issue=lambda calls: self._issue(calls, scope),
+            issue=lambda calls: self._issue(calls, exchange),
             weights_version=exchange.weights_version,
             options=self._options,
         )
         return _compact(document), {"shipped": shipped}
 
-    def _issue(self, calls: Sequence[ModelCall], scope: Scope) -> list[str]:
-        """The tickets of calls whose records were written; all are made before the first is, since a record whose
-        response is refused has no owner."""
-        pairs = [issue_ticket(call, self._spec_of(scope), stream=self._stream) for call in calls]
+    def _issue(self, calls: Sequence[ModelCall], exchange: _Exchange) -> list[str]:
+        """The tickets of calls. Their records are written when the whole response is there, and before it is sent: a
+        record whose response is refused has no owner."""
+        if self._sink is None:
+            raise refused("a sink for the form 'ticket' (sink=)", "none")
+        pairs = [issue_ticket(call, self._spec_of(exchange.scope), stream=self._stream) for call in calls]
+        exchange.records.extend(record for record, _ in pairs)
+        return [ticket.to_json() for _, ticket in pairs]
+
+    async def _write(self, exchange: _Exchange) -> None:
+        """Write a response's records. Raises _StuckSinkError where that takes too long, or too many wait."""
+        if not exchange.records:
+            return
+        if self._waiting >= _MAX_WAITING:
+            raise _StuckSinkError(
+                f"expected a sink that takes records, got one for which {self._waiting} responses wait",
+                kind=ErrorKind.TIMED_OUT,
+            )
+        self._waiting += 1
+        writing = asyncio.wrap_future(self._sink_thread.submit(lambda: self._write_records(exchange)))
+        writing.add_done_callback(self._written)
+        done, _ = await asyncio.wait([writing], timeout=_SINK_TIMEOUT_S)
+        if not done:
+            raise _StuckSinkError(
+                f"expected the sink to take a record within {_SINK_TIMEOUT_S:g} s, got no answer: is its reader there?",
+                kind=ErrorKind.TIMED_OUT,
+            )
+        writing.result()
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        self._waiting -= 1
+        if not writing.cancelled():
+            writing.exception()  # of a response that was refused before: no one else asks for it
+
+    def _write_records(self, exchange: _Exchange) -> None:
         try:
-            with self._lock:
-                for record, _ in pairs:
-                    self._sink_of(scope).write(record)
+            for record in exchange.records:
+                self._sink_of(exchange.scope).write(record)
         except OSError as error:
             if isinstance(error, RouteplaneError):
                 raise
             # a file's or a pipe's own: the client must hear of it as of any other refusal
             raise TransportError(
-                f"expected the sink to take call {calls[0].call_id}, got {error}", kind=ErrorKind.CONNECTION
+                f"expected the sink to take record {exchange.records[0].key}, got {error}", kind=ErrorKind.CONNECTION
             ) from error
-        return [ticket.to_json() for _, ticket in pairs]
 
     def _sink_of(self, scope: Scope) -> RouteSink:
         if self._sink is None:
@@ -494,6 +606,46 @@ class _Exchange:
     routes: RouteRequest
     scope: Scope
     weights_version: int | None
+    records: list[RouteRecord] = field(default_factory=list)
+
+
+class _StuckSinkError(TransportError):
+    """The sink takes no record: a response with its ticket would promise what may never be there."""
+
+
+class _SinkThread:
+    """One thread that does what it is given, in order. A daemon: a stuck sink must not keep the server alive."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="routeplane-sink", daemon=True).start()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._work.put((work, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            work, future = self._work.get()
+            with _Outcome(future):
+                work()
+
+
+class _Outcome:
+    """Hands what a ``with`` body raises, or that it ended, to a future."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+        return True
 
 
 class _Reply:

@@ -1,36 +1,41 @@
 """Responses of OpenAI-compatible servers turned into calls and records: chat, completions, token in / token out.
 
 Owns where servers put ids, log-probabilities and routes: vLLM on the choice and the response, NeMo RL on the message,
-our middleware a ticket in the same place. A response is an object of a client, a mapping, or JSON text. Needs no client
-library. Streamed responses are ``chunks``.
+SGLang and NVIDIA Dynamo in an extension of either, our middleware a ticket in the same place. A response is an object
+of a client, a mapping, or JSON text. Needs no client library. Streamed responses are ``chunks``.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from routeplane.capture import choices
+from routeplane.capture import choices, wire
 from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
 
 if TYPE_CHECKING:
+    from routeplane.capture.wire import WireForm
     from routeplane.record.calls import ModelCall
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
+    "Places",
     "as_document",
     "as_list",
     "as_mapping",
     "calls",
     "choice_logprobs",
     "finish_reason",
+    "ids_of_logprobs",
     "records",
     "refuse_server_error",
+    "why_absent",
 ]
 
 _ASK_FOR_IDS = "ask for them: extra_body={'return_token_ids': True}"
@@ -143,6 +148,11 @@ def as_document(response: object) -> Mapping[str, Any]:
             response = json.loads(response)
         except (ValueError, RecursionError) as error:
             raise DataError(f"expected a response as JSON, got {error}", kind=ErrorKind.ENCODING) from None
+    if isinstance(response, list):
+        raise DataError(
+            f"expected one response as an object, got a list of {len(response)}: read them one by one",
+            kind=ErrorKind.DTYPE,
+        )
     if not isinstance(response, Mapping):
         raise DataError(f"expected a response as an object, got {type(response).__name__}", kind=ErrorKind.DTYPE)
     return response
@@ -160,25 +170,84 @@ def _by_index(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The choices in order; their indices must be 0, 1, ... each once, before any is read."""
     found = document.get("choices")
     if not isinstance(found, list) or not found or not all(isinstance(one, Mapping) for one in found):
-        raise DataError(
-            f"expected a response with choices, got the keys {sorted(map(str, document))[:12]}", kind=ErrorKind.SHAPE
-        )
+        got = repr(found)[:40] if "choices" in document else f"the keys {sorted(map(str, document))[:12]}"
+        raise DataError(f"expected a response with choices, got {got}", kind=ErrorKind.SHAPE)
     indices = [one.get("index", 0) for one in found]
     if sorted(map(str, indices)) != sorted(map(str, range(len(found)))):
         raise DataError(f"expected choices 0 to {len(found) - 1}, each once, got {indices}", kind=ErrorKind.SHAPE)
     return sorted(found, key=lambda one: int(one.get("index", 0)))
 
 
+# Where servers put what belongs to a choice. vLLM: on the choice, and the prompt on the response. NeMo RL: on the
+# message. SGLang's OpenAI endpoints: in ``sgl_ext`` or ``sglext``, of the choice or of the response. NVIDIA Dynamo: in
+# ``nvext`` and ``nvext.engine_data``. LMDeploy: ``gen_tokens``.
+_EXTENSIONS = ("sgl_ext", "sglext", "nvext")
+_ROUTE_KEYS = ("routed_experts",)
+_PROMPT_KEYS = ("prompt_token_ids", "input_ids")
+_GENERATION_KEYS = ("token_ids", "generation_token_ids", "completion_token_ids", "output_ids", "gen_tokens")
+_LOGPROB_KEYS = ("generation_log_probs", "completion_logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The objects in which a server may have put what belongs to one choice, nearest first.
+
+    ``extensions``: those of servers that write SGLang's base64 without a header.
+    """
+
+    choice: Mapping[str, Any]
+    message: Mapping[str, Any]
+    extensions: tuple[Mapping[str, Any], ...]
+    response: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any], choice: Mapping[str, Any], *, alone: bool) -> Places:
+        """The places of a choice. ``alone``: whether what a response holds for all of its choices is this one's."""
+        extensions = [*_extensions(choice), *(_extensions(document) if alone else ())]
+        message = as_mapping(choice.get("message"), "a message")
+        return cls(choice=choice, message=message, extensions=tuple(extensions), response=document)
+
+    def first(self, keys: Sequence[str], *, response: bool = False) -> Any:
+        """The first value under one of the keys; of the response itself only where that is asked for."""
+        for place in (self.choice, self.message, *self.extensions, *((self.response,) if response else ())):
+            for key in keys:
+                if place.get(key) is not None:
+                    return place[key]
+        return None
+
+    def ids(self, keys: Sequence[str], *, response: bool = False) -> list[Any] | None:
+        """Token ids under one of the keys."""
+        found = self.first(keys, response=response)
+        return None if found is None else as_list(found, " or ".join(keys))
+
+    def routes(self) -> tuple[Any, WireForm | None]:
+        """The routes, and their form where the place alone tells it."""
+        found = self.first(_ROUTE_KEYS)
+        bare = isinstance(found, str) and any(found is place.get("routed_experts") for place in self.extensions)
+        return found, "sglang" if bare and wire.has_no_mark(found) else None
+
+
+def _extensions(holder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for key in _EXTENSIONS:
+        extension = as_mapping(holder.get(key), key)
+        if extension:
+            yield extension
+            engine = as_mapping(extension.get("engine_data"), "engine_data")
+            if engine:
+                yield engine
+
+
 def _choice(
     document: Mapping[str, Any], choice: Mapping[str, Any], prompt_ids: Sequence[int] | None, *, name: str
 ) -> Choice:
-    message = as_mapping(choice.get("message"), "a message")
-    routes = choice.get("routed_experts")
-    routes = message.get("routed_experts") if routes is None else routes
-    routes = _engine_ticket(document, name) if routes is None and len(document["choices"]) == 1 else routes
-    prompt = _ids((choice, message, document), "prompt_token_ids")
-    generation = _ids((choice,), "token_ids")
-    generation = _ids((message,), "generation_token_ids") if generation is None else generation
+    alone = len(document["choices"]) == 1
+    places = Places.of(document, choice, alone=alone)
+    routes, form = places.routes()
+    routes = _engine_ticket(document, name) if routes is None and alone else routes
+    prompt = places.ids(_PROMPT_KEYS, response=True)
+    logprobs = places.first(_LOGPROB_KEYS)
+    said = choice.get("logprobs")
+    generation = places.ids(_GENERATION_KEYS)
     if prompt is not None and prompt_ids is not None and list(prompt_ids) != prompt:
         raise _another_prompt(prompt_ids, prompt, name)
     if isinstance(routes, str) and routes.startswith("{") and prompt is None and generation is None:
@@ -187,21 +256,76 @@ def _choice(
             call_id=name, prompt_ids=[], generation_ids=[], finish_reason=finish_reason(choice), routes=routes
         )
     prompt = list(prompt_ids) if prompt is None and prompt_ids is not None else prompt
-    if prompt is None:
-        raise _no_ids("prompt", f"{_ASK_FOR_IDS}, or pass prompt_ids", name)
-    if generation is None:
-        raise _no_ids("generated", _ASK_FOR_IDS, name)
-    logprobs = message.get("generation_log_probs")
-    if logprobs is None:
-        logprobs = choice_logprobs(choice.get("logprobs"), generation, name=name)
+    generation = ids_of_logprobs(said) if generation is None else generation
+    for which, ids, more in (("prompt", prompt, ", or pass prompt_ids"), ("generated", generation, "")):
+        if ids is None:
+            raise _no_ids(which, _how_to_get_ids(places) + more, name)
     return Choice(
         call_id=name,
-        prompt_ids=prompt,
-        generation_ids=generation,
+        prompt_ids=prompt or [],
+        generation_ids=generation or [],
         finish_reason=finish_reason(choice),
         routes=routes,
-        logprobs=logprobs,
+        prompt_routes=places.first(["prompt_routed_experts"], response=True),
+        form=form,
+        logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
+        weight_version=places.first(["weight_version"], response=True),
+        weight_versions=places.first(["weight_versions"]),
+        why_absent=why_absent(document),
     )
+
+
+def _how_to_get_ids(places: Places) -> str:
+    if any(as_mapping(holder.get(key), key) for holder in (places.choice, places.response) for key in _EXTENSIONS[:2]):
+        return "SGLang's OpenAI endpoints put them into sglext (input_ids, output_ids) where asked; /generate has them"
+    if any(as_mapping(holder.get("nvext"), "nvext") for holder in (places.choice, places.response)):
+        return "ask Dynamo for them: nvext.extra_fields=['engine_data']"
+    return _ASK_FOR_IDS
+
+
+def why_absent(document: Mapping[str, Any]) -> str:
+    """Say why a response has no routes: keys that hold something like them in a place that is not read, else the flag.
+
+    >>> why_absent({"choices": [{"moe": {"expert_ids": [1]}}]})
+    'no reader knows the place choices[0].moe.expert_ids, where something like them was seen'
+    """
+    found = (path for path in _route_like(document, "", depth=5) if not _READ_PLACES.fullmatch(path))
+    seen = list(itertools.islice(found, 4))
+    if not seen:
+        return choices.WHY_ABSENT
+    return f"no reader knows the place {', '.join(seen)}, where something like them was seen"
+
+
+def _route_like(value: object, path: str, *, depth: int) -> Iterator[str]:
+    if depth == 0:
+        return
+    if isinstance(value, list):
+        for index, item in enumerate(value[:8]):
+            if isinstance(item, Mapping):
+                yield from _route_like(item, f"{path}[{index}]", depth=depth)
+        return
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(key, str) and _ROUTE_LIKE.search(key) and isinstance(item, str | list | Mapping) and item:
+            yield here
+        elif isinstance(item, list | Mapping):
+            yield from _route_like(item, here, depth=depth - 1)
+
+
+_ROUTE_LIKE = re.compile("expert|routing|route_|routes", re.IGNORECASE)
+# those of another choice
+_READ_PLACES = re.compile(r"choices\[\d+\]\.(?:\w+\.)*routed_experts")
+
+
+def ids_of_logprobs(logprobs: object) -> list[int] | None:
+    """Token ids out of log-probabilities that name every token by its id (``return_tokens_as_token_ids``).
+
+    >>> ids_of_logprobs({"tokens": ["token_id:8", "token_id:9"], "token_logprobs": [-1.0, -2.0]})
+    [8, 9]
+    """
+    pairs = _logprob_pairs(as_mapping(logprobs, "logprobs"))
+    found = dict(_named_ids(pairs or ()))
+    return [found[at] for at in range(len(found))] if pairs and len(found) == len(pairs) else None
 
 
 def _another_prompt(expected: Sequence[int], got: Sequence[int], name: str) -> DataError:
@@ -246,14 +370,6 @@ def _engine_ticket(document: Mapping[str, Any], name: str) -> str | None:
     return ticket
 
 
-def _ids(places: Sequence[Mapping[str, Any]], key: str) -> list[int] | None:
-    for place in places:
-        found = place.get(key)
-        if found is not None:
-            return as_list(found, key)
-    return None
-
-
 def _no_ids(which: str, remedy: str, name: str) -> CaptureError:
     return CaptureError(
         f"expected the {which} token ids in the response, got none: {remedy} (a second tokenisation need not be the "
@@ -268,16 +384,8 @@ def choice_logprobs(logprobs: object, generation: Sequence[int], *, name: str) -
     Where the tokens are named by their ids (``return_tokens_as_token_ids``), they must be those of the choice. The
     values are as they came.
     """
-    said = as_mapping(logprobs, "logprobs")
-    content, values = said.get("content"), said.get("token_logprobs")
-    if content is not None:
-        entries = [as_mapping(one, "a log-probability") for one in as_list(content, "logprobs.content")]
-        pairs = [(one.get("token"), one.get("logprob")) for one in entries]
-    elif values is not None:
-        tokens = said.get("tokens")
-        values = as_list(values, "logprobs.token_logprobs")
-        pairs = list(itertools.zip_longest(as_list(tokens, "logprobs.tokens") if tokens else (), values))
-    else:
+    pairs = _logprob_pairs(as_mapping(logprobs, "logprobs"))
+    if pairs is None:
         return None
     for at, named in _named_ids(pairs):
         if at >= len(generation) or named != generation[at]:
@@ -287,6 +395,19 @@ def choice_logprobs(logprobs: object, generation: Sequence[int], *, name: str) -
                 kind=ErrorKind.TOKEN_MISMATCH,
             )
     return [value for _, value in pairs]
+
+
+def _logprob_pairs(said: Mapping[str, Any]) -> list[tuple[Any, Any]] | None:
+    """Tokens and values in the form of chat or of completions; None where there are none."""
+    content, values = said.get("content"), said.get("token_logprobs")
+    if content is not None:
+        entries = [as_mapping(one, "a log-probability") for one in as_list(content, "logprobs.content")]
+        return [(one.get("token"), one.get("logprob")) for one in entries]
+    if values is None:
+        return None
+    tokens = said.get("tokens")
+    values = as_list(values, "logprobs.token_logprobs")
+    return list(itertools.zip_longest(as_list(tokens, "logprobs.tokens") if tokens else (), values))
 
 
 def _named_ids(pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[int, int]]:

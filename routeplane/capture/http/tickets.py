@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["TicketReport", "TicketStore", "call_of_ticket", "issue_ticket"]
+__all__ = ["TicketReport", "TicketStore", "call_of_ticket", "issue_ticket", "ticket_of_record"]
 
 #: Keys of redeemed and expired calls that a store remembers, to say what became of them.
 _REMEMBERED = 4_096
@@ -57,11 +57,34 @@ def issue_ticket(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[Rout
     True
     """
     record = recorder.record_of_call(call, spec, sample_id=call.call_id)
+    return record, ticket_of_record(record, call, stream=stream)
+
+
+def ticket_of_record(record: RouteRecord, call: ModelCall, *, stream: str) -> RouteTicket:
+    """Make the ticket with which the reader of a one-call record gets its call back.
+
+    Args:
+        record: The record; its versions may have been cut since, then the call that comes back has none.
+        call: The call that it was made of.
+        stream: The name of the stream into which the record goes.
+
+    Returns:
+        The ticket. Raises UsageError where names make it too long.
+
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> from routeplane.capture import record_of_call
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=4, call_id="c"
+    ... )
+    >>> ticket_of_record(record_of_call(call, spec, sample_id="s"), call, stream="rollouts").key
+    RecordKey(sample_id='s', attempt=0, segment=0)
+    """
     behind = _call_behind(record, call.call_id, start=call.first_row, stop=call.rows_stop)
     if call.layer_ids is None:
         # a call need not name the layers where they are the spec's; ``call_of_ticket`` looks for both
         behind = replace(behind, layer_ids=None, checksum=None)
-    ticket = RouteTicket(
+    return RouteTicket(
         stream=stream,
         key=record.key,
         call_id=behind.call_id,
@@ -69,7 +92,6 @@ def issue_ticket(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[Rout
         stop=behind.rows_stop,
         checksum=behind.checksum,
     )
-    return record, ticket
 
 
 def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
@@ -98,7 +120,6 @@ def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
 def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) -> ModelCall:
     generated = [span for span in record.spans if span.kind == "generation"]
     prompt = generated[0].start if generated else record.num_tokens
-    known = [capture.weights_version for capture in record.captures if capture.state in ("captured", "partial")]
     # rows lost behind the last that came may go on from lost ones among those that did
     behind = {capture.state for capture in record.captures if capture.stop > stop}
     lost: list[RowLoss] = [loss for loss in get_args(RowLoss) if loss in behind]
@@ -108,7 +129,7 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
         routes=record.routes[start:stop] if stop > start or not lost else None,
         first_row=start,
         layer_ids=record.spec.layer_ids,
-        weights_version=generated[0].weights_version if generated else next(iter(known), None),
+        weights_version=_only_version(record),
         call_id=call_id,
         logprobs=None if record.logprobs is None else record.logprobs[prompt:],
         media=tuple(json.loads(record.attributes["media"])) if "media" in record.attributes else (),
@@ -116,6 +137,14 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
         loss=lost[0] if lost else None,
         columns=dict(record.columns),
     )
+
+
+def _only_version(record: RouteRecord) -> int | None:
+    """The version of all tokens that were sampled and all rows that were captured; None where there are several: a
+    call has one, and rows of new weights must not have the old."""
+    found = {span.weights_version for span in record.spans if span.kind == "generation"}
+    found |= {one.weights_version for one in record.captures if one.state in ("captured", "partial")}
+    return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,35 +1,34 @@
-"""The writer inside an engine: what it is told, what it keeps of sequences in flight, the records it makes of them.
+"""The writer inside an engine: sequences in flight, the versions of their weights, and the thread that writes records.
 
-``additional_config={"routeplane": {...}}`` of the engine becomes a ``WriterConfig``;
-``SamplingParams.extra_args={"routeplane": {...}}`` of a request, which HTTP clients send as ``vllm_xargs``, becomes
-``RequestOptions``. Rows come step by step and are only kept; all that looks at them (layer axis, legality, checksum,
-stream) happens once, when a sequence ends. Knows no vLLM: the scheduler hands in plain values. Used by one thread, the
-engine's.
+Rows come step by step and are only kept. When a sequence ends, it is handed to a thread, which does all that looks at
+rows (layer axis, legality, checksum, block), seals the block, and only then has an answer for it: a ticket names a
+record that can be read. Knows no vLLM: the scheduler hands in plain values.
 
 Axes: R rows of one step, D decoder layers of the engine, L captured layers, K slots.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
+import threading
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from routeplane.capture.choices import cached_rows
+from routeplane.capture.http.tickets import ticket_of_record
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
-from routeplane.capture.requests import cached_rows
-from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError, refused
+from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, choice_of
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.coverage import Coverage
-from routeplane.record.interfaces import RouteSink, RouteTicket
-from routeplane.record.parse import check_count, check_optional_int64, check_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,243 +36,74 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = [
-    "KEY",
-    "EngineReport",
-    "EngineWriter",
-    "Flight",
-    "RequestOptions",
-    "WriterConfig",
-    "build_sink",
-    "request_args",
-]
-
-#: Where both stand: in ``additional_config``, in ``extra_args``, and in the answer's ``kv_transfer_params``.
-KEY = "routeplane"
-
-# a child of a request with several choices: vllm/v1/engine/parallel_sampling.py, ParentRequest.get_child_info
-_CHILD = re.compile(r"([0-9]+)_.+", re.DOTALL)
-
-
-def _no_options() -> Mapping[str, Any]:
-    return MappingProxyType({})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WriterConfig:
-    """Where an engine's records go.
-
-    ``sink``: dotted name of a factory, called as ``factory(target, spec, **options)``, that gives a RouteSink;
-    ``routeplane.stream.new_stream`` takes a path. ``target``: its first argument; in a text, ``{rank}`` is the
-    data-parallel rank (several engine processes may not share a stream) and ``{index}`` the number of the stream.
-    ``stream``: what tickets call the stream, same placeholders; None takes the target. ``records_per_stream``: a new
-    stream begins after so many records, so that a reader gets them while the engine runs; None: one until the engine
-    ends. ``default``: what becomes of requests that say nothing. ``weights_version``: of requests that do not say, up
-    to the first pause of the engine, after which it is unknown.
-    """
-
-    sink: str
-    target: Any
-    options: Mapping[str, Any] = field(default_factory=_no_options)
-    stream: str | None = None
-    records_per_stream: int | None = None
-    default: Literal["ship", "skip"] = "ship"
-    weights_version: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.sink, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.sink):
-            raise refused("sink as the dotted name of a factory", repr(self.sink))
-        if self.stream is None and not isinstance(self.target, str):
-            raise refused("a name of the stream where its target is not text", repr(self.target))
-        if not isinstance(self.options, Mapping):
-            raise refused("options as a mapping", repr(self.options))
-        if self.default not in ("ship", "skip"):
-            raise refused("default of ('ship', 'skip')", repr(self.default))
-        if self.records_per_stream is not None:
-            _checked(check_count, self.records_per_stream, "records_per_stream", below=2**63)
-            if self.records_per_stream == 0 or "{index}" not in str(self.target):
-                raise refused("records_per_stream of at least 1 and {index} in the target", repr(self.target))
-        _checked(check_optional_int64, self.weights_version, "weights_version")
-
-    @classmethod
-    def from_additional(cls, additional_config: object) -> WriterConfig:
-        """The part of vLLM's ``additional_config`` that is ours. Raises UsageError naming what is absent or unknown."""
-        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        if given is None:
-            raise refused(f"additional_config={{{KEY!r}: {{'sink': ..., 'target': ...}}}}", repr(additional_config))
-        return cls(**_known(cls, given, "additional_config"))
-
-    def target_of(self, *, rank: int, index: int) -> Any:
-        """The factory's first argument for one stream of one engine process."""
-        return _filled(self.target, rank=rank, index=index) if isinstance(self.target, str) else self.target
-
-    def stream_of(self, *, rank: int, index: int) -> str:
-        """What tickets call that stream."""
-        return _filled(self.target if self.stream is None else self.stream, rank=rank, index=index)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestOptions:
-    """What one request asks of the writer.
-
-    ``capture``: whether its rows are shipped at all; validation and judge traffic says False. ``inline``: leave them in
-    the answer, as an engine without a writer does, and write no record (a probe). ``sample_id``: None takes
-    the engine's own request id, which is unique. ``choices``: the request's n; each of several choices is recorded as
-    ``{sample_id}/{index}`` in one group. ``weights_version``: of the weights when it was sent.
-    """
-
-    capture: bool = True
-    inline: bool = False
-    sample_id: str | None = None
-    attempt: int = 0
-    group: str | None = None
-    choices: int = 1
-    weights_version: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("capture", "inline"):
-            if not isinstance(getattr(self, name), bool):
-                raise refused(f"{name} as true or false", repr(getattr(self, name)))
-        for name in ("sample_id", "group"):
-            if getattr(self, name) is not None:
-                _checked(check_text, getattr(self, name), name)
-        _checked(check_count, self.attempt, "attempt", below=2**31)
-        _checked(check_count, self.choices, "choices", below=2**31)
-        _checked(check_optional_int64, self.weights_version, "weights_version")
-
-    @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, config: WriterConfig) -> RequestOptions:
-        """What a request's ``extra_args`` say; ``config`` where they are silent. Raises UsageError.
-
-        HTTP carries scalars only (``vllm_xargs``): there the object travels as its JSON text.
-        """
-        given = (extra_args or {}).get(KEY)
-        if given is None:
-            return cls(capture=config.default == "ship", weights_version=config.weights_version)
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except (ValueError, RecursionError):
-                raise refused(f"extra_args[{KEY!r}] as JSON", repr(given[:80])) from None
-        return cls(**{"weights_version": config.weights_version, **_known(cls, given, "extra_args")})
-
-    def name_of(self, request_id: str) -> tuple[str, str | None]:
-        """``(sample_id, group)`` of one of the request's sequences, by the id that the engine runs it under."""
-        if self.choices <= 1:
-            return self.sample_id if self.sample_id is not None else request_id, self.group
-        child = _CHILD.fullmatch(request_id)
-        if child is None:
-            raise refused(f"one of {self.choices} choices, as {{index}}_{{id}}", repr(request_id))
-        stem = self.sample_id if self.sample_id is not None else request_id.partition("_")[2]
-        return f"{stem}/{int(child[1])}", self.group if self.group is not None else stem
-
-
-def request_args(
-    *,
-    capture: bool = True,
-    inline: bool = False,
-    sample_id: str | None = None,
-    attempt: int = 0,
-    group: str | None = None,
-    choices: int = 1,
-    weights_version: int | None = None,
-) -> dict[str, Any]:
-    """``SamplingParams.extra_args`` for one request; fields as in ``RequestOptions``. Raises UsageError."""
-    made = RequestOptions(
-        capture=capture,
-        inline=inline,
-        sample_id=sample_id,
-        attempt=attempt,
-        group=group,
-        choices=choices,
-        weights_version=weights_version,
-    )
-    content = {item.name: getattr(made, item.name) for item in fields(made)}
-    return {
-        KEY: {
-            name: value
-            for name, value in content.items()
-            if (value is not None and value is not False) or name == "capture"
-        }
-    }
-
-
-def _known(cls: type[WriterConfig] | type[RequestOptions], given: object, where: str) -> dict[str, Any]:
-    names = [item.name for item in fields(cls)]
-    unknown = sorted(set(given) - set(names)) if isinstance(given, Mapping) else [given]
-    required = {"sink", "target"} if cls is WriterConfig else set()
-    if not isinstance(given, Mapping) or unknown or not required <= set(given):
-        raise refused(f"{where}[{KEY!r}] with keys of {names}", repr(given)[:200])
-    return dict(given)
-
-
-def _checked(check: Any, value: object, name: str, **limits: Any) -> None:
-    try:
-        check(value, name, **limits)
-    except DataError as error:
-        raise UsageError(f"{KEY}: {error}", kind=error.kind) from None
-
-
-def _filled(text: str, *, rank: int, index: int) -> str:
-    return text.replace("{rank}", str(rank)).replace("{index}", f"{index:06d}")
-
-
-def _none() -> Mapping[str, int]:
-    return MappingProxyType({})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineReport:
-    """What a writer inside an engine did so far. ``refusals``: sequences without a record, by the kind of error."""
-
-    records: int = 0
-    skipped: int = 0  # sequences whose request asked for no capture
-    refusals: Mapping[str, int] = field(default_factory=_none)
-    coverage: Coverage = field(default_factory=Coverage)
-
-    def merge(self, other: EngineReport) -> EngineReport:
-        """The counts of both."""
-        refusals = Counter(self.refusals)
-        refusals.update(other.refusals)
-        return EngineReport(
-            records=self.records + other.records,
-            skipped=self.skipped + other.skipped,
-            refusals=MappingProxyType(dict(refusals)),
-            coverage=self.coverage.merge(other.coverage),
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            f"{prefix}engine_skipped": float(self.skipped),
-            f"{prefix}engine_refused": float(sum(self.refusals.values())),
-            **self.coverage.scalars(prefix=f"{prefix}engine_"),
-        }
-
+__all__ = ["BlockWriter", "EngineReport", "EngineWriter", "RunningSequence", "open_carrier"]
 
 # Rows of so many steps are joined into one array: a row is a view of its step's array, which it would keep alive.
 _JOIN_AFTER = 64
 # Why rows are absent from a sequence that ended so; any other end brings them all.
 _LOSS_OF: Mapping[str, RowLoss] = MappingProxyType({"abort": "aborted", "error": "lost"})
+# Requests whose answers can still be asked for by id.
+_REMEMBERED = 4_096
+# The longest pause between two tries to open a carrier that failed.
+_LONGEST_PAUSE_S = 5.0
+# How often counts of losses are logged.
+_LOG_EVERY_S = 60.0
 
 
-class Flight:
+class BlockWriter(Protocol):
+    """What a carrier opens for one producer. After an OSError (TransportError, StoreError) it takes no more records."""
+
+    def write(self, record: RouteRecord) -> None:
+        """Add a record to the block that is being filled."""
+
+    def flush(self) -> object | None:
+        """Publish the block, durably, and return its name; None where it holds no record."""
+
+    def close(self) -> None:
+        """Flush, and tell readers that this producer has ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport(Counts):
+    """What a writer inside an engine did so far.
+
+    Args:
+        skipped: Sequences whose request asked for no capture.
+        pending: Sequences that ended and whose block is not sealed.
+        lost: Records that the carrier did not take.
+        reopened: Times that a carrier that failed was opened again.
+        stale_versions: Requests that named other weights than those that run.
+        weight_updates: Updates of weights that were seen.
+        refusals: Sequences without a record, by the kind of error.
+        coverage: Of the records written.
+
+    >>> EngineReport(lost=1).merge(EngineReport(lost=2)).scalars()["routeplane/engine_lost"]
+    3.0
+    """
+
+    SCOPE: ClassVar[str] = "engine_"
+    skipped: int = 0
+    pending: int = 0
+    lost: int = 0
+    reopened: int = 0
+    stale_versions: int = 0
+    weight_updates: int = 0
+    refusals: Mapping[str, int] = field(
+        default_factory=lambda: MappingProxyType({}), metadata=rule(scalar="refused", merge=add_by_key)
+    )
+    coverage: Coverage = field(default_factory=Coverage)
+
+    @property
+    def records(self) -> int:
+        """Records written."""
+        return self.coverage.records
+
+
+class RunningSequence:
     """One sequence that the engine works on. Filled in place by the scheduler's loop, which has no time for calls."""
 
-    __slots__ = (
-        "cached",
-        "changes",
-        "first_row",
-        "joined",
-        "logprobs",
-        "media",
-        "options",
-        "prompt_ids",
-        "refusal",
-        "rows",
-        "tokens",
-        "waits_for_version",
-    )  # fmt: skip
+    __slots__ = ("cached", "changes", "first_row", "joined", "logprobs", "media", "nbytes", "options", "prompt_ids",
+                 "refusal", "rows", "tokens", "waits_for_version", "weights_version")  # fmt: skip
 
     def __init__(
         self, options: RequestOptions, prompt_ids: Sequence[int], *, first_row: int, media: tuple[str, ...]
@@ -282,9 +112,11 @@ class Flight:
         self.prompt_ids = prompt_ids
         self.first_row = first_row
         self.media = media
+        self.weights_version = options.weights_version
         self.tokens: list[int] = []
         self.rows: list[NDArray[Any]] = []
         self.joined: list[NDArray[Any]] = []
+        self.nbytes = 0
         self.logprobs: list[NDArray[Any]] = []
         self.cached: int | None = None
         self.changes: list[WeightsChange] = []
@@ -292,38 +124,65 @@ class Flight:
         self.refusal: RouteplaneError | None = None
 
     def add(self, token_ids: Sequence[int], rows_RDK: NDArray[Any] | None) -> None:
-        """Tokens of one step and the rows that came with them; views of a step's array are kept for some steps only."""
+        """Keep the tokens of one step and the rows that came with them, as views for some steps only."""
         self.tokens += token_ids
         if rows_RDK is not None:
             self.rows.append(rows_RDK)
+            self.nbytes += rows_RDK.nbytes
             if len(self.rows) >= _JOIN_AFTER:
                 self.joined.append(np.concatenate(self.rows))
                 self.rows.clear()
 
     def layers(self) -> NDArray[Any] | None:
-        """All rows that came, ``[R, D, K]``; None where none did."""
+        """Join all rows that came, ``[R, D, K]``; None where none did."""
         parts = [*self.joined, *self.rows]
         return np.concatenate(parts) if parts else None
 
+    def drop_rows(self) -> None:
+        """Forget the rows, which did not fit into the queue."""
+        self.rows, self.joined, self.nbytes = [], [], 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.prompt_ids) + len(self.tokens)
+
 
 class EngineWriter:
-    """Requests in flight by the engine's id, and the stream that their records go to.
+    """The requests in flight by the engine's id, and the records that they become.
 
-    The sink is built at once, so that a bad configuration stops the engine's start and not its work. ``rank``: the
-    data-parallel rank of this engine process. ``logprobs_mode``: the engine's.
+    The carrier is opened at once, so that a bad configuration stops the engine's start and not its work. The methods
+    are the engine thread's, which also owns ``sequences`` and ``inline``.
+
+    Args:
+        spec: The geometry of the engine's model.
+        config: Where records go.
+        rank: Data-parallel rank of this engine process.
+        logprobs_mode: The engine's.
+        log: Takes a line for the engine's log.
     """
 
-    def __init__(self, spec: RouteSpec, config: WriterConfig, *, rank: int, logprobs_mode: str) -> None:
-        self.flights: dict[str, Flight] = {}
+    def __init__(
+        self,
+        spec: RouteSpec,
+        config: WriterConfig,
+        *,
+        rank: int,
+        logprobs_mode: str,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.sequences: dict[str, RunningSequence] = {}
         self.inline: set[str] = set()  # requests whose rows stay in their answers
-        self._spec, self._config, self._rank = spec, config, rank
-        self._defaults = config  # what requests that are silent mean
-        self._mode = logprobs_mode.removesuffix("_logprobs")
-        self._index = self._in_stream = 0
-        self._records = self._skipped = 0
-        self._refusals: Counter[str] = Counter()
-        self._rows: Counter[str] = Counter()
-        self._sink: RouteSink | None = self._open_sink()
+        self.versions = _Versions(config.weights_version)
+        self._config = config
+        self._skipped = 0
+        self._tickets: OrderedDict[str, dict[int, str]] = OrderedDict()  # external id -> choice -> ticket
+        build = _RecordBuilder(spec, mode=logprobs_mode.removesuffix("_logprobs"))
+        self._blocks = _BlockThread(
+            lambda: open_carrier(config, spec, producer=config.producer_of(rank=rank)), build, config, log=log
+        )
+
+    # ---- requests -----------------------------------------------------------------------------------------------
 
     def open(
         self,
@@ -334,11 +193,10 @@ class EngineWriter:
         first_row: int = 0,
         media: tuple[str, ...] = (),
     ) -> None:
-        """A request enters. What cannot be recorded is remembered and said in its answer: the engine goes on."""
+        """Begin a sequence. What cannot be recorded is remembered and said in its answer: the engine goes on."""
         refusal: RouteplaneError | None = None
         try:
-            options = RequestOptions.from_extra_args(extra_args, config=self._defaults)
-            options.name_of(request_id)
+            options = RequestOptions.from_extra_args(extra_args, default=self._config.default)
             if prompt_ids is None:
                 raise refused("a prompt of token ids", f"embeddings @ request {request_id}")
         except RouteplaneError as error:
@@ -349,160 +207,563 @@ class EngineWriter:
         if not options.capture:
             self._skipped += 1
             return
-        self._settle_versions(options.weights_version)
-        flight = Flight(options, prompt_ids or (), first_row=first_row, media=media)
-        flight.refusal = refusal
-        self.flights[request_id] = flight
+        sequence = RunningSequence(options, prompt_ids or (), first_row=first_row, media=media)
+        sequence.refusal = refusal
+        self.versions.begin(sequence, self.sequences.values())
+        self.sequences[request_id] = sequence
 
-    def weights_may_have_changed(self) -> None:
-        """The engine ran on after a pause: what is in flight is sampled by unknown weights, until a request says
-        which. Requests that do not say are of unknown ones from now on: the configured version was that of the start.
+    def finish(self, request_id: str, reason: str, *, answered: bool = True) -> bool:
+        """End a sequence and hand it to the writer thread.
+
+        Args:
+            request_id: The engine's id.
+            reason: Why it ended.
+            answered: Whether an answer waits for the ticket.
+
+        Returns:
+            Whether ``take_answers`` will say what its answer must carry.
         """
-        self._defaults = replace(self._defaults, weights_version=None)
-        for flight in self.flights.values():
-            at = len(flight.prompt_ids) + len(flight.tokens)
-            flight.changes.append(WeightsChange(token=at, weights_version=None))
-            flight.waits_for_version = True
-
-    def _settle_versions(self, weights_version: int | None) -> None:
-        """Requests that come after a pause know the weights that run since."""
-        if weights_version is None:
-            return
-        for flight in self.flights.values():
-            if flight.waits_for_version:
-                at = flight.changes[-1].token
-                flight.changes[-1] = WeightsChange(token=at, weights_version=weights_version)
-                flight.waits_for_version = False
-
-    def finish(self, request_id: str, reason: str) -> dict[str, str]:
-        """A sequence ends: its record goes to the stream. Returns what its answer says: ``routeplane`` with a ticket,
-        ``routeplane_error`` with why there is no record, or nothing where none was asked for.
-
-        Blocks while the stream is full. Errors of the transport itself (OSError) are the engine's to die of.
-        """
-        flight = self.flights.pop(request_id, None)
-        if flight is None:
+        sequence = self.sequences.pop(request_id, None)
+        if sequence is None:
             self.inline.discard(request_id)
-            return {}
-        try:
-            if flight.refusal is not None:
-                raise flight.refusal
-            call, record = self._record(flight, request_id, reason)
-            ticket = self._ticket(call, record)
-            self._write(record)
-        except RouteplaneError as error:
-            self._refusals[str(error.kind)] += 1
-            return {"routeplane_error": str(error)}
-        self._count(record)
-        self._roll()
-        return {"routeplane": ticket.to_json()}
+            return False
+        self._blocks.submit(_Job(request_id=request_id, sequence=sequence, reason=reason, answered=answered))
+        return answered
 
-    def _record(self, flight: Flight, request_id: str, reason: str) -> tuple[ModelCall, RouteRecord]:
-        sample_id, group = flight.options.name_of(request_id)
-        rows_RDK = flight.layers()
-        prompt, fed = len(flight.prompt_ids), len(flight.prompt_ids) + max(len(flight.tokens) - 1, 0)
-        came = 0 if rows_RDK is None else len(rows_RDK)
-        loss = _LOSS_OF.get(reason) if came < fed - flight.first_row else None
-        if rows_RDK is None and loss is None and flight.tokens:
-            raise DataError(f"expected rows, got none @ request {request_id}", kind=ErrorKind.ROUTES_MISSING)
-        routes_RLK = (
-            None
-            if rows_RDK is None
-            else rows_from_layers(rows_RDK, self._spec, first_row=flight.first_row, call=sample_id)
+    def take_answers(self, *, wait_s: float = 0.0) -> list[tuple[str, dict[str, Any]]]:
+        """Take what the answers of ended sequences must carry.
+
+        Args:
+            wait_s: How long to wait for the first.
+
+        Returns:
+            Pairs of request id and additions to ``kv_transfer_params``: ``routeplane`` with a ticket and
+            ``routeplane_choices`` with those of all choices so far, or ``routeplane_error`` with why there is no
+            record, or ``routeplane_pending`` with the key of a record that is not sealed yet.
+        """
+        return [(request_id, self._answer(request_id, said)) for request_id, said in self._blocks.take(wait_s)]
+
+    def _answer(self, request_id: str, said: dict[str, str]) -> dict[str, Any]:
+        external, choice = choice_of(request_id)
+        known = self._tickets.setdefault(external, {})
+        self._tickets.move_to_end(external)
+        while len(self._tickets) > _REMEMBERED:
+            self._tickets.popitem(last=False)
+        if KEY in said:
+            known[choice or 0] = said[KEY]
+        if choice is None:
+            return dict(said)
+        return {**said, f"{KEY}_choices": {str(index): ticket for index, ticket in sorted(known.items())}}
+
+    def tickets_of(self, external_id: str) -> dict[str, str]:
+        """Find the tickets of a request that ended.
+
+        Args:
+            external_id: The id that the request came with.
+
+        Returns:
+            Choice -> ticket as JSON; a request of several prompts (``{id}-0``, ``{id}-1``) has them as
+            ``{prompt}.{choice}``.
+        """
+        found = {str(choice): ticket for choice, ticket in self._tickets.get(external_id, {}).items()}
+        for prompt in range(_REMEMBERED):
+            several = self._tickets.get(f"{external_id}-{prompt}")
+            if several is None:
+                break
+            found |= {f"{prompt}.{choice}": ticket for choice, ticket in several.items()}
+        return found
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Seal everything that ended; whether that was done in time."""
+        return self._blocks.flush(timeout_s)
+
+    def close(self, *, end: bool = True, timeout_s: float = 10.0) -> None:
+        """Record what is in flight as aborted, and seal. Idempotent.
+
+        Args:
+            end: Whether to tell readers that this producer has ended. One that has not goes on when it is started
+                again, and until then counts as vanished.
+            timeout_s: How long to wait for the carrier.
+        """
+        for request_id in list(self.sequences):
+            self.finish(request_id, "abort", answered=False)
+        self._blocks.close(timeout_s, end=end)
+
+    def require_health(self) -> None:
+        """Raise TransportError where records were lost and the configuration says that this ends the engine."""
+        if self._config.on_loss == "fail" and self._blocks.lost:
+            raise TransportError(
+                f"expected every record to be written, got {self._blocks.lost} lost (on_loss='fail'): "
+                f"{self._blocks.trouble}",
+                kind=ErrorKind.CONNECTION,
+            )
+
+    def report(self) -> EngineReport:
+        """Count what was done so far."""
+        blocks = self._blocks
+        return EngineReport(
+            skipped=self._skipped,
+            pending=blocks.pending,
+            lost=blocks.lost,
+            reopened=blocks.reopened,
+            stale_versions=self.versions.stale,
+            weight_updates=self.versions.updates,
+            refusals=MappingProxyType(dict(blocks.refusals)),
+            coverage=Coverage(records=blocks.records, rows=MappingProxyType(dict(blocks.rows))),
         )
-        cached = prompt - 1 if flight.cached is None else flight.cached
-        call = ModelCall(
-            prompt_ids=np.asarray(flight.prompt_ids),
-            generation_ids=np.asarray(flight.tokens, dtype=np.int64),
-            routes=routes_RLK,
-            first_row=flight.first_row,
-            layer_ids=self._spec.layer_ids,
-            weights_version=flight.options.weights_version,
-            call_id=sample_id,
-            logprobs=np.concatenate(flight.logprobs) if flight.logprobs else None,
-            media=flight.media,
-            cached=cached_rows(cached, routes_RLK, first_row=flight.first_row),
-            loss=loss,
-        )
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
+
+
+class _Versions:
+    """Which weights sample, as far as is known. What is not known for certain is None, never the older version."""
+
+    def __init__(self, configured: int | None) -> None:
+        self._told = configured  # by the configuration or ``set_version``: what silent requests get
+        self._newest = configured  # the newest that anyone named
+        self._pending: str | None = None  # "pause" or "update": weights (may) have changed, to which is not known
+        self._settled_in_pause = False
+        self.stale = self.updates = 0
+
+    def begin(self, sequence: RunningSequence, others: Any) -> None:
+        """Give a new sequence its version; a version that it names may tell something of the others."""
+        named = sequence.options.weights_version
+        if named is None:
+            sequence.weights_version = self._told
+        elif self._is_stale(named):
+            self.stale += 1
+            sequence.weights_version = None
+        else:
+            self._announced(named, others)
+        sequence.waits_for_version = self._pending is not None
+
+    def _is_stale(self, named: int) -> bool:
+        """Whether a request names weights that were replaced: by a newer version, or by an update that was seen."""
+        if self._newest is None:
+            return False
+        return named < self._newest or (named == self._newest and self._pending == "update")
+
+    def _announced(self, named: int, others: Any) -> None:
+        if self._pending is not None:
+            self._settle(named, others)
+        elif self._newest is not None and named > self._newest:
+            # weights changed and no update was seen: when is not known
+            self._told = None
+            for sequence in others:
+                sequence.weights_version, sequence.changes = None, []
+        self._newest = named
+
+    def changed(self, kind: str, sequences: Mapping[str, RunningSequence], in_flight: Mapping[str, int | None]) -> None:
+        """Weights were updated, or may have been.
+
+        Args:
+            kind: ``update``, or ``pause`` where the engine only ran on after a pause.
+            sequences: Those in flight.
+            in_flight: By request, the tokens that were sampled and not taken yet, None where nothing was computed.
+        """
+        self.updates += kind == "update"
+        if kind == "pause" and self._settled_in_pause:
+            return
+        self._told, self._settled_in_pause = None, False
+        self._pending = "update" if "update" in (kind, self._pending) else kind
+        for request_id, sequence in sequences.items():
+            pending = in_flight.get(request_id, 0)
+            sequence.waits_for_version = True
+            if pending is None:
+                sequence.weights_version = None
+                continue
+            at = sequence.num_tokens
+            # tokens on their way were sampled around the update
+            edges = (at,) if not pending else (at, at + pending)
+            sequence.changes += [WeightsChange(token=edge, weights_version=None) for edge in edges]
+
+    def tell(self, version: int, sequences: Mapping[str, RunningSequence], *, paused: bool) -> None:
+        """The weights that run now, from the side that loaded them."""
+        if self._pending is None and self._told is not None and version != self._told:
+            # changed at some time before: what was sampled since is of unknown weights
+            for sequence in sequences.values():
+                sequence.weights_version = None
+                sequence.changes = [WeightsChange(token=sequence.num_tokens, weights_version=version)]
+        self._settle(version, sequences.values())
+        self._told = self._newest = version
+        self._settled_in_pause = paused
+
+    def _settle(self, version: int, sequences: Any) -> None:
+        """What waits for a version has it from its last change on."""
+        self._pending = None
+        for sequence in sequences:
+            if not sequence.waits_for_version:
+                continue
+            sequence.waits_for_version = False
+            if sequence.changes:
+                last = sequence.changes[-1]
+                sequence.changes[-1] = WeightsChange(token=last.token, weights_version=version)
+            else:
+                sequence.weights_version = version
+
+
+# ---- records --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """A sequence that ended. ``submitted``: when, by the monotonic clock."""
+
+    request_id: str
+    sequence: RunningSequence
+    reason: str
+    answered: bool
+    lost_rows: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+
+
+class _RecordBuilder:
+    """Makes a call and its record of a sequence that ended."""
+
+    def __init__(self, spec: RouteSpec, *, mode: str) -> None:
+        self._spec, self._mode = spec, mode
+
+    def __call__(self, job: _Job) -> tuple[ModelCall, RouteRecord]:
+        sequence = job.sequence
+        if sequence.refusal is not None:
+            raise sequence.refusal
+        sample_id, group = sequence.options.name_of(job.request_id)
+        call = self._call(job, sample_id)
         record = record_of_call(
             call,
             self._spec,
             sample_id=sample_id,
-            attempt=flight.options.attempt,
+            attempt=sequence.options.attempt,
             group=group,
-            attributes={"finish_reason": reason, **({"logprobs_mode": self._mode} if flight.logprobs else {})},
+            attributes={"finish_reason": job.reason, **({"logprobs_mode": self._mode} if sequence.logprobs else {})},
         )
-        if flight.changes:
-            record = split_versions(record, {call.call_id: flight.changes}, prompts={call.call_id: prompt})
+        if sequence.changes:
+            prompts = {call.call_id: len(sequence.prompt_ids)}
+            record = split_versions(record, {call.call_id: sequence.changes}, prompts=prompts)
         return call, record
 
-    def _ticket(self, call: ModelCall, record: RouteRecord) -> RouteTicket:
-        return RouteTicket(
-            stream=self._config.stream_of(rank=self._rank, index=self._index),
-            key=record.key,
-            call_id=call.call_id,
-            start=call.first_row,
-            stop=call.rows_stop,
-            checksum=call.checksum,
+    def _call(self, job: _Job, name: str) -> ModelCall:
+        sequence = job.sequence
+        rows_RDK = sequence.layers()
+        fed = len(sequence.prompt_ids) + max(len(sequence.tokens) - 1, 0)
+        came = 0 if rows_RDK is None else len(rows_RDK)
+        loss = _LOSS_OF.get(job.reason) if came < fed - sequence.first_row else None
+        if job.lost_rows:
+            loss = "lost"
+        if rows_RDK is None and loss is None and sequence.tokens:
+            raise DataError(f"expected rows, got none @ request {job.request_id}", kind=ErrorKind.ROUTES_MISSING)
+        routes_RLK = (
+            None
+            if rows_RDK is None
+            else rows_from_layers(rows_RDK, self._spec, first_row=sequence.first_row, call=name)
+        )
+        cached = len(sequence.prompt_ids) - 1 if sequence.cached is None else sequence.cached
+        return ModelCall(
+            prompt_ids=np.asarray(sequence.prompt_ids),
+            generation_ids=np.asarray(sequence.tokens, dtype=np.int64),
+            routes=routes_RLK,
+            first_row=sequence.first_row,
+            layer_ids=self._spec.layer_ids,
+            weights_version=sequence.weights_version,
+            call_id=name,
+            logprobs=np.concatenate(sequence.logprobs) if sequence.logprobs else None,
+            media=sequence.media,
+            cached=cached_rows(cached, routes_RLK, first_row=sequence.first_row),
+            loss=loss,
         )
 
-    # ---- the stream ---------------------------------------------------------------------------------------------
 
-    def _open_sink(self) -> RouteSink:
-        config = self._config
-        target = config.target_of(rank=self._rank, index=self._index)
-        return build_sink(config.sink, target, spec=self._spec, options=config.options)
-
-    def _write(self, record: RouteRecord) -> None:
-        if self._sink is None:
-            raise refused("a ledger that is open", f"a closed one @ sample {record.key}")
-        self._sink.write(record)
-        self._in_stream += 1
-
-    def _roll(self) -> None:
-        """Begin the next stream where this one has what it may hold."""
-        if self._sink is None or self._config.records_per_stream is None:
-            return
-        if self._in_stream >= self._config.records_per_stream:
-            self._sink.close()
-            self._index, self._in_stream = self._index + 1, 0
-            self._sink = self._open_sink()
-
-    def close(self) -> None:
-        """Record what is in flight as aborted, and end the stream. Idempotent."""
-        for request_id in list(self.flights):
-            self.finish(request_id, "abort")
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
-
-    def report(self) -> EngineReport:
-        """What was done so far."""
-        return EngineReport(
-            records=self._records,
-            skipped=self._skipped,
-            refusals=MappingProxyType(dict(self._refusals)),
-            coverage=Coverage(records=self._records, rows=MappingProxyType(dict(self._rows))),
-        )
-
-    def _count(self, record: RouteRecord) -> None:
-        self._records += 1
-        for capture in record.captures:
-            self._rows[capture.state] += capture.stop - capture.start
+# ---- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def build_sink(name: str, target: Any, *, spec: RouteSpec, options: Mapping[str, Any]) -> RouteSink:
-    """The sink that the factory of a dotted name gives: ``factory(target, spec, **options)``. The caller closes it.
+class _BlockThread:
+    """The thread between the engine and the carrier: a bounded queue in, answers out.
 
-    Raises UsageError where the name leads to nothing that can be called, and whatever the factory raises.
+    Everything that is queued while a block is being sealed goes into the next one, so that one fsync serves many.
+    Records of the block that is being filled are kept until it is sealed: a carrier that fails is opened again, and
+    gets them again.
     """
-    module, _, attribute = name.rpartition(".")
+
+    def __init__(
+        self,
+        open_blocks: Callable[[], BlockWriter],
+        build: _RecordBuilder,
+        config: WriterConfig,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        self._open, self._build, self._config, self._log = open_blocks, build, config, log
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._queued_bytes = 0
+        self._answers: deque[tuple[str, dict[str, str]]] = deque()
+        self._unanswered: OrderedDict[str, _Job] = OrderedDict()
+        self._unsealed: list[tuple[_Job, ModelCall, RouteRecord]] = []
+        self._closing = self._closed = self._ends = self._flush_wanted = False
+        self.records = self.lost = self.reopened = self.pending = 0
+        self.refusals: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+        self.trouble = ""
+        self._logged = (0, 0, time.monotonic())
+        self._blocks: BlockWriter | None = open_blocks()
+        self._thread = threading.Thread(target=self._run, name="routeplane-writer", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's side ----------------------------------------------------------------------------------------
+
+    def submit(self, job: _Job) -> None:
+        """Queue a sequence that ended; where the queue is full, as the configuration says."""
+        limit = self._config.queue_bytes
+        with self._changed:
+            if self._closed:
+                self._refuse(job, refused("a writer that is open", f"a closed one @ request {job.request_id}"))
+                return
+            full = self._queued_bytes and self._queued_bytes + job.sequence.nbytes > limit
+            if full and self._config.on_full == "lose":
+                job.sequence.drop_rows()
+                job = _Job(request_id=job.request_id, sequence=job.sequence, reason=job.reason, answered=job.answered,
+                           lost_rows=True)  # fmt: skip
+            while self._queued_bytes and self._queued_bytes + job.sequence.nbytes > limit and not self._closed:
+                self._changed.wait(0.1)
+            self._jobs.append(job)
+            self._queued_bytes += job.sequence.nbytes
+            self.pending += 1
+            if job.answered:
+                self._unanswered[job.request_id] = job
+            self._changed.notify_all()
+
+    def take(self, wait_s: float) -> list[tuple[str, dict[str, str]]]:
+        """Take the answers that are there, and those that have waited too long."""
+        if not self._answers and not self._unanswered:
+            return []
+        with self._changed:
+            if wait_s:
+                self._changed.wait_for(lambda: self._answers, wait_s)
+            self._give_up_waiting()
+            found = list(self._answers)
+            self._answers.clear()
+        return found
+
+    def _give_up_waiting(self) -> None:
+        """Answers leave without a ticket when they have waited too long; the record is still to come."""
+        oldest = time.monotonic() - self._config.wait_s
+        while self._unanswered:
+            request_id, job = next(iter(self._unanswered.items()))
+            if job.submitted > oldest:
+                return
+            del self._unanswered[request_id]
+            sample_id, _ = job.sequence.options.name_of(request_id)
+            key = f'["{sample_id}",{job.sequence.options.attempt},0]'
+            self._answers.append((request_id, {f"{KEY}_pending": key}))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything that was queued is sealed."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._flush_wanted = True
+            self._changed.notify_all()
+            while self.pending and time.monotonic() < deadline:
+                self._changed.wait(min(0.05, timeout_s))
+            return not self.pending
+
+    def close(self, timeout_s: float, *, end: bool) -> None:
+        with self._changed:
+            self._closing, self._ends = True, end
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    # ---- the thread's side ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            jobs = self._next_jobs()
+            for job in jobs:
+                self._write(job)
+            if self._unsealed and (self._must_seal() or self._closing):
+                self._seal()
+            self._log_losses()
+            if self._closing and not self._jobs and not self._unsealed:
+                break
+        self._end()
+
+    def _next_jobs(self) -> list[_Job]:
+        """Take jobs up to the size of a block; waits for the first, or until a block is old."""
+        with self._changed:
+            if not self._jobs and not self._closing and not self._flush_wanted:
+                self._changed.wait(self._config.block_age_s / 4 if self._unsealed else _LOG_EVERY_S)
+            taken: list[_Job] = []
+            size = 0
+            while self._jobs and size < self._config.block_bytes:
+                taken.append(self._jobs.popleft())
+                size += taken[-1].sequence.nbytes
+                self._queued_bytes -= taken[-1].sequence.nbytes
+            self._changed.notify_all()
+        return taken
+
+    def _must_seal(self) -> bool:
+        """Whether an answer waits, or the block is full or old."""
+        if self._flush_wanted or any(job.answered for job, _, _ in self._unsealed):
+            return True
+        size = sum(record.nbytes for _, _, record in self._unsealed)
+        age = time.monotonic() - self._unsealed[0][0].submitted
+        return size >= self._config.block_bytes or age >= self._config.block_age_s
+
+    def _write(self, job: _Job) -> None:
+        try:
+            call, record = self._build(job)
+        except RouteplaneError as error:
+            with self._changed:
+                self._refuse(job, error, queued=True)
+            return
+        try:
+            self._require_open().write(record)
+        except OSError as error:
+            self._unsealed.append((job, call, record))
+            self._recover(error)
+        except RouteplaneError as error:  # of this record: a second one of its key, ids that make its ticket too long
+            with self._changed:
+                self._refuse(job, error, queued=True)
+        else:
+            self._unsealed.append((job, call, record))
+
+    def _require_open(self) -> BlockWriter:
+        if self._blocks is None:
+            raise TransportError("expected an open carrier, got one that failed", kind=ErrorKind.CONNECTION)
+        return self._blocks
+
+    def _seal(self) -> None:
+        try:
+            name = self._require_open().flush()
+        except OSError as error:
+            self._recover(error)
+            return
+        self._publish(name)
+
+    def _publish(self, name: object) -> None:
+        """Answer for every record of a block that is sealed."""
+        said = [(job, record, self._ticket(call, record, name)) for job, call, record in self._unsealed]
+        with self._changed:
+            for job, record, answer in said:
+                self.records += 1
+                for capture in record.captures:
+                    self.rows[capture.state] += capture.stop - capture.start
+                self._settle(job, answer)
+            self._unsealed.clear()
+            self._flush_wanted = False
+            self._changed.notify_all()
+
+    def _ticket(self, call: ModelCall, record: RouteRecord, name: object) -> dict[str, str]:
+        try:
+            ticket = ticket_of_record(record, call, stream=f"{self._config.run}/{name}")
+        except RouteplaneError as error:  # ids that make it too long; the record is there
+            return {f"{KEY}_error": str(error)}
+        return {KEY: ticket.to_json()}
+
+    def _recover(self, error: Exception) -> None:
+        """Open the carrier again, and write again what was not sealed; what stays out too long is lost."""
+        # what waited that long already has one more try
+        deadline, pause = self._unsealed[0][0].submitted + self._config.retry_s, 0.1
+        self.trouble = f"{type(error).__name__}: {error}"
+        self._log(f"the carrier of routes failed, opening it again: {self.trouble}")
+        while True:
+            self._blocks = None
+            try:
+                self._blocks = self._open()
+                self.reopened += 1
+                for _, _, record in self._unsealed:
+                    self._blocks.write(record)
+                name = self._blocks.flush()
+            except (OSError, RouteplaneError) as again:
+                self.trouble = f"{type(again).__name__}: {again}"
+                if time.monotonic() >= deadline or self._closing:
+                    self._blocks = None
+                    self._lose()
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                self._publish(name)
+                return
+
+    def _lose(self) -> None:
+        with self._changed:
+            for job, _, record in self._unsealed:
+                self.lost += 1
+                said = f"record {tuple(record.key)} is lost: {self.trouble}"
+                self._settle(job, {f"{KEY}_error": said})
+            self._unsealed.clear()
+            self._flush_wanted = False
+            self._changed.notify_all()
+
+    def _refuse(self, job: _Job, error: RouteplaneError, *, queued: bool = False) -> None:
+        self.refusals[str(error.kind)] += 1
+        if queued:
+            self._settle(job, {f"{KEY}_error": str(error)})
+        elif job.answered:
+            self._answers.append((job.request_id, {f"{KEY}_error": str(error)}))
+        self._changed.notify_all()
+
+    def _settle(self, job: _Job, answer: dict[str, str]) -> None:
+        self.pending -= 1
+        # an answer that waited too long has left
+        if self._unanswered.pop(job.request_id, None) is not None:
+            self._answers.append((job.request_id, answer))
+
+    def _log_losses(self) -> None:
+        lost, refused_, since = self._logged
+        if time.monotonic() - since < _LOG_EVERY_S:
+            return
+        now = (self.lost, sum(self.refusals.values()), time.monotonic())
+        self._logged = now
+        if now[:2] != (lost, refused_) or self.trouble:
+            self._log(
+                f"routes: {self.records} records written, {now[0]} lost, {now[1]} refused {dict(self.refusals)}, "
+                f"{self.pending} pending{', last trouble: ' + self.trouble if self.trouble else ''}"
+            )
+            self.trouble = ""
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        blocks, self._blocks = self._blocks, None  # what is not ended is free for the next writer of this name
+        if blocks is not None and self._ends:
+            try:
+                blocks.close()
+            except (OSError, RouteplaneError) as error:
+                self._log(f"the carrier of routes did not close: {type(error).__name__}: {error}")
+
+
+def open_carrier(config: WriterConfig, spec: RouteSpec, *, producer: str) -> BlockWriter:
+    """Open the place that a configuration names.
+
+    Args:
+        config: Names the carrier by its dotted name.
+        spec: The geometry of the records.
+        producer: The name to write under.
+
+    Returns:
+        What the carrier opened, which the caller closes. Raises UsageError where the name is not that of a function,
+        and what the carrier raises.
+    """
+    module, _, attribute = config.carrier.rpartition(".")
     try:
-        factory: Callable[..., RouteSink] | None = getattr(import_module(module), attribute, None)
+        factory: Callable[..., BlockWriter] | None = getattr(import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         factory = None
     if not callable(factory):
-        raise refused("sink as the dotted name of a factory", f"{name!r}, which is none")
-    return factory(target, spec, **options)
+        raise refused("carrier as the dotted name of a function", repr(config.carrier))
+    options = dict(config.options)
+    limits = getattr(import_module(module), "BlockLimits", None)
+    if limits is not None:
+        # blocks are sealed here, where it is known who waits; the carrier only keeps its bound
+        chosen = limits(**{**dict(config.limits), "block_bytes": 1})
+        options["limits"] = replace(chosen, block_bytes=chosen.max_bytes)
+    elif config.limits:
+        raise refused(f"no limits, which {config.carrier} does not have", repr(dict(config.limits)))
+    return factory(config.place, spec, run=config.run, producer=producer, **options)

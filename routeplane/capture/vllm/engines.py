@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import LLM, EngineArgs, SamplingParams
 
-from routeplane.capture.requests import check_requests, sample_names
-from routeplane.capture.vllm.engine_writer import KEY, request_args
+from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.vllm.model_config import captures_routes, model_config_of, require_moe, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, records
+from routeplane.capture.vllm.writer_options import KEY, request_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError
 from routeplane.record.interfaces import RouteTicket
 
@@ -159,7 +159,7 @@ def _ticket(name: str, output: Any) -> RouteTicket:
 
 
 def stop_engine(llm: LLM) -> None:
-    """Shut an engine down, so that a writer inside it ends its stream.
+    """Shut an engine down; a writer inside it seals its block and ends first.
 
     Args:
         llm: The engine. The call ends what all engines of one process share.
@@ -167,6 +167,8 @@ def stop_engine(llm: LLM) -> None:
     Example:
         ``stop_engine(llm)``
     """
+    if KEY in (llm.llm_engine.vllm_config.additional_config or {}):
+        llm.collective_rpc("routeplane_close")
     llm.llm_engine.engine_core.shutdown()
 
 

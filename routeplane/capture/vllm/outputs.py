@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from vllm import RequestOutput
 
+from routeplane.capture.choices import cached_rows
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import record_of_call
-from routeplane.capture.requests import cached_rows
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 

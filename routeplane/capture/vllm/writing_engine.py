@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams
@@ -22,6 +22,7 @@ from routeplane.capture.recorder import RouteRecorder, WeightsChange
 from routeplane.capture.vllm.model_config import captures_routes, model_config_of, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, calls
 from routeplane.errors import CaptureError, ErrorKind, refused
+from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage
 
 if TYPE_CHECKING:
@@ -40,36 +41,32 @@ _TRANSIT_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WritingReport:
-    """What a RouteWritingEngine did so far. ``rows_received``: rows that crossed from the engine, each counted each
-    time; a row is one token in all layers."""
+class WritingReport(Counts):
+    """What a RouteWritingEngine did so far.
 
+    Args:
+        calls: Requests that ended, each choice counted.
+        records: Records written.
+        rows_received: Rows that crossed from the engine, each counted each time; a row is one token in all layers.
+        waits: Requests that were held back while the stream was full.
+        overlap_rows: Rows captured twice and compared; one token in one layer.
+        drift_rows: Of these, rows that differ as sets.
+        weight_updates: Updates of weights.
+        coverage: Of the records written.
+
+    Example:
+        ``writer.report().scalars()``
+    """
+
+    SCOPE: ClassVar[str] = "writing_"
     calls: int = 0
-    records: int = 0
+    records: int = field(default=0, metadata=rule(scalar=None))  # stands in the coverage's scalars
     rows_received: int = 0
-    waits: int = 0  # requests that were held back while the stream was full
-    overlap_rows: int = 0  # captured twice and compared; one token in one layer
-    drift_rows: int = 0  # ... and different as sets
+    waits: int = 0
+    overlap_rows: int = 0
+    drift_rows: int = 0
     weight_updates: int = 0
     coverage: Coverage = field(default_factory=Coverage)
-
-    def merge(self, other: WritingReport) -> WritingReport:
-        """The counts of both."""
-        names = ("calls", "records", "rows_received", "waits", "overlap_rows", "drift_rows", "weight_updates")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return WritingReport(**sums, coverage=self.coverage.merge(other.coverage))
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            f"{prefix}writing_calls": float(self.calls),
-            f"{prefix}writing_rows_received": float(self.rows_received),
-            f"{prefix}writing_waits": float(self.waits),
-            f"{prefix}writing_overlap_rows": float(self.overlap_rows),
-            f"{prefix}writing_drift_rows": float(self.drift_rows),
-            f"{prefix}writing_weight_updates": float(self.weight_updates),
-            **self.coverage.scalars(prefix=f"{prefix}writing_"),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,16 +9,16 @@ where the trainer needs one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from routeplane.cli.demo.carrier import carried_bytes
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 
 __all__ = ["DemoOptions", "format_table", "run_demo"]
@@ -60,21 +60,20 @@ class DemoOptions:
     engine: Literal["transformers", "vllm", "vllm-scheduler"] = "transformers"
     trainer: Literal["transformers", "automodel", "megatron"] = "transformers"
     trainer_python: str = ""
-    transport: Literal["file", "flight", "ray"] = "file"
+    transport: Literal["file", "folder"] = "file"
     seed: int = 0
     sequences: int = 8
     prompt_tokens: int = 32
     max_tokens: int = 96
     layers: int = 12
     progress: bool = True
-    address: str | None = None  # of what carries the stream, where that is no file
     fleet: bool = False  # all of it as actors of one Ray cluster, rollouts over HTTP
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("engine", ("transformers", "vllm", "vllm-scheduler")),
             ("trainer", tuple(_TRAINERS)),
-            ("transport", ("file", "flight", "ray")),
+            ("transport", ("file", "folder")),
         ):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
@@ -86,8 +85,8 @@ class DemoOptions:
 
     @property
     def stream(self) -> str:
-        """The route stream that the engine leaves and the trainer reads: a path, or an address."""
-        return self.address or self.kept_stream
+        """The route stream that the engine leaves and the trainer reads: a file, or a place of blocks."""
+        return str(Path(self.out) / "blocks") if self.transport == "folder" else self.kept_stream
 
     @property
     def kept_stream(self) -> str:
@@ -110,15 +109,13 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     if options.fleet:
         found = _stage("routeplane.cli.demo.fleet", options, settings=_RAY_SETTINGS)
         seconds = {**found.pop("seconds"), "total": time.perf_counter() - started}
-        chosen = {"engine": "vllm", "trainer": "transformers", "transport": "ray", "seed": options.seed}
+        chosen = {"engine": "vllm", "trainer": "transformers", "transport": "folder", "seed": options.seed}
         return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
-    with _carrier(options) as (carried, stream_bytes):
-        common = _RAY_SETTINGS if options.transport == "ray" else ()
-        own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
-        engine = _stage("routeplane.cli.demo.engine", carried, settings=(*common, *own))
-        settings = (*common, *_TRAINER_SETTINGS)
-        trainer = _stage(_TRAINERS[options.trainer], carried, settings=settings, python=options.trainer_python)
-        size = stream_bytes()
+    if options.engine == "vllm-scheduler":
+        options = replace(options, transport="folder")  # the writer inside an engine seals blocks
+    own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+    engine = _stage("routeplane.cli.demo.engine", options, settings=own)
+    trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {
         "engine": options.engine,
@@ -127,36 +124,9 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "seed": options.seed,
         **engine,
         **trainer,
-        "stream_bytes": size,
+        "stream_bytes": carried_bytes(options.stream),
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
     }
-
-
-@contextlib.contextmanager
-def _carrier(options: DemoOptions) -> Iterator[tuple[DemoOptions, Callable[[], int]]]:
-    """The options for both stages, and how many bytes were carried: by a file, or by a process of its own, which lives
-    until its stdin ends."""
-    if options.transport == "file":
-        yield options, lambda: Path(options.stream).stat().st_size
-        return
-    command = ["env", *_RAY_SETTINGS, sys.executable, "-m", "routeplane.cli.demo.carrier", json.dumps(asdict(options))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as plane:
-
-        def said(name: str) -> Any:
-            line = "" if plane.stdout is None else plane.stdout.readline()
-            if not line:
-                raise RouteplaneError(
-                    f"expected a {options.transport} plane that says its {name}, got its end (its words are above)",
-                    kind=ErrorKind.CHILD_FAILED,
-                )
-            return json.loads(line)[name]
-
-        def carried_bytes() -> int:
-            if plane.stdin is not None:
-                plane.stdin.close()
-            return int(said("stream_bytes"))
-
-        yield replace(options, address=said("address")), carried_bytes
 
 
 def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...], python: str = "") -> dict[str, Any]:

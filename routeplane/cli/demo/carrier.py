@@ -1,53 +1,42 @@
-"""What carries the demo's stream where no file does: a Flight service, or a Ray cluster with a plane.
-
-Run as ``python -m routeplane.cli.demo.carrier OPTIONS_JSON``; says its address as one line of JSON, serves until stdin
-ends, and then says how many bytes it held.
-"""
+"""What carries the demo's stream from the engine to the trainer: a file, or a folder of sealed blocks."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from routeplane.cli.demo import DemoOptions
+from routeplane.stream import folder, new_stream, open_stream
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from routeplane.record.interfaces import RouteSink
+    from routeplane.record.spec import RouteSpec
+    from routeplane.record.transfer import RecordReader
 
+__all__ = ["carried_bytes", "engine_writer", "open_sink", "open_source"]
 
-@contextlib.contextmanager
-def _flight() -> Iterator[tuple[str, Callable[[], int]]]:
-    from routeplane.stream.flight_service import FlightService, ServiceOptions
-
-    with FlightService(ServiceOptions()) as service:
-        # the stages run one after the other, so the engine's writer must not wait for the trainer
-        yield f"{service.location}?linger=false", lambda: service.report().peak_bytes
+_RUN, _PRODUCER = "demo", "engine"
 
 
-@contextlib.contextmanager
-def _ray() -> Iterator[tuple[str, Callable[[], int]]]:
-    from routeplane.stream.ray import PlaneOptions, RayPlane, connect
-
-    cluster = connect("local", object_store_bytes=200 * 2**20)
-    plane = RayPlane.create(PlaneOptions(max_bytes=100 * 2**20), name="demo", namespace="routeplane")
-    plane.stats()  # it is there before anybody looks for it
-    address = f"ray://demo?namespace=routeplane&address={cluster}&linger=false"
-    yield address, lambda: plane.stats().peak_bytes
-    plane.stop()
+def open_sink(path: str, spec: RouteSpec, *, transport: str) -> RouteSink:
+    """Open the sink that the engine's stage writes to."""
+    if transport == "folder":
+        return folder.open_writer(path, spec, run=_RUN, producer=_PRODUCER)
+    return new_stream(path, spec, encoding="auto")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run with the options given as JSON."""
-    options = DemoOptions(**json.loads(arguments[0]))
-    started = _ray if options.transport == "ray" else _flight
-    with started() as (address, held_bytes):
-        sys.stdout.write(json.dumps({"address": address}) + "\n")
-        sys.stdout.flush()
-        sys.stdin.read()
-        sys.stdout.write(json.dumps({"stream_bytes": held_bytes()}) + "\n")
-        sys.stdout.flush()
+def open_source(path: str, *, transport: str) -> RecordReader:
+    """Open the source that the trainer's stage reads."""
+    if transport == "folder":
+        return folder.open_reader(path, producers=1)
+    return open_stream(path)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def engine_writer(path: str) -> dict[str, Any]:
+    """Return what the writer inside an engine is told."""
+    return {"place": path, "run": _RUN, "producer": _PRODUCER}
+
+
+def carried_bytes(stream: str) -> int:
+    """Return the bytes of the stream's files."""
+    path = Path(stream)
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*.arrows")))

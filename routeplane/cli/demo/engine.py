@@ -18,8 +18,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from routeplane.capture import transformers as in_process
 from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo.carrier import engine_writer, open_sink
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import new_stream
 
 if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
@@ -101,7 +101,7 @@ def _write(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: dict
     """Generate, and write what came; the number of records."""
     records = _generate(options, prompts, seconds)
     started = time.perf_counter()
-    with new_stream(options.stream, records[0].spec, encoding="auto") as sink:
+    with open_sink(options.stream, records[0].spec, transport=options.transport) as sink:
         for record in records:
             sink.write(record)
     seconds["write"] = time.perf_counter() - started
@@ -113,19 +113,13 @@ def _write_inside(options: DemoOptions, prompts: Sequence[Sequence[int]], second
     from routeplane.capture import vllm as engine
 
     started = time.perf_counter()
-    writer = {
-        "sink": "routeplane.stream.new_stream",
-        "target": options.stream,
-        "options": {"encoding": "auto"},
-        "stream": "demo",
-    }
     llm = engine.start_engine(
         options.model_dir,
         dtype="bfloat16",
         seed=options.seed,
         max_model_len=512,
         scheduler_cls="routeplane.capture.vllm.RouteScheduler",
-        additional_config={"routeplane": writer},
+        additional_config={"routeplane": engine_writer(options.stream)},
     )
     seconds["load"] = time.perf_counter() - started
     started = time.perf_counter()

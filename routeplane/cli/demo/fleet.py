@@ -1,4 +1,4 @@
-"""The demo as a fleet on Ray: engine, plane, environment and trainer come up together; rollouts go over HTTP.
+"""The demo as a fleet on Ray: engine, environment and trainer come up together; rollouts go over HTTP.
 
 Run as ``python -m routeplane.cli.demo.fleet OPTIONS_JSON``; figures go to stdout as one line of JSON, the timeline to
 stderr. Everything real is elsewhere: this file only says who needs whom.
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from routeplane.capture import CaptureOptions
 from routeplane.capture.http import openai
 from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo.carrier import carried_bytes, open_sink
 from routeplane.cli.demo.engine import build_model, demo_prompts
 from routeplane.cli.demo.environment import TURNS
 from routeplane.cli.demo.scoring import LoadedTrainer, score_stream
@@ -39,18 +40,15 @@ from routeplane.fleet.actors import (
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
 from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start_async
-from routeplane.inspect.plots import draw_timeline, encode
+from routeplane.inspect.charts import draw_timeline, encode
 from routeplane.record.assembly import assemble
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import new_stream
-from routeplane.stream.ray import PlaneOptions, RayPlane, connect
 
 if TYPE_CHECKING:
     from routeplane.fleet.startup import Timeline
 
 __all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
 
-_NAMESPACE, _PLANE = "routeplane", "demo"
 #: What vLLM reads at start-up, in the engine's process alone.
 _ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -78,10 +76,10 @@ class TrainerWorker:
         """Load the weights."""
         self._trainer = load(self._options)
 
-    def score(self, address: str) -> dict[str, Any]:
-        """Figures of the stream at ``address``: live, replayed, and replayed wrongly on purpose."""
+    def score(self) -> dict[str, Any]:
+        """Figures of the stream: live, replayed, and replayed wrongly on purpose."""
         trainer = self._trainer or load(self._options)
-        return score_stream(replace(self._options, address=address), lambda _: trainer)
+        return score_stream(self._options, lambda _: trainer)
 
     def close(self) -> None:
         """Release the model."""
@@ -100,13 +98,6 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
         spec=spec,
         options={"dtype": "bfloat16", "max_model_len": 512, "seed": options.seed, "enable_prefix_caching": False},
     )
-
-    async def plane(context: TaskContext) -> RayPlane:
-        options = PlaneOptions(max_bytes=100 * 2**20)
-        found = await asyncio.to_thread(RayPlane.create, options, name=_PLANE, namespace=_NAMESPACE)
-        context.defer(found.stop)
-        await asyncio.to_thread(found.stats)
-        return found
 
     async def reserved(context: TaskContext) -> Any:
         options = ActorOptions(ray={"runtime_env": {"env_vars": _ENGINE_ENV}})
@@ -132,7 +123,6 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
     return Plan(
         tasks=(
-            Task(name="plane", run=plane),
             Task(name="reserved", run=reserved),
             Task(name="engine", run=engine, needs=("reserved",), timeout=600),
             Task(name="environment", run=environment, needs=("reserved",), timeout=120),
@@ -142,14 +132,14 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
 
 async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
-    """Run them all at once, assemble each into a record, and write the records to the plane; how many."""
+    """Run them all at once, assemble each into a record, and write the records; how many."""
     environment = fleet["environment"]
     prompts = demo_prompts(options.sequences, options.prompt_tokens)
     examples = [
         {"index": index, "seed": options.seed + index * TURNS, "prompt": prompt} for index, prompt in enumerate(prompts)
     ]
     answers = await asyncio.gather(*(environment.rollout(example) for example in examples))
-    with new_stream(_address(linger=False), spec, encoding="auto", producer="rollouts") as sink:
+    with open_sink(options.stream, spec, transport=options.transport) as sink:
         for index, responses in enumerate(answers):
             calls = [
                 call
@@ -162,10 +152,6 @@ async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
     return len(answers)
 
 
-def _address(*, linger: bool) -> str:
-    return f"ray://{_PLANE}?namespace={_NAMESPACE}" + ("" if linger else "&linger=false")
-
-
 async def _run(options: DemoOptions) -> dict[str, Any]:
     spec = await asyncio.to_thread(prepare, options)
     seconds: dict[str, float] = {}
@@ -175,8 +161,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
         started = time.perf_counter()
         records = await _rollouts(fleet, options, spec)
         seconds["rollouts"] = time.perf_counter() - started
-        figures = await fleet["trainer"].call("score", arguments=[_address(linger=True)])
-        size = (await asyncio.to_thread(fleet["plane"].stats)).peak_bytes
+        figures = await fleet["trainer"].call("score")
         timeline = fleet.timeline
     finally:
         await asyncio.to_thread(fleet.close)
@@ -185,7 +170,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
     return {
         **figures,
         "records": records,
-        "stream_bytes": size,
+        "stream_bytes": carried_bytes(options.stream),
         "seconds": {**seconds, **figures["seconds"]},
         "timeline": timeline.to_dict(),
         "picture": str(picture),
@@ -211,8 +196,14 @@ def _say(timeline: Timeline) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run with the options given as JSON."""
-    options = DemoOptions(**json.loads(arguments[0]))
-    connect("local", object_store_bytes=200 * 2**20)
+    options = replace(DemoOptions(**json.loads(arguments[0])), transport="folder")
+    ray.init(
+        address="local",
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
     try:
         figures = asyncio.run(_run(options))
     finally:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from routeplane.batch.batch import RouteBatch, token_logprobs
 from routeplane.batch.collation import microbatches
 from routeplane.cli.demo import DemoOptions
+from routeplane.cli.demo.carrier import open_source
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows
 from routeplane.stream import MemoryStream, new_stream, open_stream
@@ -108,7 +109,7 @@ def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrain
     torch.set_num_threads(1)  # matrices this small lose by threads, and one order of sums gives one table per seed
     seconds: dict[str, float] = {}
     started = time.perf_counter()
-    with open_stream(options.stream) as reader:
+    with open_source(options.stream, transport=options.transport) as reader:
         records = list(reader)
         reader.admit(records).require()
         spec, coverage = reader.spec, reader.report().coverage
@@ -134,7 +135,7 @@ def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrain
     seconds["score"] = time.perf_counter() - started
     started = time.perf_counter()
     _keep(options.trainer_stream, (live.record(record) for record in records), spec)
-    if options.address is not None:  # what came otherwise than by a file rests beside it, to be looked at
+    if options.stream != options.kept_stream:  # a file beside the blocks, to be looked at
         _keep(options.kept_stream, records, spec)
     seconds["keep"] = time.perf_counter() - started
     figures |= _counts(records, coverage)

@@ -9,15 +9,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from routeplane.testing.contracts.delivery import DeliveryContract
+    from routeplane.testing.contracts.delivery import CarrierContract
     from routeplane.testing.contracts.replay import ReplayContract
     from routeplane.testing.contracts.stream import LiveContract, StreamContract
 
-__all__ = ["DeliveryContract", "LiveContract", "ReplayContract", "StreamContract"]
+__all__ = ["CarrierContract", "LiveContract", "ReplayContract", "StreamContract"]
 
 #: public name -> the module that defines it
 _HOMES = {
-    "DeliveryContract": "routeplane.testing.contracts.delivery",
+    "CarrierContract": "routeplane.testing.contracts.delivery",
     "LiveContract": "routeplane.testing.contracts.stream",
     "ReplayContract": "routeplane.testing.contracts.replay",
     "StreamContract": "routeplane.testing.contracts.stream",

@@ -1,4 +1,4 @@
-"""What every transport promises, as tests to inherit.
+"""What every stream promises, as tests to inherit.
 
     class TestMine(StreamContract):
         def place(self, tmp_path): ...                    # a fresh place per test: whatever sink() and source() need
@@ -6,7 +6,7 @@
         def source(self, place, **policy): ...            # open_stream(...)
 
 ``StreamContract`` holds for one producer and one consumer over anything, ``LiveContract`` where a reader may come
-before the writer closed, ``DeliveryContract`` (in ``delivery``) for brokered transports. A writer runs in a thread
+before the writer closed, ``CarrierContract`` (in ``delivery``) for carriers of blocks. A writer runs in a thread
 beside its reader, as both would in processes of their own. Needs the extra ``testing``; knows base and stream.
 """
 
@@ -277,9 +277,9 @@ class StreamContract(ABC):
         assert facts([sent[0], sent[2]]) == facts([came[0], came[2]])
         assert sent[1].key == came[1].key
         assert (came[1].routes == -1).all()
-        (aside,) = reader.report().quarantined
-        assert (1, sent[1].key, True) == (aside.index, aside.key, aside.yielded)
-        with pa.ipc.open_stream(aside.raw) as raw:
+        (entry,) = reader.report().quarantined
+        assert (1, sent[1].key, True) == (entry.index, entry.key, entry.yielded)
+        with pa.ipc.open_stream(reader.quarantine.raw(entry)) as raw:
             assert [sent[1].checksum] == raw.read_all().column("checksum").to_pylist()
 
 
@@ -287,22 +287,24 @@ class LiveContract(StreamContract):
     """A reader may come before the writer closed.
 
     ``slack``: bytes that may lie in the transport beyond twice ``max_bytes``: the buffers of an operating system.
+    ``slow_tokens``: tokens of the records with which that is tried.
     """
 
     live = True
     slack: ClassVar[int] = 0
+    slow_tokens: ClassVar[int] = 50
 
     def test_a_slow_reader_holds_the_writer(self, at: Any) -> None:
         """A writer is never further ahead of its reader than twice the bound (what it gathers, what is on its way), one
         record, and the transport's slack."""
-        one = sample(0, tokens=50).nbytes
+        one = sample(0, tokens=self.slow_tokens).nbytes
         count = 16 + 2 * (self.slack // one)
         written: list[int] = []
 
         def write() -> None:
             with self.sink(at, SPEC, max_bytes=4 * one) as sink:
                 for index in range(count):
-                    sink.write(sample(index, tokens=50))
+                    sink.write(sample(index, tokens=self.slow_tokens))
                     written.append(index)
 
         ahead: list[int] = []

@@ -1,0 +1,644 @@
+"""The carrier ``folder``: sealed blocks as files, in a place that several processes and hosts may share.
+
+    <place>/manifest.json                             run, groups, spec; made once, by the first opener
+    <place>/producers/<name>/lock                     held (flock) by the living writer of that name
+    <place>/producers/<name>/number.json              number of the next block; never derived from the files
+    <place>/producers/<name>/end.json                 closed or aborted
+    <place>/producers/<name>/000000012.arrows         a block, renamed into place
+    <place>/groups/<name>/lock                        held by the living reader of that group
+    <place>/groups/<name>/position.json               what the group acknowledged, and the keys it remembers
+
+Every JSON file carries a checksum and is replaced by rename. On ``/dev/shm`` this is the shared-memory transport; on a
+shared file system it crosses hosts. Readers copy a block before they verify it, so that a writer that truncates or
+rewrites a file afterwards changes nothing that a trainer holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import fcntl
+import json
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import xxhash
+
+from routeplane.errors import (
+    DataError,
+    ErrorKind,
+    FormatError,
+    StoreError,
+    TransportError,
+    UsageError,
+    refused,
+)
+from routeplane.record.interfaces import BlockName, Position
+from routeplane.record.policy import ReadPolicy
+from routeplane.record.schema import choose_encoding
+from routeplane.record.spec import RouteSpec
+from routeplane.stream.blocks import (
+    DEFAULT_GROUP,
+    BlockLimits,
+    BlockReader,
+    BlockState,
+    BlockStore,
+    BlockWriter,
+    Manifest,
+    ProducerSlot,
+    ReadOptions,
+    SealedBlock,
+    check_name,
+)
+from routeplane.stream.pool import BufferPool
+
+__all__ = ["FolderReader", "FolderWriter", "open_reader", "open_writer"]
+
+# A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
+_LOCK_TRIES_S = 1.0
+_LONGEST_WAIT_S = 0.05
+
+
+def open_writer(
+    place: str | os.PathLike[str],
+    spec: RouteSpec,
+    *,
+    run: str,
+    producer: str,
+    groups: Sequence[str] = (DEFAULT_GROUP,),
+    encoding: Literal["plain", "narrow", "auto"] = "auto",
+    limits: BlockLimits | None = None,
+) -> FolderWriter:
+    """Open a place as one of its producers; the first opener creates it.
+
+    Args:
+        place: a folder on a file system that has flock.
+        run: name of the run; a place of another run is refused.
+        producer: name of this producer; one living writer per name. A restarted producer goes on where it stood.
+        groups: every group that will read; a block is kept until all of them acknowledged it.
+        encoding: of all blocks of the place.
+        limits: block size, byte bound, fsync, timeout.
+
+    Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
+    for a place of another geometry, FormatError for damaged files, StoreError for a file system without locks.
+
+    >>> import tempfile
+    >>> from routeplane import RouteSpec
+    >>> from routeplane.stream import folder
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1), model="m")
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     with folder.open_writer(place, spec, run="run-1", producer="engine-0") as writer:
+    ...         pass
+    ...     with folder.open_reader(place, producers=1) as reader:
+    ...         list(reader), reader.report().complete
+    ([], True)
+    """
+    root, found = declare_place(place, spec, run=run, producer=producer, groups=groups, encoding=encoding)
+    chosen = limits or BlockLimits()
+    blocks = BlockFiles(root / "producers" / producer, sync=chosen.sync)
+    slot = FolderSlot(root, blocks, groups=found.groups, limits=chosen)
+    return FolderWriter(slot, spec, encoding=found.encoding, limits=chosen)
+
+
+def declare_place(
+    place: str | os.PathLike[str],
+    spec: RouteSpec,
+    *,
+    run: str,
+    producer: str,
+    groups: Sequence[str],
+    encoding: Literal["plain", "narrow", "auto"],
+) -> tuple[Path, Manifest]:
+    """Create a place, or check that it is the same one. Returns its folder and manifest; raises as ``open_writer``."""
+    check_name(producer, "producer")
+    manifest = Manifest(
+        place=secrets.token_hex(16),
+        run=check_name(run, "run"),
+        groups=tuple(check_name(group, "group") for group in groups),
+        spec=spec,
+        encoding=choose_encoding(encoding, spec),
+    )
+    if not manifest.groups or len(set(manifest.groups)) < len(manifest.groups):
+        raise refused("at least one group, each once", f"{list(groups)}")
+    root = Path(place)
+    root.mkdir(parents=True, exist_ok=True)
+    return root, _declare(root, manifest)
+
+
+def open_reader(
+    place: str | os.PathLike[str],
+    *,
+    producers: int | Sequence[str],
+    group: str = DEFAULT_GROUP,
+    follow: bool = True,
+    policy: ReadPolicy | None = None,
+    options: ReadOptions | None = None,
+) -> FolderReader:
+    """Open a place as the one reader of a group; waits for the place to be created.
+
+    Args:
+        producers: how many producers, or which names, are expected; complete means that all of them closed.
+        group: a group that the place declares.
+        follow: whether to wait for blocks that are still to come.
+        policy: what to do with data that is wrong.
+        options: acknowledgement, vanished producers, timeout.
+
+    Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
+    living reader), FormatError for damaged files, TransportError (TIMED_OUT).
+    """
+    chosen = options or ReadOptions()
+    root = found_place(place, chosen.timeout_s if follow else 0.0)
+    store = FolderStore(root, group=group)
+    try:
+        return FolderReader(store, producers=producers, follow=follow, policy=policy or ReadPolicy(), options=chosen)
+    except BaseException:
+        store.release()
+        raise
+
+
+class FolderWriter(BlockWriter):
+    """The RouteSink of a folder."""
+
+
+class FolderReader(BlockReader):
+    """The RouteSource and BlockSource of a folder."""
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    """A JSON file of ours; None where there is none. Raises FormatError (MANIFEST) for a damaged one."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        document = json.loads(text)
+        given = document.pop("checksum")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        document, given = None, None
+    if not isinstance(document, dict) or given != _digest(document):
+        raise FormatError(f"expected a file with its checksum, got a damaged one @ {path}", kind=ErrorKind.MANIFEST)
+    return document
+
+
+def _store(path: Path, document: Mapping[str, Any], *, sync: bool) -> None:
+    """Replace a JSON file by rename."""
+    data = json.dumps({**document, "checksum": _digest(document)}, separators=(",", ":")).encode()
+    written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(written, "xb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(written, path)
+    except OSError as error:
+        written.unlink(missing_ok=True)
+        raise _full(error, path) from error
+    if sync:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _full(error: OSError, path: Path) -> OSError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreError(f"expected space for {path}, got {error.strerror}", kind=ErrorKind.NO_SPACE)
+    return error
+
+
+def _declare(root: Path, manifest: Manifest) -> Manifest:
+    """The manifest of a place, which is created where there is none; one of several openers at once wins."""
+    path = root / "manifest.json"
+    document = _load(path)
+    if document is None:
+        written = path.with_name(f".manifest.{secrets.token_hex(4)}.tmp")
+        _store(written, manifest.to_document(), sync=True)
+        try:
+            with suppress(FileExistsError):
+                os.link(written, path)  # unlike a rename, never replaces another opener's
+        finally:
+            written.unlink(missing_ok=True)
+        _sync_folder(root)
+        document = _load(path)
+    if document is None:
+        raise FormatError(f"expected a manifest, got none @ {path}", kind=ErrorKind.MANIFEST)
+    found = Manifest.from_document(document, spec_type=RouteSpec)
+    found.require_same(manifest)
+    for group in found.groups:
+        (root / "groups" / group).mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
+    """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
+    path = Path(place) / "manifest.json"
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while not path.exists():
+        if end is not None and time.monotonic() >= end:
+            raise TransportError(f"expected a place, got no {path} within {timeout_s} s", kind=ErrorKind.TIMED_OUT)
+        time.sleep(0.01)
+    return path.parent
+
+
+def _block_path(home: Path, number: int) -> Path:
+    return home / f"{number:09d}.arrows"
+
+
+def _written_path(home: Path, number: int) -> Path:
+    """Where a block is written before it is renamed."""
+    return home / f".{number:09d}.tmp"
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+class FileLock:
+    """A lock file held by this process until ``release`` or its death; a forked child does not hold it."""
+
+    def __init__(self, path: Path, *, taken: Callable[[], UsageError], tries_s: float = 0.0) -> None:
+        """Take the lock. ``taken`` makes the error where another process holds it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + tries_s
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if _try_lock(descriptor, path) and _is_same_file(descriptor, path):
+                break
+            os.close(descriptor)
+            if time.monotonic() >= end:
+                raise taken()
+            time.sleep(0.005)
+        self._pid = os.getpid()
+        self._close = weakref.finalize(self, os.close, descriptor)
+        _require_locks(path)
+        # a child's copy of the descriptor would hold the lock for as long as the child lives
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _release_in_child(reference))
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._close.alive and self._pid == os.getpid()
+
+    def release(self) -> None:
+        """Give the lock up; again is not an error."""
+        self._close()
+
+
+def _release_in_child(reference: weakref.ref[FileLock]) -> None:
+    lock = reference()
+    if lock is not None:
+        lock.release()
+
+
+def _try_lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"expected a file system with locks (flock), got {error.strerror} @ {path}", kind=ErrorKind.WRITER
+        ) from error
+    return True
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    """Whether the locked file is still the one of that name."""
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    locked = os.fstat(descriptor)
+    return (named.st_dev, named.st_ino) == (locked.st_dev, locked.st_ino)
+
+
+def _require_locks(path: Path) -> None:
+    """Raise StoreError where a lock that is held can be taken again: a file system that only pretends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    free = _try_lock(descriptor, path)
+    os.close(descriptor)
+    if free:
+        raise StoreError(f"expected a file system with locks (flock), got one without @ {path}", kind=ErrorKind.WRITER)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process holds a lock file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_lock(descriptor, path, shared=True)
+    finally:
+        os.close(descriptor)
+
+
+# -- where the bytes lie -----------------------------------------------------------------------------------------------
+
+
+class BlockFiles:
+    """One producer's blocks as files beside its control data. Another carrier keeps the bytes elsewhere: ``mooncake``.
+
+    A block is prepared, then committed. A block that was prepared and not committed leaves a file that says so.
+    """
+
+    def __init__(self, home: Path, *, sync: bool = True) -> None:
+        self.home, self._sync = home, sync
+
+    def held(self, numbers: range) -> dict[int, int]:
+        """Sizes in bytes of the blocks that are there, by number."""
+        del numbers  # the files say which there are
+        return {int(path.stem): path.stat().st_size for path in self.home.glob("*.arrows")}
+
+    def prepare(self, number: int, block: SealedBlock) -> int:
+        """Write a block where no reader sees it. Returns its size in bytes."""
+        path = _written_path(self.home, number)
+        with pa.OSFile(str(path), "wb") as sink:
+            block.write_to(sink)
+        if self._sync:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        return path.stat().st_size
+
+    def commit(self, number: int) -> None:
+        """Show a prepared block to readers, whole."""
+        os.replace(_written_path(self.home, number), _block_path(self.home, number))
+        if self._sync:
+            _sync_folder(self.home)
+
+    def is_prepared(self, number: int) -> bool:
+        """Whether a block was prepared and neither committed nor discarded."""
+        return _written_path(self.home, number).exists()
+
+    def discard(self, number: int) -> None:
+        """Remove what ``prepare`` left."""
+        _written_path(self.home, number).unlink(missing_ok=True)
+
+    def exists(self, number: int) -> bool:
+        """Whether readers see the block."""
+        return _block_path(self.home, number).exists()
+
+    def read(self, number: int, pool: BufferPool) -> pa.Buffer:
+        """The bytes of a block, copied into memory of the pool. Raises FileNotFoundError."""
+        with open(_block_path(self.home, number), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            memory, data = pool.take(size)
+            came = 0
+            while came < size and (part := file.readinto(memory[came:])):
+                came += part
+            del memory
+            return data.slice(0, came)
+
+    def delete(self, number: int) -> None:
+        """Remove a block; one that is gone is not an error."""
+        _block_path(self.home, number).unlink(missing_ok=True)
+
+
+# -- the writer's side -------------------------------------------------------------------------------------------------
+
+
+class FolderSlot(ProducerSlot):
+    """One producer's folder, locked for as long as its writer lives."""
+
+    def __init__(self, root: Path, blocks: BlockFiles, *, groups: Sequence[str], limits: BlockLimits) -> None:
+        self._root, self._blocks, self._groups, self._limits = root, blocks, groups, limits
+        self._home, self._producer = blocks.home, blocks.home.name
+        self._lock = FileLock(self._home / "lock", taken=self._taken, tries_s=_LOCK_TRIES_S)
+        try:
+            self._begin()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _taken(self) -> UsageError:
+        return UsageError(
+            f"expected no living writer of producer {self._producer!r}, got one @ {self._home}",
+            kind=ErrorKind.PRODUCER_TAKEN,
+        )
+
+    def _begin(self) -> None:
+        """Go on where the last writer of this name stood, and remove what it left half done."""
+        end = _load(self._home / "end.json")
+        if end is not None and end.get("how") == "closed":
+            raise refused(
+                f"a producer that has not closed (start a new name, or a new place) @ {self._home}",
+                f"{self._producer!r}, which has",
+            )
+        number = _load(self._home / "number.json") or {"next": 0, "void": []}
+        self._next, self._void = int(number["next"]), list(number["void"])
+        below = min(self._acknowledged(group) for group in self._groups)
+        self._sizes = self._blocks.held(range(below, self._next))
+        # the number is stored before the block is committed: a writer that died in between left it prepared
+        if self._blocks.is_prepared(self._next - 1):
+            self._void.append(self._next - 1)
+        self._store_number(self._next)
+        for left in self._home.glob(".*.tmp"):
+            left.unlink(missing_ok=True)
+        (self._home / "end.json").unlink(missing_ok=True)
+        if self._limits.sync:
+            _sync_folder(self._home)
+
+    def _store_number(self, number: int) -> None:
+        _store(self._home / "number.json", {"next": number, "void": self._void}, sync=self._limits.sync)
+
+    def publish(self, block: SealedBlock) -> BlockName:
+        """Store a block; waits for space."""
+        if not self._lock.held:
+            raise UsageError(
+                "expected the process that opened the writer, got a forked child: open a writer of its own",
+                kind=ErrorKind.CLOSED,
+            )
+        number = self._next
+        try:
+            size = self._blocks.prepare(number, block)
+            self._wait_for_space(size)
+        except OSError as error:
+            self._blocks.discard(number)
+            raise _full(error, self._home) from error
+        self._store_number(number + 1)
+        self._blocks.commit(number)
+        self._next, self._sizes[number] = number + 1, size
+        return BlockName(self._producer, number)
+
+    def _wait_for_space(self, size: int) -> None:
+        limit, timeout_s = self._limits.max_bytes, self._limits.timeout_s
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        wait = 0.001
+        while self._sizes and sum(self._sizes.values()) + size > limit:
+            if self._delete_acknowledged(size):
+                continue
+            if end is not None and time.monotonic() >= end:
+                raise TransportError(
+                    f"expected space for a block of {size} bytes within {timeout_s} s, got {sum(self._sizes.values())} "
+                    f"of {limit} bytes that the groups {list(self._groups)} have not all acknowledged",
+                    kind=ErrorKind.TIMED_OUT,
+                )
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    def _delete_acknowledged(self, size: int) -> bool:
+        """Delete the oldest blocks that every group acknowledged, until a block of a size fits; whether any went."""
+        below = min(self._acknowledged(group) for group in self._groups)
+        found = False
+        for number in sorted(self._sizes):
+            if number >= below or sum(self._sizes.values()) + size <= self._limits.max_bytes:
+                break
+            self._blocks.delete(number)
+            del self._sizes[number]
+            found = True
+        return found
+
+    def _acknowledged(self, group: str) -> int:
+        """The number of the first block that a group has not acknowledged; on disk before anything is deleted."""
+        path = self._root / "groups" / group / "position.json"
+        document = _load(path)
+        if document is None:
+            return 0
+        if self._limits.sync:
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                os.fsync(file.fileno())
+        return Position.from_json(document["position"]).number(self._producer)
+
+    def end(self, how: Literal["closed", "aborted"]) -> None:
+        """State that no further block comes."""
+        if self._lock.held:
+            _store(self._home / "end.json", {"how": how, "blocks": self._next}, sync=self._limits.sync)
+
+    def release(self) -> None:
+        """Give the name up."""
+        self._lock.release()
+
+
+# -- the reader's side -------------------------------------------------------------------------------------------------
+
+
+class FolderStore(BlockStore):
+    """The blocks of a folder, for one group. A pickled copy holds no lock."""
+
+    def __init__(self, root: Path, *, group: str) -> None:
+        document = _load(root / "manifest.json")
+        if document is None:
+            raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
+        self._manifest = Manifest.from_document(document, spec_type=RouteSpec)
+        self._manifest.require_group(group)
+        self._root, self._group = root, group
+        self._home = root / "groups" / group
+        self._lock: FileLock | None = FileLock(self._home / "lock", taken=self._taken)
+        self._pool = BufferPool()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_pool": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "_pool": BufferPool()})
+
+    def _taken(self) -> UsageError:
+        return UsageError(
+            f"expected no living reader of group {self._group!r}, got one @ {self._home}: data-parallel ranks use a "
+            "group each, or one reader and a shard",
+            kind=ErrorKind.GROUP_TAKEN,
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the place declares."""
+        return self._manifest
+
+    def producers(self) -> list[str]:
+        """The producers that ever opened the place, sorted."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self._root / "producers") if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def _producer_home(self, producer: str) -> Path:
+        return self._root / "producers" / check_name(producer, "producer")
+
+    def _blocks_of(self, producer: str) -> BlockFiles:
+        """Where the bytes of a producer's blocks lie; carriers that keep them elsewhere override this."""
+        return BlockFiles(self._producer_home(producer))
+
+    def state(self, name: BlockName) -> BlockState:
+        """What can be said of a block now; the files are looked at in the order opposite to that of writing them."""
+        home = self._producer_home(name.producer)
+        blocks = self._blocks_of(name.producer)
+        if blocks.exists(name.number):
+            return "sealed"
+        alive = _is_locked(home / "lock")
+        end, number = _load(home / "end.json"), _load(home / "number.json")
+        following = 0 if number is None else int(number["next"])
+        if blocks.exists(name.number):
+            return "sealed"  # sealed since the first look
+        if number is not None and name.number in number["void"]:
+            return "void"
+        if name.number < following and not self._is_unfinished(name, following, alive=alive):
+            return "expired"
+        if end is not None:
+            return "aborted" if end["how"] == "aborted" else "closed"
+        return "waiting" if alive or not home.exists() else "vanished"
+
+    def _is_unfinished(self, name: BlockName, following: int, *, alive: bool) -> bool:
+        """Whether a number that was stored may have no block yet: between storing it and renaming the block."""
+        blocks = self._blocks_of(name.producer)
+        return name.number == following - 1 and (alive or blocks.is_prepared(name.number))
+
+    def last_number(self, producer: str) -> int:
+        """The number behind the producer's last sealed block."""
+        number = _load(self._producer_home(producer) / "number.json")
+        return 0 if number is None else int(number["next"])
+
+    def read(self, name: BlockName) -> pa.Buffer:
+        """The bytes of a block, copied."""
+        try:
+            return self._blocks_of(name.producer).read(name.number, self._pool)
+        except FileNotFoundError as error:
+            raise DataError(f"expected block {name}, got none @ {self._root}", kind=ErrorKind.EXPIRED) from error
+
+    def load_position(self) -> tuple[Position, bytes]:
+        """What the group acknowledged, and the remembered keys."""
+        document = _load(self._home / "position.json")
+        if document is None:
+            return Position(place=self._manifest.place), b""
+        position = Position.from_json(document["position"])
+        if position.place != self._manifest.place:
+            raise FormatError(
+                f"expected a position in the place {self._manifest.place}, got one in {position.place} @ {self._home}",
+                kind=ErrorKind.MANIFEST,
+            )
+        return position, base64.b64decode(document["keys"])
+
+    def save_position(self, position: Position, keys: bytes) -> None:
+        """Store what the group acknowledged."""
+        if self._lock is None or not self._lock.held:
+            raise UsageError(
+                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
+            )
+        document = {"position": position.to_json(), "keys": base64.b64encode(keys).decode()}
+        _store(self._home / "position.json", document, sync=False)
+
+    def release(self) -> None:
+        """Give the group up."""
+        if self._lock is not None:
+            self._lock.release()

@@ -1,0 +1,559 @@
+"""The carrier ``ray``: sealed blocks as objects of Ray, held by one small actor, the place.
+
+A writer puts a block into the object store of its node and hands the reference to the place. A reference handed over
+dies with the process that made it, so the place has a task read the block and return it: what a task returns is owned
+by its caller. From then on the block outlives its producer. It is lost with the place's actor, or with the node that
+the block lies on. The place also keeps numbers, ends and acknowledged positions, in memory.
+
+Who lives is a question of processes, not of time: writers and readers are known by node, process number and start time.
+Readers copy nothing: Ray maps blocks read-only, and an object cannot be changed once it is sealed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from routeplane.errors import DataError, ErrorKind, TransportError, UsageError, refused
+from routeplane.record.interfaces import BlockName, Position
+from routeplane.record.policy import ReadPolicy
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import Encoding, choose_encoding
+from routeplane.record.spec import RouteSpec
+from routeplane.stream.blocks import (
+    DEFAULT_GROUP,
+    BlockLimits,
+    BlockReader,
+    BlockState,
+    BlockStore,
+    BlockWriter,
+    Manifest,
+    ProducerSlot,
+    ReadOptions,
+    SealedBlock,
+    check_name,
+    fetch_records,
+)
+
+__all__ = ["RayReader", "RayWriter", "delete_place", "open_reader", "open_writer"]
+
+#: The namespace of places; actors are found in it by the place's name, from every job of the cluster.
+NAMESPACE = "routeplane"
+#: Seconds that a call of the place may take before it counts as lost.
+_CALL_SECONDS = 60.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
+
+
+def open_writer(
+    place: str,
+    spec: RouteSpec,
+    *,
+    run: str,
+    producer: str,
+    groups: Sequence[str] = (DEFAULT_GROUP,),
+    encoding: Literal["plain", "narrow", "auto"] = "auto",
+    limits: BlockLimits | None = None,
+) -> RayWriter:
+    """Open a place as one of its producers; the first opener starts its actor.
+
+    Args:
+        place: name of the place; its actor is detached, and lives until ``delete_place`` or the end of the cluster.
+        run: name of the run; a place of another run is refused.
+        producer: name of this producer; one living writer per name. A restarted producer goes on where it stood.
+        groups: every group that will read; a block is kept until all of them acknowledged it.
+        encoding: of all blocks of the place.
+        limits: block size, byte bound, timeout. A block is in the object store when ``flush`` returns, on no disk.
+
+    Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
+    for a place of another geometry, TransportError where the place's actor is gone.
+    """
+    check_name(producer, "producer")
+    manifest = Manifest(
+        place=secrets.token_hex(16),
+        run=check_name(run, "run"),
+        groups=tuple(check_name(group, "group") for group in groups),
+        spec=spec,
+        encoding=choose_encoding(encoding, spec),
+    )
+    if not manifest.groups or len(set(manifest.groups)) < len(manifest.groups):
+        raise refused("at least one group, each once", f"{list(groups)}")
+    actor = _Place.start(place)
+    found = Manifest.from_document(actor.call("declare", manifest.to_document()), spec_type=RouteSpec)
+    found.require_same(manifest)
+    chosen = limits or BlockLimits()
+    slot = RaySlot(actor, producer, limits=chosen, groups=found.groups)
+    return RayWriter(slot, spec, encoding=found.encoding, limits=chosen)
+
+
+def open_reader(
+    place: str,
+    *,
+    producers: int | Sequence[str],
+    group: str = DEFAULT_GROUP,
+    follow: bool = True,
+    policy: ReadPolicy | None = None,
+    options: ReadOptions | None = None,
+) -> RayReader:
+    """Open a place as the one reader of a group; waits for the place where it follows.
+
+    Args: as ``stream.folder.open_reader``; ``place`` is the name.
+
+    Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
+    living reader), TransportError (TIMED_OUT; CONNECTION where the actor is gone).
+    """
+    chosen = options or ReadOptions()
+    store = RayStore(_Place.found(place, chosen.timeout_s if follow else 0.0), group=group)
+    try:
+        return RayReader(store, producers=producers, follow=follow, policy=policy or ReadPolicy(), options=chosen)
+    except BaseException:
+        store.release()
+        raise
+
+
+def delete_place(place: str) -> None:
+    """End a place's actor and free its blocks. A place that is not there is not an error."""
+    try:
+        actor = ray.get_actor(place, namespace=NAMESPACE)
+    except ValueError:
+        return
+    ray.kill(actor, no_restart=True)
+
+
+class RayWriter(BlockWriter):
+    """The RouteSink of a place on Ray."""
+
+
+class RayReader(BlockReader):
+    """The RouteSource and BlockSource of a place on Ray."""
+
+    def fetch(
+        self,
+        name: BlockName,
+        *,
+        keys: Sequence[RecordKey] | None = None,
+        layer_ids: Sequence[int] | None = None,
+        tokens: tuple[int, int] | None = None,
+    ) -> list[RouteRecord]:
+        """Read records of one block, cut by a task on the node where the block lies.
+
+        The task verifies the block whole and sends what is asked for under new checksums, which are verified here: that
+        alone crosses the network, and comes into this process. Raises as ``BlockReader.fetch``.
+        """
+        if not isinstance(self._store, RayStore):
+            raise TypeError(f"expected a store on Ray, got {type(self._store).__name__}")
+        wanted = None if keys is None else [tuple(key) for key in keys]
+        layers = None if layer_ids is None else list(layer_ids)
+        encoding = self._store.manifest.encoding
+        cut = _cut_task.remote(self._store.reference(name), wanted, layers, tokens, encoding)
+        return fetch_records(pa.py_buffer(_got(cut, f"the cut of block {name}")))
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class Owner(NamedTuple):
+    """A process that holds a name: its node, its number, and its start in clock ticks since boot."""
+
+    node: str
+    pid: int
+    started: int
+
+    @classmethod
+    def here(cls) -> Owner:
+        """This process."""
+        pid = os.getpid()
+        return cls(ray.get_runtime_context().get_node_id(), pid, _started(pid))
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs; asked on its node."""
+        if self.node == ray.get_runtime_context().get_node_id():
+            return _started(self.pid) == self.started
+        place = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        try:
+            started = ray.get(_started_task.options(scheduling_strategy=place).remote(self.pid), timeout=_CALL_SECONDS)
+        except RayError:  # the node is gone
+            return False
+        return bool(started == self.started)
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since boot; -1 where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return -1
+    # the name stands in parentheses and may hold any character; the fields behind it are numbered from 3 (proc(5))
+    fields = text.rpartition(")")[2].split()
+    return -1 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def _own(block: Any) -> tuple[Any, int]:
+    """A block, returned to the caller of this task, who owns it then; and its size, which says that it came."""
+    return block, len(block)
+
+
+def _cut_block(
+    block: Any,
+    keys: list[tuple[str, int, int]] | None,
+    layer_ids: list[int] | None,
+    tokens: tuple[int, int] | None,
+    encoding: Encoding,
+) -> Any:
+    wanted = None if keys is None else [RecordKey(*key) for key in keys]
+    records = fetch_records(pa.py_buffer(block), keys=wanted, layer_ids=layer_ids, tokens=tokens)
+    return np.frombuffer(SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer(), dtype=np.uint8)
+
+
+def _got(reference: Any, what: str) -> Any:
+    """The value behind a reference. Raises TransportError (CONNECTION) where it is lost, and errors of ours as such."""
+    try:
+        return ray.get(reference, timeout=_CALL_SECONDS)
+    except GetTimeoutError as error:
+        raise TransportError(f"expected {what} within {_CALL_SECONDS} s, got none", kind=ErrorKind.TIMED_OUT) from error
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, DataError | UsageError):
+            raise cause from error
+        raise TransportError(
+            f"expected {what}, got {type(error).__name__}: its holder or its node is gone ({error})",
+            kind=ErrorKind.CONNECTION,
+        ) from error
+
+
+_started_task: Any = ray.remote(num_cpus=0)(_started)
+_own_task: Any = ray.remote(num_cpus=0, num_returns=2, max_retries=0)(_own)
+_cut_task: Any = ray.remote(num_cpus=0, max_retries=1)(_cut_block)
+
+
+# -- the place ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Producer:
+    """What the place knows of one producer."""
+
+    owner: Owner | None = None
+    token: str = ""
+    next: int = 0
+    end: Literal["closed", "aborted"] | None = None
+    blocks: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """What the place knows of one group."""
+
+    owner: Owner | None = None
+    token: str = ""
+    position: str | None = None
+    keys: bytes = b""
+
+
+class PlaceActor:
+    """The actor of a place. Every answer is plain values; refusals come as answers, so that callers word the errors."""
+
+    def __init__(self) -> None:
+        self._manifest: Mapping[str, Any] | None = None
+        self._producers: dict[str, _Producer] = {}
+        self._groups: dict[str, _Group] = {}
+
+    def declare(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The manifest of the first opener."""
+        if self._manifest is None:
+            self._manifest = document
+            self._groups = {group: _Group() for group in document["groups"]}
+        return self._manifest
+
+    def manifest(self) -> Mapping[str, Any] | None:
+        """The manifest; None before the first writer declared one."""
+        return self._manifest
+
+    def open_producer(self, name: str, owner: Owner, token: str) -> str:
+        """Take a producer's name: ``open``, ``taken`` or ``closed``."""
+        producer = self._producers.setdefault(name, _Producer())
+        if producer.owner is not None and Owner(*producer.owner).is_alive():
+            return "taken"
+        if producer.end == "closed":
+            return "closed"
+        producer.owner, producer.token, producer.end = owner, token, None
+        return "open"
+
+    def publish(self, name: str, token: str, holder: list[Any], limit: int) -> int | None:
+        """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
+        producer = self._producers[name]
+        if producer.token != token:
+            return -1
+        owned, came = _own_task.remote(holder[0])
+        size = int(ray.get(came))
+        if not self._has_space(name, size, limit):
+            return None
+        producer.blocks[producer.next] = (owned, size)
+        producer.next += 1
+        return producer.next - 1
+
+    def _has_space(self, name: str, size: int, limit: int) -> bool:
+        """Whether a block fits; blocks that every group acknowledged go first."""
+        producer = self._producers[name]
+        below = min(self._acknowledged(group, name) for group in self._groups.values())
+        for number in sorted(producer.blocks):
+            if sum(held for _, held in producer.blocks.values()) + size <= limit or number >= below:
+                break
+            del producer.blocks[number]
+        return not producer.blocks or sum(held for _, held in producer.blocks.values()) + size <= limit
+
+    def _acknowledged(self, group: _Group, producer: str) -> int:
+        return 0 if group.position is None else Position.from_json(group.position).number(producer)
+
+    def end(self, name: str, token: str, how: Literal["closed", "aborted"]) -> None:
+        """State that no further block comes."""
+        producer = self._producers[name]
+        if producer.token == token:
+            producer.end = how
+
+    def release(self, kind: Literal["producer", "group"], name: str, token: str) -> None:
+        """Give a name up."""
+        held: _Producer | _Group = self._producers[name] if kind == "producer" else self._groups[name]
+        if held.token == token:
+            held.owner, held.token = None, ""
+
+    def producers(self) -> list[str]:
+        """Names that ever opened the place."""
+        return sorted(self._producers)
+
+    def state(self, name: str, number: int) -> BlockState:
+        """What can be said of a block."""
+        producer = self._producers.get(name)
+        if producer is None:
+            return "waiting"
+        if number in producer.blocks:
+            return "sealed"
+        if number < producer.next:
+            return "expired"
+        if producer.end is not None:
+            return producer.end
+        return "waiting" if producer.owner is not None and Owner(*producer.owner).is_alive() else "vanished"
+
+    def last_number(self, name: str) -> int:
+        """The number behind the last block."""
+        producer = self._producers.get(name)
+        return 0 if producer is None else producer.next
+
+    def reference(self, name: str, number: int) -> list[Any]:
+        """The reference of a block in a list, so that Ray does not resolve it; empty where there is none."""
+        producer = self._producers.get(name)
+        held = None if producer is None else producer.blocks.get(number)
+        return [] if held is None else [held[0]]
+
+    def open_group(self, name: str, owner: Owner, token: str) -> bool:
+        """Take a group; False where its reader lives."""
+        group = self._groups[name]
+        if group.owner is not None and Owner(*group.owner).is_alive():
+            return False
+        group.owner, group.token = owner, token
+        return True
+
+    def load_position(self, name: str) -> tuple[str | None, bytes]:
+        """What a group acknowledged, and the keys that it remembers."""
+        return self._groups[name].position, self._groups[name].keys
+
+    def save_position(self, name: str, token: str, position: str, keys: bytes) -> bool:
+        """Store both; False for a reader that does not hold the group."""
+        group = self._groups[name]
+        if group.token != token:
+            return False
+        group.position, group.keys = position, keys
+        return True
+
+    def drop(self, name: str, number: int) -> None:
+        """Forget a block."""
+        self._producers[name].blocks.pop(number, None)
+
+
+class _Place:
+    """A place's actor from outside: calls that raise errors of ours. Pickles."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor, self.name = actor, name
+
+    @classmethod
+    def start(cls, name: str) -> _Place:
+        """The place of a name, started where there is none."""
+        options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+        actor = ray.remote(PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote()
+        return cls(actor, name)
+
+    @classmethod
+    def found(cls, name: str, timeout_s: float | None) -> _Place:
+        """The place of a name, once it is there and declared. Raises TransportError (TIMED_OUT)."""
+        found: list[_Place] = []
+
+        def look() -> bool:
+            try:
+                place = cls(ray.get_actor(name, namespace=NAMESPACE), name)
+            except ValueError:
+                return False
+            found.append(place)
+            return place.call("manifest") is not None
+
+        if not _wait(look, timeout_s):
+            raise TransportError(f"expected a place {name!r} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
+        return found[-1]
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The answer of the actor."""
+        return _got(getattr(self._actor, method).remote(*arguments), f"an answer of the place {self.name!r}")
+
+
+def _wait(ready: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Ask again and again, less and less often; whether it became ready in time."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    wait = _FIRST_WAIT_S
+    while not ready():
+        if end is not None and time.monotonic() >= end:
+            return False
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_S)
+    return True
+
+
+# -- the writer's side -------------------------------------------------------------------------------------------------
+
+
+class RaySlot(ProducerSlot):
+    """One producer's name in a place, held by this process."""
+
+    def __init__(self, place: _Place, producer: str, *, limits: BlockLimits, groups: Sequence[str]) -> None:
+        self._place, self._producer, self._limits, self._groups = place, producer, limits, groups
+        self._token, self._pid = secrets.token_hex(8), os.getpid()
+        answer = place.call("open_producer", producer, Owner.here(), self._token)
+        if answer == "taken":
+            raise UsageError(
+                f"expected no living writer of producer {producer!r}, got one @ place {place.name!r}",
+                kind=ErrorKind.PRODUCER_TAKEN,
+            )
+        if answer == "closed":
+            raise refused(
+                f"a producer that has not closed (start a new name, or a new place) @ place {place.name!r}",
+                f"{producer!r}, which has",
+            )
+
+    def publish(self, block: SealedBlock) -> BlockName:
+        """Store a block; waits for space."""
+        if self._pid != os.getpid():
+            raise UsageError(
+                "expected the process that opened the writer, got a forked child: open a writer of its own",
+                kind=ErrorKind.CLOSED,
+            )
+        reference = ray.put(np.frombuffer(block.to_buffer(), dtype=np.uint8))
+        numbers: list[int] = []
+
+        def published() -> bool:
+            number = self._place.call("publish", self._producer, self._token, [reference], self._limits.max_bytes)
+            numbers.extend([] if number is None else [number])
+            return number is not None
+
+        if not _wait(published, self._limits.timeout_s):
+            raise TransportError(
+                f"expected space for a block within {self._limits.timeout_s} s, got none of {self._limits.max_bytes} "
+                f"bytes that the groups {list(self._groups)} have all acknowledged",
+                kind=ErrorKind.TIMED_OUT,
+            )
+        if numbers[0] < 0:
+            raise UsageError(
+                f"expected to hold producer {self._producer!r}, got another writer in its place",
+                kind=ErrorKind.PRODUCER_TAKEN,
+            )
+        return BlockName(self._producer, numbers[0])
+
+    def end(self, how: Literal["closed", "aborted"]) -> None:
+        """State that no further block comes."""
+        self._place.call("end", self._producer, self._token, how)
+
+    def release(self) -> None:
+        """Give the name up."""
+        self._place.call("release", "producer", self._producer, self._token)
+
+
+# -- the reader's side -------------------------------------------------------------------------------------------------
+
+
+class RayStore(BlockStore):
+    """The blocks of a place, for one group. A pickled copy does not hold the group."""
+
+    def __init__(self, place: _Place, *, group: str) -> None:
+        self._place, self._group = place, group
+        self._token: str | None = secrets.token_hex(8)
+        self._manifest = Manifest.from_document(place.call("manifest"), spec_type=RouteSpec)
+        self._manifest.require_group(group)
+        if not place.call("open_group", group, Owner.here(), self._token):
+            raise UsageError(
+                f"expected no living reader of group {group!r}, got one @ place {place.name!r}: data-parallel ranks "
+                "use a group each, or one reader and a shard",
+                kind=ErrorKind.GROUP_TAKEN,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_token": None}
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the place declares."""
+        return self._manifest
+
+    def producers(self) -> list[str]:
+        """The producers that ever opened the place, sorted."""
+        return list(self._place.call("producers"))
+
+    def state(self, name: BlockName) -> BlockState:
+        """What can be said of a block now."""
+        found: BlockState = self._place.call("state", *name)
+        return found
+
+    def last_number(self, producer: str) -> int:
+        """The number behind the producer's last sealed block."""
+        return int(self._place.call("last_number", producer))
+
+    def reference(self, name: BlockName) -> Any:
+        """Ray's reference of a sealed block. Raises DataError (EXPIRED)."""
+        held = self._place.call("reference", *name)
+        if not held:
+            raise DataError(f"expected block {name}, got none", kind=ErrorKind.EXPIRED)
+        return held[0]
+
+    def read(self, name: BlockName) -> pa.Buffer:
+        """The bytes of a block, mapped read-only from the object store of this node."""
+        return pa.py_buffer(_got(self.reference(name), f"block {name}"))
+
+    def load_position(self) -> tuple[Position, bytes]:
+        """What the group acknowledged, and the remembered keys."""
+        text, keys = self._place.call("load_position", self._group)
+        return (Position(place=self._manifest.place) if text is None else Position.from_json(text)), keys
+
+    def save_position(self, position: Position, keys: bytes) -> None:
+        """Store what the group acknowledged."""
+        if self._token is None or not self._place.call(
+            "save_position", self._group, self._token, position.to_json(), keys
+        ):
+            raise UsageError(
+                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
+            )
+
+    def release(self) -> None:
+        """Give the group up."""
+        if self._token is not None:
+            self._place.call("release", "group", self._group, self._token)
+            self._token = None

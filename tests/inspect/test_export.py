@@ -1,0 +1,93 @@
+"""Tables for analysis: the same counts of experts in every library, and null where a row is MISSING."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars
+import pyarrow.parquet as pq
+import pytest
+
+from routeplane.errors import UsageError
+from routeplane.inspect.export import tables, to_arrow, to_pandas, to_polars, write_tables
+from tests.inspect.runs import SPEC, run
+
+RECORDS = run(3, lost=5)
+#: Layer, expert -> rows, counted from the records themselves.
+EXPECTED: Counter[tuple[int, int]] = Counter(
+    (layer_id, int(expert))
+    for record in RECORDS
+    for slot, layer_id in enumerate(SPEC.layer_ids)
+    for expert in record.routes[:, slot].ravel()
+    if expert >= 0
+)
+
+
+def _polars(path: Path) -> Counter[tuple[int, int]]:
+    frame = polars.read_parquet(path).explode("experts").drop_nulls("experts")
+    return Counter(zip(frame["layer"].to_list(), frame["experts"].to_list(), strict=True))
+
+
+def _duckdb(path: Path) -> Counter[tuple[int, int]]:
+    with duckdb.connect() as database:
+        return Counter(database.execute(f"select layer, unnest(experts) from '{path}'").fetchall())
+
+
+def _pandas(path: Path) -> Counter[tuple[int, int]]:
+    frame = pq.read_table(path).to_pandas().explode("experts").dropna(subset=["experts"])
+    return Counter(zip(frame["layer"].tolist(), frame["experts"].tolist(), strict=True))
+
+
+def _arrow(path: Path) -> Counter[tuple[int, int]]:
+    rows = pq.read_table(path).select(["layer", "experts"]).to_pylist()
+    return Counter((row["layer"], expert) for row in rows for expert in row["experts"] or ())
+
+
+READERS: dict[str, Callable[[Path], Counter[tuple[int, int]]]] = {
+    "polars": _polars,
+    "duckdb": _duckdb,
+    "pandas": _pandas,
+    "arrow": _arrow,
+}
+
+
+@pytest.mark.parametrize("library", READERS)
+def test_every_library_counts_the_same_experts(tmp_path: Path, library: str) -> None:
+    """From the flat file, whatever reads it."""
+    assert 3 == write_tables(RECORDS, tmp_path / "flat.parquet", form="flat")
+    assert EXPECTED == READERS[library](tmp_path / "flat.parquet")
+
+
+def test_a_nested_file_has_plain_lists_and_null_rows(tmp_path: Path) -> None:
+    """Tokens, layers, experts; what is MISSING has no ids at all."""
+    write_tables(RECORDS, tmp_path / "nested.parquet", form="nested")
+    rows = pq.read_table(tmp_path / "nested.parquet").to_pylist()
+    counted: Counter[tuple[int, int]] = Counter()
+    for row, record in zip(rows, RECORDS, strict=True):
+        assert (record.num_tokens, list(SPEC.layer_ids)) == (len(row["routes"]), row["layer_ids"])
+        for token in row["routes"]:
+            for layer_id, experts in zip(row["layer_ids"], token, strict=True):
+                counted.update((layer_id, expert) for expert in experts or ())
+        assert [None] * 3 == row["routes"][-1]
+    assert EXPECTED == counted
+
+
+def test_frames_of_one_record_and_of_several() -> None:
+    """One row a token and layer, in order."""
+    one = RECORDS[0]
+    assert one.num_tokens * 3 == to_arrow(one).num_rows == to_polars(one).height == len(to_pandas(one))
+    assert sum(record.num_tokens for record in RECORDS) * 3 == to_polars(RECORDS).height
+    assert 0 == to_arrow([]).num_rows
+    states = to_polars(one).group_by("state").len()
+    assert {"captured", "lost", "not_fed"} == set(states["state"].to_list())
+
+
+def test_another_form_is_refused() -> None:
+    """Two forms there are."""
+    form: Any = "wide"
+    with pytest.raises(UsageError):
+        tables(RECORDS, form=form)

@@ -1,0 +1,207 @@
+"""Folders of blocks whose producers and readers are really killed, stopped and forked."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError
+from routeplane.record.interfaces import BlockName
+from routeplane.stream import folder
+from routeplane.stream.blocks import BlockLimits, ReadOptions
+from routeplane.testing.contracts.samples import SPEC, facts, sample
+from tests.stream.folder_processes import Actor, name_of, read, write
+
+COUNT, TOKENS = 40, 400
+#: A quarter of what each producer writes.
+LIMITS = BlockLimits(block_bytes=1, max_bytes=60_000, sync=False, timeout_s=60.0)
+
+
+def run_with_kills(folder_: Path, *, kills: int, seed: int) -> int:
+    """Two producers and one reader, one of them killed at each random moment, all started again; checks the promises.
+
+    Returns how many records came again.
+    """
+    dice = random.Random(seed)
+    place = folder_ / "place"
+    count = max(COUNT, 3 * kills)
+    writers = {
+        name: Actor(folder_ / name, write(place, name, count=count, tokens=TOKENS, limits=LIMITS)) for name in "pq"
+    }
+    reader = Actor(folder_ / "reader", read(place, ["p", "q"]))
+    actors = [*writers.values(), reader]
+    for actor in actors:
+        actor.start()
+    hits = 0
+    while not reader.is_done:
+        living = [actor for actor in actors if not actor.is_done]
+        if hits < kills and living:
+            time.sleep(dice.random() * 0.03)
+            victim = dice.choice(living)
+            victim.kill()
+            hits += 1
+        else:
+            reader.process.join(0.02)  # type: ignore[union-attr]
+        for actor in actors:
+            if not actor.is_done and (actor.process is None or not actor.process.is_alive()):
+                actor.join()
+                if not actor.is_done:
+                    actor.start()
+    for actor in actors:
+        actor.join()
+    came = [line for line in reader.lines() if " " in line]
+    expected = {
+        f"{sample(index, tokens=TOKENS, sample_id=name_of(name, index)).checksum:016x} {name_of(name, index)}"
+        for name in writers
+        for index in range(count)
+    }
+    assert expected == set(came)
+    assert "complete" == reader.lines()[-1]
+    # a reader that is killed is given its last block again, and no other
+    assert len(came) - len(expected) <= hits
+    return len(came) - len(expected)
+
+
+def test_a_killed_producer_goes_on(tmp_path: Path) -> None:
+    """Random kills of two producers and a reader: nothing lost, torn or stuck, and few repeats."""
+    run_with_kills(tmp_path, kills=12, seed=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_many_kills(tmp_path: Path, seed: int) -> None:
+    """The same, fifty kills a run."""
+    run_with_kills(tmp_path, kills=50, seed=seed)
+
+
+def test_a_killed_reader_is_given_it_again(tmp_path: Path) -> None:
+    """A reader that is killed loses nothing; at most its last block comes again."""
+    place = tmp_path / "place"
+    limits = BlockLimits(block_bytes=1, max_bytes=2**24, sync=False)
+    Actor(tmp_path / "p", write(place, "p", count=COUNT, tokens=9, limits=limits))._run([])
+    reader = Actor(tmp_path / "reader", read(place, ["p"]))
+    reader.start()
+    while len(reader.lines()) < 5:
+        time.sleep(0.001)
+    reader.kill()
+    reader.start()
+    reader.join()
+    came = [line for line in reader.lines() if " " in line]
+    assert {name_of("p", index) for index in range(COUNT)} == {line.split()[1] for line in came}
+    assert len(came) <= COUNT + 1
+
+
+def test_a_stopped_producer_is_alive(tmp_path: Path) -> None:
+    """SIGSTOP is not death: its name stays taken, and a reader waits instead of calling it vanished."""
+    place = tmp_path / "place"
+    limits = BlockLimits(block_bytes=1, max_bytes=2**30, sync=False)
+    producer = Actor(tmp_path / "p", write(place, "p", count=10**6, tokens=9, limits=limits))
+    producer.start()
+    while not producer.lines():
+        time.sleep(0.001)
+    assert producer.process is not None
+    assert producer.process.pid is not None
+    os.kill(producer.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(UsageError) as caught:
+            folder.open_writer(place, SPEC, run="kills", producer="p")
+        assert ErrorKind.PRODUCER_TAKEN == caught.value.kind
+        options = ReadOptions(on_vanished="raise", grace_s=0.0, timeout_s=0.3)
+        with folder.open_reader(place, producers=1, options=options) as reader:
+            with pytest.raises(TransportError) as waited:
+                list(reader)
+        assert ErrorKind.TIMED_OUT == waited.value.kind
+    finally:
+        producer.kill()
+
+
+def test_a_forked_child_holds_no_name(tmp_path: Path) -> None:
+    """A child that outlives its producer does not keep the name, and may not write in its place."""
+    place = tmp_path / "place"
+    heard, told = os.pipe()
+    parent = os.fork()
+    if parent == 0:  # the producer: forks a child that lives on, and dies
+        writer = folder.open_writer(place, SPEC, run="kills", producer="p")
+        writer.write(sample(0))
+        writer.flush()
+        if os.fork() == 0:
+            try:
+                writer.write(sample(1))
+                writer.flush()
+                found = b"wrote"
+            except UsageError:
+                found = b"refused"
+            os.write(told, found)
+            time.sleep(5.0)
+        os._exit(0)
+    os.waitpid(parent, 0)
+    assert b"refused" == os.read(heard, 16)
+    with folder.open_writer(place, SPEC, run="kills", producer="p") as writer:
+        writer.write(sample(2))
+    with folder.open_reader(place, producers=1) as reader:
+        assert facts([sample(0), sample(2)]) == facts(list(reader))
+    for end in (heard, told):
+        os.close(end)
+
+
+def test_a_crash_between_number_and_block_leaves_a_void_number(tmp_path: Path) -> None:
+    """The number that was stored and has no block is never used, and readers pass it."""
+    place = tmp_path / "place"
+    limits = BlockLimits(block_bytes=1, max_bytes=2**24)
+    writer = folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits)
+    writer.write(sample(0))
+    slot = writer._slot
+    slot._store_number(2)  # type: ignore[attr-defined]
+    (place / "producers" / "p" / ".000000001.tmp").write_bytes(b"half a block")
+    slot.release()
+    with folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits) as again:
+        again.write(sample(1))
+    with folder.open_reader(place, producers=1) as reader:
+        assert facts([sample(0), sample(1)]) == facts(list(reader))
+        assert 3 == reader.position().number("p")
+
+
+def test_blocks_that_disappear_are_expired_also_the_last(tmp_path: Path) -> None:
+    """Every sealed block that is deleted by hand is missed, also when the producer was restarted since."""
+    place = tmp_path / "place"
+    limits = BlockLimits(block_bytes=1, max_bytes=2**24)
+    writer = folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits)
+    for index in range(3):
+        writer.write(sample(index))
+    writer._slot.release()
+    for path in place.rglob("*.arrows"):
+        path.unlink()
+    with folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits) as again:
+        again.write(sample(3))
+    store = folder.FolderStore(place, group="default")
+    assert ["expired"] * 3 + ["sealed", "closed"] == [store.state(BlockName("p", number)) for number in range(5)]
+    store.release()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "producers/p/number.json", "groups/default/position.json"])
+@pytest.mark.parametrize("damage", ["flip", "empty", "other"])
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+    """Every file of a place carries a checksum: damage is an error with a kind, never another meaning."""
+    place = tmp_path / "place"
+    with folder.open_writer(place, SPEC, run="kills", producer="p") as writer:
+        writer.write(sample(0))
+    with folder.open_reader(place, producers=1) as reader:
+        list(reader)
+    path = place / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"flip": bytes(data), "empty": b"", "other": b'{"next": 7}'}[damage])
+    with pytest.raises(RouteplaneError):
+        _use(place)
+
+
+def _use(place: Path) -> None:
+    with folder.open_reader(place, producers=1) as reader:
+        list(reader)
+        reader.acknowledge(reader.position())
+    folder.open_writer(place, SPEC, run="kills", producer="p", groups=("default",))

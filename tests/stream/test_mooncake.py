@@ -1,0 +1,178 @@
+"""The carrier's contract on a real Mooncake store over loopback TCP, and what that store alone does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mooncake
+import pytest
+
+from routeplane.errors import ErrorKind, StoreError, TransportError, UsageError
+from routeplane.record.interfaces import BlockName
+from routeplane.stream import mooncake as carrier
+from routeplane.stream.blocks import BlockLimits
+from routeplane.testing.contracts import CarrierContract
+from routeplane.testing.contracts.samples import SPEC, sample
+
+# one master for the file
+pytestmark = pytest.mark.xdist_group("mooncake")
+
+MASTER = Path(mooncake.__file__).with_name("mooncake_master")
+
+
+def free_port() -> int:
+    """A port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def settings_of(port: int, *, segment: int) -> dict[str, Any]:
+    """A client that gives the store ``segment`` bytes."""
+    return {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": segment,
+        "local_buffer_size": 32 * 2**20,
+        "protocol": "tcp",
+        "rdma_devices": "",
+        "master_server_addr": f"127.0.0.1:{port}",
+    }
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A master, and one client that gives the store 64 MB: what store nodes do."""
+    port = free_port()
+    command = [str(MASTER), f"--rpc_port={port}", f"--metrics_port={free_port()}", "--rpc_address=127.0.0.1"]
+    log = tmp_path_factory.mktemp("mooncake") / "master.log"
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as master:
+        try:
+            node = carrier.Client(settings_of(port, segment=64 * 2**20))
+            deadline = time.monotonic() + 30.0
+            while not connected(node):
+                assert master.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+            yield port
+            node.close()
+        finally:
+            master.terminate()
+            master.wait(10)
+
+
+def connected(node: carrier.Client) -> bool:
+    """Whether the master answers."""
+    try:
+        return node.store is not None
+    except TransportError:
+        return False
+
+
+class TestMooncake(CarrierContract):
+    """Control data in a folder, bytes in the store."""
+
+    @pytest.fixture(autouse=True)
+    def _settings(self, port: int) -> None:
+        self.settings = settings_of(port, segment=0)
+
+    def place(self, tmp_path: Path) -> Any:
+        """A folder."""
+        return tmp_path / "place"
+
+    def writer(self, place: Any, **options: Any) -> Any:
+        """A producer of this process."""
+        return carrier.open_writer(place, SPEC, store=self.settings, **options)
+
+    def reader(self, place: Any, **options: Any) -> Any:
+        """A reader of this process."""
+        return carrier.open_reader(place, store=self.settings, **options)
+
+    def kill(self, place: Any, writer: Any) -> None:
+        """The system frees a dead process's locks."""
+        writer._slot.release()
+
+    def key(self, place: Any, name: BlockName) -> tuple[carrier.Client, str]:
+        """A client, and the key of a block."""
+        document = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        return carrier.Client(self.settings), f"{document['place']}/{name.producer}/{name.number:09d}"
+
+    def delete(self, place: Any, name: BlockName) -> None:
+        """Remove its object."""
+        client, key = self.key(place, name)
+        assert 0 == client.store.remove(key, True)
+        client.close()
+
+    def damage(self, place: Any, name: BlockName) -> None:
+        """Another object takes its place."""
+        client, key = self.key(place, name)
+        data = bytearray(client.store.get(key))
+        data[len(data) // 2] ^= 1
+        assert 0 == client.store.remove(key, True)
+        assert 0 == client.store.put(key, bytes(data))
+        client.close()
+
+
+def test_a_key_that_exists_is_not_taken_for_a_block_of_ours(tmp_path: Path, port: int) -> None:
+    """The store answers success to a second put and keeps the first object: the writer looks before."""
+    settings = settings_of(port, segment=0)
+    writer = carrier.open_writer(tmp_path / "place", SPEC, store=settings, run="run", producer="p")
+    slot: Any = writer._slot
+    blocks = slot._blocks
+    writer.write(sample(0))
+    client = carrier.Client(settings)
+    assert 0 == client.store.put(blocks._key(0), b"another's")
+    with pytest.raises(StoreError, match="expected no object") as caught:
+        writer.flush()
+    assert ErrorKind.WRITER == caught.value.kind
+    client.store.remove(blocks._key(0), True)
+    client.close()
+
+
+def test_blocks_are_pinned_and_a_full_store_is_an_error(tmp_path: Path, port: int) -> None:
+    """64 MB of segments, blocks of 5 MB: the store refuses one more and evicts none; every block that came is read."""
+    settings = settings_of(port, segment=0)
+    limits = BlockLimits(block_bytes=2**30, max_bytes=2**30)
+    writer = carrier.open_writer(tmp_path / "place", SPEC, store=settings, run="run", producer="p", limits=limits)
+    sent = 0
+
+    def fill() -> None:
+        nonlocal sent
+        for index in range(40):
+            writer.write(sample(index, tokens=200_000))
+            writer.flush()
+            sent += 1
+
+    with pytest.raises(StoreError) as caught:
+        fill()
+    assert ErrorKind.NO_SPACE == caught.value.kind
+    assert sent > 2
+    with carrier.open_reader(tmp_path / "place", store=settings, producers=1, follow=False) as reader:
+        names = [BlockName("p", number) for number in range(sent)]
+        assert [sample(index, tokens=200_000).key for index in range(sent)] == [
+            record.key for name in names for record in reader.fetch(name)
+        ]
+        store: Any = reader._store
+        for name in names:
+            store._blocks_of("p").delete(name.number)
+
+
+def test_settings_of_another_shape_are_refused(tmp_path: Path) -> None:
+    """A misspelt key would be a default of the store."""
+    with pytest.raises(UsageError, match="master_server_addr"):
+        carrier.open_writer(tmp_path / "place", SPEC, store={"master": "x"}, run="run", producer="p")
+
+
+def test_a_store_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    """The error names the master."""
+    settings = settings_of(free_port(), segment=0)
+    writer = carrier.open_writer(tmp_path / "place", SPEC, store=settings, run="run", producer="p")
+    writer.write(sample(0))
+    with pytest.raises(TransportError, match="expected a Mooncake store at"):
+        writer.flush()
