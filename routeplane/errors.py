@@ -105,6 +105,7 @@ class ErrorKind(StrEnum):
     GATE_FIRED = "gate_fired"  # a gate fired where it must not, or more often than the others
     UNBOUND_RECOMPUTE = "unbound_recompute"
     DETACHED = "detached"
+    FLIPPED_SHARE = "flipped_share"  # more forced rows than a limit allows differ from the gates' own choice
     # fleet
     NO_PORT = "no_port"
     NOT_READY = "not_ready"  # it did not answer in its time

@@ -29,6 +29,7 @@ from routeplane.errors import DataError, ErrorKind, ReplayError, SpecError
 from routeplane.replay import transformers as gates
 from routeplane.stream import MemoryStream, new_stream
 from tests.batch.laid_out import laid_out
+from tests.replay.tiny_models import listed_gates
 
 EXPERTS, TOP_K, LAYERS = 8, 2, (1, 2, 3)
 SPEC = RouteSpec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=LAYERS, model="Qwen3MoeForCausalLM")
@@ -140,8 +141,8 @@ def test_the_ten_lines_train(stream: Path, tokens: int, count: int, checkpointin
     for name, value in model.named_parameters():
         assert value.grad is not None, name
         torch.testing.assert_close(value.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-    for gate, router in gates.find_gates(model):
-        assert router.get_parameter("weight").grad.abs().max() > 1e-6, str(gate)  # type: ignore[union-attr]
+    for gate, router in listed_gates(model):
+        assert router.get_parameter("weight").grad.abs().max() > 1e-6, str(gate)
     assert "flipped (0.00%)" in str(report)
 
 
@@ -213,7 +214,7 @@ def test_an_updated_policy_flips_and_replay_holds_it() -> None:
     trained = copy.deepcopy(engine())
     noise = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for _, router in gates.find_gates(trained):
+        for _, router in listed_gates(trained):
             router.get_parameter("weight").add_(0.1 * torch.randn(EXPERTS, 32, generator=noise))
     batch = collate(recorded(), SPEC)
     found, scalars = replayed(trained, batch)
@@ -230,6 +231,7 @@ from transformers import Qwen3MoeForCausalLM
 from routeplane import open_stream
 from routeplane.batch import microbatches, token_logprobs
 from routeplane.replay import transformers as gates
+from tests.replay.tiny_models import listed_gates
 
 torch.set_num_threads(1)
 model = Qwen3MoeForCausalLM.from_pretrained(sys.argv[1]).train(False)

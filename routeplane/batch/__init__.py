@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from routeplane.batch.admission import StepVerdict, admit_step
     from routeplane.batch.batch import RouteBatch, token_logprobs
     from routeplane.batch.collation import BatchOptions, collate, microbatches
     from routeplane.batch.columns import prompt_tokens
     from routeplane.batch.dataset import RecordDataset
+    from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout, to_layout
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
@@ -20,25 +22,38 @@ if TYPE_CHECKING:
     from routeplane.batch.shard import Shard, stage_layers
 
 __all__ = [
+    "LAYOUTS",
     "BatchBuffers",
     "BatchOptions",
+    "LayoutBatch",
     "PlanOptions",
     "RecordDataset",
     "RouteBatch",
     "Shard",
+    "StackLayout",
+    "StepVerdict",
     "TokenPlan",
+    "admit_step",
     "budget_groups",
     "collate",
+    "from_layout",
     "join",
     "microbatches",
     "prefetch",
     "prompt_tokens",
     "stage_layers",
+    "to_layout",
     "token_logprobs",
 ]
 
 #: Where each name is defined. No module here has the name of what the package exports: importing it would shadow that.
 _HOMES = {
+    "LAYOUTS": "layouts",
+    "LayoutBatch": "layouts",
+    "StackLayout": "layouts",
+    "StepVerdict": "admission",
+    "from_layout": "layouts",
+    "to_layout": "layouts",
     "BatchBuffers": "pool",
     "BatchOptions": "collation",
     "PlanOptions": "plan",
@@ -46,6 +61,7 @@ _HOMES = {
     "RouteBatch": "batch",
     "Shard": "shard",
     "TokenPlan": "plan",
+    "admit_step": "admission",
     "budget_groups": "plan",
     "collate": "collation",
     "join": "matching",

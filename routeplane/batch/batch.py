@@ -23,6 +23,7 @@ from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.record.coverage import Coverage
+from routeplane.record.rows import survey
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal, find_problems
@@ -130,8 +131,9 @@ class RouteBatch:
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
         plan = plan_of_rows(token_ids, lengths=lengths, cu_seqlens=cu_seqlens, pad_mask=pad_mask)
         rows = _own_rows(routes, spec, plan, captured)
+        absent = _check_own(rows, spec, plan)
         real = torch.from_numpy(~plan.padding()).to(rows.device)
-        states = _own_states(rows, spec, plan, excluded=captured is not None)
+        states = _own_states(rows, absent, spec, plan, excluded=captured is not None)
         generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
         return cls(
             spec=spec,
@@ -345,7 +347,7 @@ def check_rows(routes_NLK: torch.Tensor, spec: RouteSpec, *, plan: TokenPlan | N
 
 
 def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: Any) -> torch.Tensor:
-    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``; every other row is legal."""
+    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``."""
     expected = (*plan.shape, *spec.row_shape)
     if tuple(routes.shape) != expected or routes.is_floating_point() or routes.dtype == torch.bool:
         depth = f" (axis {len(plan.shape)} is the layers {list(spec.layer_ids)})"
@@ -353,16 +355,26 @@ def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: 
     kept = ~plan.padding()
     if captured is not None:
         kept &= _captured_rows(captured, plan)
-    mask = torch.from_numpy(kept).to(routes.device)
     if routes.dtype not in (torch.int16, torch.uint8, torch.int8):
-        real = routes[mask]
+        real = routes[torch.from_numpy(kept).to(routes.device)]
         low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
         if low < np.iinfo(np.int16).min or high > np.iinfo(np.int16).max:
             raise DataError(f"expected ids that int16 holds, got {low} to {high}", kind=ErrorKind.VALUE_RANGE)
     rows = routes.to(torch.int16, copy=True, memory_format=torch.contiguous_format)
-    rows[~mask] = MISSING
-    check_rows(rows.view(plan.num_rows, *spec.row_shape), spec, plan=plan)
+    others = torch.from_numpy(np.flatnonzero(~kept.reshape(-1))).to(routes.device)
+    rows.view(plan.num_rows, -1).index_fill_(0, others, MISSING)
     return rows
+
+
+def _check_own(rows: torch.Tensor, spec: RouteSpec, plan: TokenPlan) -> NDArray[np.int64]:
+    """The rows that lack a layer, by number; raises DataError unless every row is legal. One pass on the CPU."""
+    rows_NLK = rows.view(plan.num_rows, *spec.row_shape)
+    if rows.device.type == "cpu":
+        absent = survey(rows_NLK.numpy(), spec)
+        if absent is not None:
+            return absent
+    check_rows(rows_NLK, spec, plan=plan)
+    return np.flatnonzero((rows_NLK[..., 0] == MISSING).any(dim=1).cpu().numpy())
 
 
 def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
@@ -382,14 +394,18 @@ def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
     return rows_N.reshape(plan.shape)
 
 
-def _own_states(rows: torch.Tensor, spec: RouteSpec, plan: TokenPlan, *, excluded: bool) -> NDArray[np.int8]:
+def _own_states(
+    rows: torch.Tensor, absent: NDArray[np.int64], spec: RouteSpec, plan: TokenPlan, *, excluded: bool
+) -> NDArray[np.int8]:
     """The capture state of each row, int8 ``[N]``, from what is there and where it stands."""
-    there_NL = (rows.view(plan.num_rows, *spec.row_shape)[..., 0] != MISSING).cpu().numpy()
-    states_N = np.full(plan.num_rows, STATES.index("not_captured" if excluded else "lost"), dtype=np.int8)
-    states_N[there_NL.any(axis=1)] = STATES.index("partial")
-    states_N[there_NL.all(axis=1)] = STATES.index("captured")
-    last_N = plan.token_N == plan.sources[plan.record_N] - 1
-    states_N[last_N & ~there_NL.any(axis=1)] = STATES.index("not_fed")
+    some_NL = rows.view(plan.num_rows, *spec.row_shape)[torch.from_numpy(absent).to(rows.device), :, 0]
+    partial = (some_NL != MISSING).any(dim=1).cpu().numpy()
+    states_N = np.full(plan.num_rows, STATES.index("captured"), dtype=np.int8)
+    states_N[absent] = STATES.index("not_captured" if excluded else "lost")
+    states_N[absent[partial]] = STATES.index("partial")
+    gone = absent[~partial]
+    last = plan.token_N[gone] == plan.sources[plan.record_N[gone]] - 1
+    states_N[gone[last]] = STATES.index("not_fed")
     states_N[plan.record_N == PADDING] = NO_STATE
     return states_N
 

@@ -1,9 +1,9 @@
 """The embedded engine: a Transformers model that generates here, with its own gates read as it goes.
 
-Rows are taken from what each gate returns (the indices it will use), by forward hooks on the gate instances, and placed
-by absolute position: the prefill's rows are those of the left-padded prompts, every later forward brings one row per
-sequence. Nothing of the model is changed, and the hooks are gone when the call returns. No server is needed, so this is
-also the reference that other engines are compared with.
+Rows are read where each gate selects (``gates``), by hooks on the gate instances, and placed by absolute position: the
+prefill's rows are those of the left-padded prompts, every later forward brings one row per sequence. Nothing of the
+model is changed, and the hooks are gone when the call returns. No server is needed, so this is also the reference that
+other engines are compared with.
 
 Axes: B sequences, P prompt tokens (padded), G generated tokens, N token rows of one forward, L captured layers, K
 slots.
@@ -11,7 +11,7 @@ slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ import torch
 from transformers import GenerationConfig
 
 from routeplane.capture.choices import check_requests, sample_names
+from routeplane.capture.gates import Gate, SelectionMode, find_gates
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
-from routeplane.record.geometry import gate_paths
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -91,17 +91,21 @@ class GateTape:
 
 
 @contextmanager
-def taping(model: nn.Module, spec: RouteSpec) -> Iterator[GateTape]:
+def taping(model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = ()) -> Iterator[GateTape]:
     """Record every gate's choice in the forwards of a ``with`` body, which must be forwards of ``model`` itself.
 
-    Raises SpecError where the model's gates are not the spec's (layers, E, K), CaptureError where a gate returns no
-    indices.
+    Gates are found by what they do (``routeplane.capture.gates``): the model is probed first, and left as it was.
+    ``leave_live``: routers that are not recorded, as there.
+
+    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, SpecError where the model's gates are not
+    the spec's (layers, E, K).
     """
-    spec.require_same_geometry(RouteSpec.from_model(model), where="the model's gates")
-    paths = gate_paths(model)
+    gates = find_gates(model, leave_live=leave_live)
+    spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
     tape = GateTape(spec)
     handles = [model.register_forward_pre_hook(lambda module, args: tape.begin())]
-    handles += [_hook(model.get_submodule(path), tape, layer, spec) for layer, path in paths.items()]
+    for gate, module in gates:
+        handles += _tape_gate(gate, module, tape)
     try:
         yield tape
     finally:
@@ -109,28 +113,31 @@ def taping(model: nn.Module, spec: RouteSpec) -> Iterator[GateTape]:
             handle.remove()
 
 
-def _hook(gate: nn.Module, tape: GateTape, layer_id: int, spec: RouteSpec) -> Any:
-    def keep(module: nn.Module, args: object, output: object) -> None:
-        tape.add(layer_id, _indices(output, spec, layer_id))
+def _spec_of(gates: Sequence[tuple[Gate, nn.Module]], spec: RouteSpec) -> RouteSpec:
+    found = sorted((gate.layer_id, gate.num_experts, gate.top_k) for gate, _ in gates)
+    layer_ids, widths, top_ks = zip(*found, strict=True)
+    num_experts = widths[0] if len(set(widths)) == 1 else widths
+    return RouteSpec(num_experts=num_experts, top_k=max(top_ks), layer_ids=layer_ids, model=spec.model)
 
-    return gate.register_forward_hook(keep)
 
+def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape) -> list[Any]:
+    """Two hooks that watch the gate's selection while its forward runs; its answer stays its own."""
+    open_modes: list[SelectionMode] = []
 
-def _indices(output: object, spec: RouteSpec, layer_id: int) -> torch.Tensor:
-    """The one integer tensor ``[N, K]`` among what a gate returned; families differ in order (Ernie's changed in
-    5.13)."""
-    parts = output if isinstance(output, tuple | list) else (output,)
-    found = [
-        part
-        for part in parts
-        if isinstance(part, torch.Tensor) and not part.is_floating_point() and part.shape[-1:] == (spec.top_k,)
+    def keep(scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> None:
+        tape.add(gate.layer_id, live())
+
+    def enter(module: nn.Module, args: object) -> None:
+        open_modes.append(SelectionMode(gate, keep))
+        open_modes[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, prepend=True, always_call=True),
     ]
-    if len(found) != 1:
-        raise CaptureError(
-            f"expected a gate that returns one integer tensor [N, {spec.top_k}], got {len(found)} @ layer {layer_id}",
-            kind=ErrorKind.CAPTURE_OFF,
-        )
-    return found[0].reshape(-1, spec.top_k)
 
 
 def calls(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from routeplane.inspect.audit import OWN_LAYOUT, AuditReport, audit_batch, load_batch
 from routeplane.inspect.compare import Divergence, RouteDiff, compare, compare_records
 from routeplane.inspect.diagnose import Examiner, Finding, find_findings
 from routeplane.inspect.export import to_arrow, to_pandas, to_polars
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from routeplane.inspect.report import render_report, view_sample, write_report
 
 __all__ = [
+    "OWN_LAYOUT",
     "SALVAGE",
     "ArchiveSummary",
+    "AuditReport",
     "Collector",
     "Divergence",
     "Examiner",
@@ -37,6 +40,7 @@ __all__ = [
     "SourceSet",
     "StreamCheck",
     "StreamSummary",
+    "audit_batch",
     "check",
     "collect",
     "collect_on_ray",
@@ -50,6 +54,7 @@ __all__ = [
     "filter_batches",
     "find_findings",
     "find_sources",
+    "load_batch",
     "records_of",
     "render_report",
     "summarise",

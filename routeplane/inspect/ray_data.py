@@ -221,7 +221,7 @@ def collect_on_ray(
     share their token columns too. Raises what ``collect`` and the readers raise.
     """
     spec = sources.spec if layer_ids is None else sources.spec.select(layer_ids)
-    records = dataset(sources.paths, layer_ids=layer_ids)
+    records = dataset([source.path for source in sources.sources], layer_ids=layer_ids)
     counted = records.map_batches(
         partial(_count, spec, None if samples is None else tuple(samples)),
         batch_format="pyarrow",

@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from routeplane.batch.shard import RankOf, Shard
+from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
-from routeplane.replay.gate import Gate, GateRows, GateSite
-from routeplane.replay.handle import AuxChoice, ReplayHandle
+from routeplane.replay.gate import GateRows, GateSite
+from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
 from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.router_replay import SEAM, SeamForcing, StandIn, install, uninstaller
 from routeplane.replay.transformers import checkpoint_sites
@@ -81,18 +82,26 @@ class ParallelSetup:
 
 
 def attach(
-    model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live", aux: AuxChoice = "live"
+    model: nn.Module,
+    spec: RouteSpec,
+    *,
+    on_missing: Literal["live", "raise"] = "live",
+    aux: AuxChoice = "live",
+    mode: Mode = "force",
+    limits: ReplayLimits = DEFAULT_LIMITS,
 ) -> ReplayHandle:
     """Attach to the gates of one model or pipeline stage; the handle is a context manager that detaches on leaving.
 
     ``spec`` must name exactly the model's gates, by decoder layer (for a stage: ``spec.select(its layers)``).
-    ``on_missing="raise"`` refuses batches with fed tokens that have no row. ``aux``: which choice the load-balancing
+    ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``mode`` and ``limits`` as in
+    ``routeplane.replay.transformers.attach``. ``aux``: which choice the load-balancing
     loss counts; ``"forced"`` is what Automodel does by itself.
 
     Raises ReplayError: NO_SEAM for a model without gates, with a gate that never asks its handle, or built without
     handles (``with_replay``), naming it, and for ``aux="forced"`` without such a loss; SPEC_MISMATCH where spec and
     model differ; and UsageError where a handle is attached already.
     """
+    policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits)
     gates = find_gates(model)
     if aux == "forced":
         _require_losses(gates)
@@ -112,10 +121,10 @@ def attach(
             for (gate, module), stand_in in zip(gates, stand_ins, strict=True)
         ],
         wiring=Wiring(),
-        on_missing=on_missing,
-        aux=aux,
+        policy=policy,
         checkpoint_sites=partial(checkpoint_sites, model),
         undo=undo,
+        root=model,
     )
     install(stand_ins)
     for loss in losses:
@@ -129,7 +138,7 @@ def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
     The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
     different K.
     """
-    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model=type(model).__name__)
+    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model="")
     return attach(model, spec, aux=aux)
 
 

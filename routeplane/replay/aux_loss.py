@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.overrides import TorchFunctionMode
 
+from routeplane.capture.gates import selection
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import GateRows, selection
+from routeplane.replay.gate import GateRows
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.replay.compiled import TracedGate
-from routeplane.replay.gate import Forcing, Gate, GateRows, GateSite, TracedRows
+from routeplane.replay.gate import Forcing, GateRows, GateSite, TracedRows
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "Wiring", "in_backward"]
+__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "TokenHook", "Wiring", "in_backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class Binding:
     """The rows of one ``replaying``, by decoder layer. Lives as long as the autograd graphs that may recompute."""
 
     rows: Mapping[int, GateRows]
+    #: what the model must be given, where the batch knows it
+    token_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +250,58 @@ class GateHook:
     def traced_rows(self, routes_NK: torch.Tensor) -> TracedRows | None:
         """The rows for compiled forwards; None where the gate is never compiled."""
         return None if self.traced is None else TracedRows(routes_NK, device=self.traced.device)
+
+
+class TokenHook:
+    """Compares the ``input_ids`` of a model's forwards with those of the batch that is replayed.
+
+    On the host they are compared at once. On an accelerator the comparison stays there, and ``settle`` reads it.
+    """
+
+    def __init__(self, root: nn.Module, *, wiring: Wiring) -> None:
+        self.root = root
+        self.wiring = wiring
+        self._differ: torch.Tensor | None = None
+        self._hook = root.register_forward_pre_hook(self._compare, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def remove(self) -> None:
+        """Take the hook off. Idempotent."""
+        self._hook.remove()
+
+    def settle(self) -> None:
+        """Raise ReplayError (TOKEN_MISMATCH) for a forward since the last call that was given other tokens."""
+        differ, self._differ = self._differ, None
+        if differ is not None and bool(differ):
+            raise _other_tokens("other ids")
+
+    def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        binding = self.wiring.current
+        if module is not self.root or binding is None or binding.token_ids is None:
+            return
+        if torch.compiler.is_compiling():
+            return
+        given = kwargs.get("input_ids", next(iter(args), None))
+        if not isinstance(given, torch.Tensor) or given.is_floating_point():
+            return
+        expected = binding.token_ids
+        if given.numel() != expected.numel():
+            raise _other_tokens(f"input_ids of shape {list(given.shape)}")
+        given, expected = given.reshape(-1), expected.to(given.device, given.dtype, non_blocking=True).reshape(-1)
+        if given.device.type == "cpu":
+            if not torch.equal(given, expected):
+                raise _other_tokens("other ids")
+            return
+        differ = (given != expected).any()
+        self._differ = differ if self._differ is None else self._differ | differ
+
+
+def _other_tokens(got: str) -> ReplayError:
+    return ReplayError(
+        f"expected a forward over the tokens of the batch that is replayed, got {got}", kind=ErrorKind.TOKEN_MISMATCH
+    )
 
 
 class CapturingCheckpoint:

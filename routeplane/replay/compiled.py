@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from routeplane.replay.gate import TracedRows, selection
+from routeplane.capture.gates import selection
+from routeplane.replay.gate import TracedRows
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from routeplane.replay.gate import Gate
+    from routeplane.capture.gates import Gate
 
 __all__ = ["TracedGate"]
 

@@ -1,9 +1,8 @@
 """The rule of replay: forced ids replace a gate's selection, and nothing else of the gate changes.
 
-A gate selects with one ``topk`` over a dense ``[N, E]`` matrix of scores. ``ForcedTopK`` answers that one call with the
-recorded ids and with ``scores.gather(-1, ids)``: weights, normalisation, scaling and gradients stay the family's own
-code, computed on live scores. A MISSING row keeps the live selection. Group selection (``topk`` over ``[N, G, E/G]`` or
-``[N, G]``) has another shape and passes through.
+A gate selects over a dense ``[N, E]`` matrix of scores (``routeplane.capture.gates`` finds where). ``ForcedTopK``
+answers that one selection with the recorded ids and with ``scores.gather(-1, ids)``: weights, normalisation, scaling
+and gradients stay the family's own code, computed on live scores. A MISSING row keeps the live selection.
 
 Knows torch and a gate's geometry. Knows no model library, no hooks and no checkpointing: ``handle`` decides when a gate
 is forced, and with which rows.
@@ -14,14 +13,13 @@ Axes: N token rows of one gate call (``b*S + s`` padded, or packed), E experts, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from routeplane.capture.gates import Gate, SelectionMode
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.spec import MISSING
 
@@ -29,20 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "TracedRows", "selection"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gate:
-    """One gate: ``name`` is its module path, ``layer_id`` its decoder layer, E and K its live geometry."""
-
-    name: str
-    layer_id: int
-    num_experts: int
-    top_k: int
-
-    def __str__(self) -> str:
-        return f"gate {self.name} (layer {self.layer_id})"
+__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "TracedRows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +72,17 @@ class GateRows:
         "forward_calls",
         "gate",
         "num_rows",
+        "observe",
         "outside_calls",
         "outside_reruns",
         "tally",
         "traced",
     )
 
-    def __init__(self, gate: Gate, routes_NK: torch.Tensor | None, /) -> None:
+    def __init__(self, gate: Gate, routes_NK: torch.Tensor | None, /, *, observe: bool = False) -> None:
         self.gate = gate
+        #: count what forcing would change, and leave the gate its own ids
+        self.observe = observe
         #: N, which a gate's call must show; None where the first call decides
         self.num_rows = None if routes_NK is None else int(routes_NK.shape[0])
         self._routes_NK = routes_NK
@@ -146,7 +134,7 @@ class GateRows:
         flipped_N = (chosen_NK.sort(dim=-1).values != live_NK.sort(dim=-1).values).any(dim=-1)
         self.tally = torch.stack((forced_NK[:, 0].sum(), flipped_N.sum()))
         self._routes_NK = None
-        return chosen_NK
+        return live_NK.detach().to(torch.int64, copy=True) if self.observe else chosen_NK
 
     @property
     def chosen_NK(self) -> torch.Tensor:
@@ -207,7 +195,7 @@ class Forcing(ABC):
         if self.hits:
             gate = self.rows.gate
             raise ReplayError(
-                f"expected one topk over [N, {gate.num_experts}] per call, got a second one @ {gate}",
+                f"expected one selection over [N, {gate.num_experts}] per call, got a second one @ {gate}",
                 kind=ErrorKind.GATE_FIRED,
             )
         self.hits = 1
@@ -218,23 +206,22 @@ class Forcing(ABC):
         if not self.hits:
             gate = self.rows.gate
             raise ReplayError(
-                f"expected one topk over [N, {gate.num_experts}] with k={gate.top_k} per call, got none: this gate "
+                f"expected one selection over [N, {gate.num_experts}] with k={gate.top_k} per call, got none: it "
                 f"selects in another way (a fused kernel, or another version of the model's code) @ {gate}",
                 kind=ErrorKind.NO_SEAM,
             )
 
 
-class ForcedTopK(TorchFunctionMode, Forcing):
-    """Reaches a selection that is a call of ``torch.topk`` over ``[N, E]``, wherever in the forward it is made.
-
-    What it returns are the scores of the forced ids. Where these were masked (group-limited routing), they are read
-    from before the mask: some families take their weights from them, and a forced expert may stand in any group.
-    """
+class ForcedTopK(SelectionMode, Forcing):
+    """Reaches a selection that is a call of ``torch.topk``, or K calls of ``torch.max``, anywhere in the forward."""
 
     def __init__(self, rows: GateRows, /) -> None:
-        TorchFunctionMode.__init__(self)
+        SelectionMode.__init__(self, rows.gate, self._answer)
         Forcing.__init__(self, rows)
-        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _answer(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        chosen_NK = self.answer(scores_NE, live)
+        return None if self.rows.observe else chosen_NK
 
     def open(self) -> None:
         """Push onto torch's stack of modes; for hooks, which cannot hold a ``with`` open."""
@@ -243,43 +230,3 @@ class ForcedTopK(TorchFunctionMode, Forcing):
     def close(self) -> None:
         """Pop what ``open`` pushed; nothing that was pushed later may be left."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Every torch call of the gate comes by here; all but the one selection go on unchanged."""
-        kwargs = kwargs or {}
-        scores_NE = selection(self.rows.gate, func, args=args, kwargs=kwargs)
-        if scores_NE is None:
-            result = func(*args, **kwargs)
-            if func in (torch.masked_fill, torch.Tensor.masked_fill) and args:
-                self._masked = result, args[0]
-            return result
-        return self._force(scores_NE, partial(func, *args, **kwargs))
-
-    # Traced by torch.compile (2.13), the live selection came back as the forced one: right weights, no flip counted.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _force(self, scores_NE: torch.Tensor, live: Callable[[], Any]) -> Any:
-        chosen_NK = self.answer(scores_NE, lambda: live()[1])
-        if self._masked is not None and self._masked[0] is scores_NE:
-            scores_NE = self._masked[1]
-        return torch.return_types.topk((scores_NE.gather(-1, chosen_NK), chosen_NK))
-
-
-def selection(
-    gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
-    """The dense scores ``[N, E]`` where this call is the gate's selection, else None."""
-    if func is not torch.topk and func is not torch.Tensor.topk:
-        return None
-    given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | dict(kwargs)
-    scores = given.get("input")
-    if not isinstance(scores, torch.Tensor) or scores.dim() != 2 or scores.shape[-1] != gate.num_experts:
-        return None
-    if given.get("k") != gate.top_k or given.get("dim", -1) not in (-1, 1) or not given.get("largest", True):
-        return None
-    return scores

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 
 from routeplane.batch.batch import RouteBatch, check_rows
+from routeplane.capture.gates import Gate
 from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
 from routeplane.record.spec import MISSING
-from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, Wiring
-from routeplane.replay.gate import Gate, GateRows, GateSite, RecordedRows
+from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, TokenHook, Wiring
+from routeplane.replay.gate import GateRows, GateSite, RecordedRows
 from routeplane.replay.recording import RecordedRoutes
 from routeplane.replay.report import GateReport, GateTotals, ReplayReport
 
@@ -33,13 +35,65 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["AuxChoice", "CheckpointSites", "GateReport", "ReplayBatch", "ReplayHandle", "ReplayReport", "RowOrder"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "AuxChoice",
+    "CheckpointSites",
+    "GateReport",
+    "Mode",
+    "ReplayBatch",
+    "ReplayHandle",
+    "ReplayLimits",
+    "ReplayPolicy",
+    "ReplayReport",
+    "RowOrder",
+    "admit_step",
+]
 
 #: Walks the live model for (module, name of the instance attribute that holds its checkpoint function).
 CheckpointSites = Callable[[], Iterable[tuple["nn.Module", str]]]
 
 #: Which choice an auxiliary (load-balancing) loss counts: the forced ids, or those that the gates would have chosen.
 AuxChoice = Literal["forced", "live"]
+
+
+#: ``"force"``: gates use the recorded ids. ``"observe"``: they use their own, and what forcing would change is counted.
+Mode = Literal["force", "observe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayLimits:
+    """What a microbatch may be like.
+
+    ``max_live_share``: of the tokens that were fed, the share without a row; checked on entering ``replaying``.
+    ``max_flipped_share``: of the forced rows of all gates, the share whose experts differ from the gate's own choice;
+    checked on leaving, which waits for the device. None: not checked. Rows of another batch or shifted by one token
+    show as 0.8 and more, an engine's own differences as less than 0.2.
+    """
+
+    max_live_share: float | None = 0.99
+    max_flipped_share: float | None = None
+
+
+DEFAULT_LIMITS = ReplayLimits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayPolicy:
+    """What ``attach`` was asked for."""
+
+    mode: Mode = "force"
+    on_missing: Literal["live", "raise"] = "live"
+    aux: AuxChoice = "live"
+    limits: ReplayLimits = DEFAULT_LIMITS
+    #: module paths or patterns of routers that do not follow
+    leave_live: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a value that does not exist."""
+        _check_choice("mode", self.mode, allowed=("force", "observe"))
+        _check_choice("on_missing", self.on_missing, allowed=("live", "raise"))
+        _check_choice("aux", self.aux, allowed=("live", "forced"))
 
 
 class ReplayBatch(Protocol):
@@ -72,8 +126,9 @@ class ReplayHandle:
     One ``replaying`` at a time: microbatches in flight together each have had their own, one after the other, and
     their backward passes may come in any order, inside it or later.
 
-    ``aux`` is the adapter's to act on (its ``force``, or ``wiring.here()`` in a hook of its own); ``row_order`` is
-    asked once for each batch; ``undo`` runs once, in ``detach()``, last. Raises ReplayError (SPEC_MISMATCH) where the
+    ``policy.aux`` is the adapter's to act on (its ``force``, or ``wiring.here()`` in a hook of its own); ``row_order``
+    is asked once for each batch; ``undo`` runs once, in ``detach()``, last. ``root``: the module whose forwards show
+    the token ids, which are compared with the batch's where it has some. Raises ReplayError (SPEC_MISMATCH) where the
     spec and the gates differ in layers, E or K, and UsageError where another handle is attached.
     """
 
@@ -83,14 +138,12 @@ class ReplayHandle:
         sites: Sequence[GateSite],
         *,
         wiring: Wiring,
-        on_missing: Literal["live", "raise"],
-        aux: AuxChoice,
+        policy: ReplayPolicy,
         checkpoint_sites: CheckpointSites = tuple,
         row_order: RowOrder = lambda batch: None,
         undo: Callable[[], None] = lambda: None,
+        root: nn.Module | None = None,
     ) -> None:
-        _check_choice("on_missing", on_missing, allowed=("live", "raise"))
-        _check_choice("aux", aux, allowed=("live", "forced"))
         _check_geometry(spec, [site.gate for site in sites])
         taken = [str(site.gate) for site in sites if GateHook.on(site.module) is not None]
         if taken:
@@ -100,9 +153,9 @@ class ReplayHandle:
                 kind=ErrorKind.ARGUMENT,
             )
         self.spec = spec
-        self.on_missing = on_missing
+        self.policy = policy
         self._sites = checkpoint_sites
-        self.aux = aux
+        self._tokens = None if root is None else TokenHook(root, wiring=wiring)
         self._row_order = row_order
         self._undo = undo
         self._wiring = wiring
@@ -128,6 +181,7 @@ class ReplayHandle:
         leaving without another exception: ReplayError (GATE_NOT_CONSUMED, GATE_FIRED; ROW_COUNT of a compiled forward).
         """
         self._refuse_unusable()
+        self._settle_tokens()
         binding = self._bind(batch)
         try:
             with self._bound(binding):
@@ -136,6 +190,7 @@ class ReplayHandle:
             for layer_id, rows in binding.rows.items():
                 self._totals[layer_id].unconsumed += rows.forward_calls == 0
         _check_consumed(binding)
+        _check_flipped(binding, self.policy.limits.max_flipped_share)
         self._microbatches += 1
         for layer_id, rows in binding.rows.items():
             self._totals[layer_id].add(rows)
@@ -179,8 +234,13 @@ class ReplayHandle:
 
         Answers after ``detach()`` too.
         """
+        self._settle_tokens()
         gates = tuple(self._totals[hook.gate.layer_id].report(hook.gate) for hook in self._hooks)
-        return ReplayReport(gates=gates, microbatches=self._microbatches)
+        return ReplayReport(gates=gates, microbatches=self._microbatches, left_live=self.policy.leave_live)
+
+    def _settle_tokens(self) -> None:
+        if self._tokens is not None:
+            self._tokens.settle()
 
     def detach(self) -> None:
         """Take hooks and stand-ins off. Idempotent. Call it when every backward pass is done.
@@ -192,6 +252,8 @@ class ReplayHandle:
             raise ReplayError("expected replaying() to be left before detach(), got it open", kind=ErrorKind.DETACHED)
         for hook in self._hooks:
             hook.remove()
+        if self._tokens is not None:
+            self._tokens.remove()
         for (_, name), stand_in in self._captured.items():
             # what the user has put there since is not ours to undo
             if getattr(stand_in.module, name) is stand_in:
@@ -220,7 +282,8 @@ class ReplayHandle:
 
     def _bind(self, batch: ReplayBatch) -> Binding:
         _check_batch(self.spec, batch.spec, [hook.gate for hook in self._hooks])
-        missing = batch.unexplained_missing if self.on_missing == "raise" else 0
+        _check_live(batch, self.policy.limits.max_live_share)
+        missing = batch.unexplained_missing if self.policy.on_missing == "raise" else 0
         if missing:
             raise DataError(
                 f"expected a row for every token that was fed, got {missing} without one (on_missing='raise')",
@@ -237,9 +300,10 @@ class ReplayHandle:
             if own:
                 check_rows(routes_NK[:, None], self.spec.select([hook.gate.layer_id]))
             ordered_NK = routes_NK if order_N is None else routes_NK[order_N.to(routes_NK.device)]
-            rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK)
+            observe = self.policy.mode == "observe"
+            rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK, observe=observe)
             found.traced = hook.traced_rows(ordered_NK)
-        return Binding(rows=rows)
+        return Binding(rows=rows, token_ids=getattr(batch, "token_ids", None))
 
     def _bind_recording(self, num_rows: int | None) -> Binding:
         rows = {}
@@ -262,6 +326,57 @@ class ReplayHandle:
             self._captured[id(module), name] = stand_in
 
 
+def admit_step(choice: Literal["force", "live", "skip"], /, *, group: Any = None) -> Literal["force", "live", "skip"]:
+    """Agree with all ranks on what a step does: the most careful choice of any rank.
+
+    ``choice``: this rank's: ``"force"`` where its batch was admitted, ``"live"`` where the step may run without rows,
+    ``"skip"`` where it may not. One all-reduce over ``group`` (default: all processes); without
+    ``torch.distributed`` the choice comes back as it is.
+
+    >>> admit_step("live")
+    'live'
+    """
+    choices: tuple[Literal["force", "live", "skip"], ...] = ("force", "live", "skip")
+    if choice not in choices:
+        raise refused(f"one of {choices}", repr(choice))
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return choice
+    device = torch.device("cuda") if torch.distributed.get_backend(group) == "nccl" else torch.device("cpu")
+    worst = torch.tensor(choices.index(choice), device=device)
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group=group)
+    return choices[int(worst)]
+
+
+def _check_live(batch: ReplayBatch, limit: float | None) -> None:
+    if limit is None or not batch.unexplained_missing:
+        return
+    coverage = getattr(batch, "coverage", None)
+    tokens = batch.num_rows
+    if callable(coverage):  # padding is not among them
+        rows = coverage()
+        tokens = batch.unexplained_missing + sum(rows.count(state) for state in ("captured", "cached"))
+    share = batch.unexplained_missing / max(tokens, 1)
+    if share > limit:
+        raise DataError(
+            f"expected at most {limit:.0%} of the fed tokens without a row (max_live_share), got "
+            f"{batch.unexplained_missing} of {tokens}",
+            kind=ErrorKind.ROUTES_MISSING,
+        )
+
+
+def _check_flipped(binding: Binding, limit: float | None) -> None:
+    if limit is None:
+        return
+    tallies = [rows.tally.cpu() for rows in binding.rows.values() if rows.tally is not None]
+    forced, flipped = torch.stack(tallies).sum(0).tolist()[:2] if tallies else (0, 0)
+    if flipped > limit * forced:
+        raise ReplayError(
+            f"expected at most {limit:.0%} of the forced rows to differ from the gates' own choice "
+            f"(max_flipped_share), got {flipped} of {forced}: rows of other tokens or layers look like this",
+            kind=ErrorKind.FLIPPED_SHARE,
+        )
+
+
 def _check_choice(name: str, value: object, *, allowed: tuple[str, str]) -> None:
     if value not in allowed:
         raise refused(f"{name} {' or '.join(map(repr, allowed))}", repr(value))
@@ -282,7 +397,9 @@ def _check_geometry(spec: RouteSpec, gates: Sequence[Gate]) -> None:
 
 
 def _check_batch(spec: RouteSpec, other: RouteSpec, gates: Sequence[Gate]) -> None:
-    found = spec.differences(other)
+    found = list(spec.differences(other))
+    if spec.model and other.model and spec.model != other.model:
+        found.append(f"model {other.model!r} instead of {spec.model!r} (the same spec on both sides says otherwise)")
     if found:
         raise ReplayError(
             f"expected a batch of {spec.model or 'this spec'}, got one of {other.model or 'another'}; "

@@ -23,10 +23,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from routeplane.batch.shard import RankOf, Shard
+from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
-from routeplane.replay.gate import Gate, GateRows, GateSite
-from routeplane.replay.handle import AuxChoice, ReplayBatch, ReplayHandle
+from routeplane.replay.gate import GateRows, GateSite
+from routeplane.replay.handle import (
+    DEFAULT_LIMITS,
+    AuxChoice,
+    Mode,
+    ReplayBatch,
+    ReplayHandle,
+    ReplayLimits,
+    ReplayPolicy,
+)
 from routeplane.replay.recompute import RegionHooks
 from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.router_replay import SEAM, SeamForcing, StandIn, install, uninstaller
@@ -45,13 +54,20 @@ _GRAPHED_ROUTERS = frozenset({"full", "full_iteration", "moe", "moe_router", "mo
 
 
 def attach(
-    model: nn.Module, spec: RouteSpec, *, on_missing: Literal["live", "raise"] = "live", aux: AuxChoice = "live"
+    model: nn.Module,
+    spec: RouteSpec,
+    *,
+    on_missing: Literal["live", "raise"] = "live",
+    aux: AuxChoice = "live",
+    mode: Mode = "force",
+    limits: ReplayLimits = DEFAULT_LIMITS,
 ) -> ReplayHandle:
     """Attach to the routers of one model chunk; the handle is a context manager that detaches on leaving.
 
     ``model``: one chunk, in its wrappers or without them. A virtual pipeline has several on a rank: attach to each of
     those that have routers, and enter the handle of the chunk that runs. ``spec`` must name exactly the chunk's
-    routers: ``local_spec(model, spec)``. ``on_missing="raise"`` refuses batches with fed tokens that have no row.
+    routers: ``local_spec(model, spec)``. ``on_missing="raise"`` refuses batches with fed tokens that have no row;
+    ``mode`` and ``limits`` as in ``routeplane.replay.transformers.attach``.
     ``aux``: which choice the load-balancing losses count; ``"live"`` is what Megatron does by itself.
 
     A batch with ``token_ids`` of shape ``[B, S]`` is put into Megatron's order (``row_order``); any other must come in
@@ -59,6 +75,7 @@ def attach(
     whose configuration bypasses the selection (``check_setup``), naming it, and for ``aux="forced"`` where there is no
     such loss; SPEC_MISMATCH where spec and model differ; and UsageError where a handle is attached already.
     """
+    policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits)
     gates = find_gates(model)
     if aux == "forced":
         _require_losses(gates)
@@ -78,10 +95,10 @@ def attach(
             for (gate, module), stand_in in zip(gates, stand_ins, strict=True)
         ],
         wiring=wiring,
-        on_missing=on_missing,
-        aux=aux,
+        policy=policy,
         row_order=row_order,
         undo=undo,
+        root=model,
     )
     install(stand_ins)
     regions.install([*_layers(model), *(module for _, module in gates)])
@@ -94,7 +111,7 @@ def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
     The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
     different K.
     """
-    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model=type(model).__name__)
+    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model="")
     return attach(model, spec, aux=aux)
 
 

@@ -17,7 +17,7 @@ from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from routeplane.batch.batch import RouteBatch
-    from routeplane.replay.gate import Gate
+    from routeplane.capture.gates import Gate
 
 __all__ = ["RecordedRoutes", "spec_of_gates"]
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from routeplane.replay.gate import Gate, GateRows
+    from routeplane.capture.gates import Gate
+    from routeplane.replay.gate import GateRows
 
 __all__ = ["GateReport", "GateTotals", "ReplayReport"]
 
@@ -94,6 +95,8 @@ class ReplayReport:
 
     gates: tuple[GateReport, ...]
     microbatches: int
+    #: module paths or patterns of routers that were left live by name
+    left_live: tuple[str, ...] = ()
 
     def _total(self) -> GateReport:
         total = GateReport(
@@ -110,7 +113,9 @@ class ReplayReport:
             key = gate.layer_id, gate.name
             gates[key] = gates[key].merge(gate) if key in gates else gate
         return ReplayReport(
-            gates=tuple(gates[key] for key in sorted(gates)), microbatches=self.microbatches + other.microbatches
+            gates=tuple(gates[key] for key in sorted(gates)),
+            microbatches=self.microbatches + other.microbatches,
+            left_live=tuple(sorted({*self.left_live, *other.left_live})),
         )
 
     def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
@@ -133,4 +138,5 @@ class ReplayReport:
             f"replayed {self.microbatches} microbatches through {len(self.gates)} gates: {total.forced_rows} rows "
             f"forced, {total.live_rows} live, {total.flipped_rows} flipped ({total.flipped_share:.2%})"
         )
-        return "\n".join([head, *(f"  {gate}" for gate in self.gates)])
+        left = [f"  left live: {', '.join(self.left_live)}"] if self.left_live else []
+        return "\n".join([head, *(f"  {gate}" for gate in self.gates), *left])

@@ -123,6 +123,8 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
             length, start = _prefix_of(bytes(view[at : at + 8]), at)
             if length == 0:
                 break
+            if start + length > len(view):
+                raise _truncated(f"a header of {length} bytes", len(view) - start)
             header = parse_metadata(bytes(view[start : start + length]))
             stop = start + length + header.body_length
             if stop > len(view):

@@ -149,8 +149,9 @@ class IpcReader(RecordReader):
         """The frame as a validated batch; None for a damaged one that is passed over."""
         try:
             return read_batch(frame, self._schema)
-        except FormatError:
-            if self._policy.on_corrupt == "raise":
+        except FormatError as error:
+            # a compressed stream is refused as a whole; it is not damaged
+            if self._policy.on_corrupt == "raise" or error.kind is ErrorKind.COMPRESSED:
                 raise
             self._report = replace(
                 self._report,

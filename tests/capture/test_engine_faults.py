@@ -45,9 +45,12 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     made = Table()
     yield made
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
     widths = [max(map(len, column)) for column in zip(*made.rows, strict=True)]
-    for row in made.rows:
-        reporter.write_line("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    with capture.global_and_fixture_disabled():
+        reporter.write_line("")
+        for row in made.rows:
+            reporter.write_line("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 @pytest.fixture(scope="module")

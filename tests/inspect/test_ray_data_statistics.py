@@ -57,7 +57,8 @@ def test_the_command_prints_the_same_with_and_without_a_cluster(
     places = PLACINGS["both"](tmp_path, RECORDS)
     alone, together = routeplane("stats", *places, "--json"), routeplane("stats", *places, "--json", "--ray")
     assert (0, 0, alone.document) == (alone.status, together.status, together.document)
-    assert json.loads(alone.out) == collect(RECORDS, SPEC).to_dict()
+    counts = {name: value for name, value in json.loads(alone.out).items() if name not in ("findings", "damage")}
+    assert counts == json.loads(json.dumps(collect(RECORDS, SPEC).to_dict()))
 
 
 def test_damage_comes_out_as_the_librarys_error(tmp_path: Path) -> None:

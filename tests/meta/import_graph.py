@@ -49,6 +49,8 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
+    # capture reads the selection of a live gate, replay forces it: one probe finds both
+    ("replay", "capture.gates"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
@@ -67,7 +69,9 @@ THIRD_PARTY = {
     "torch": (
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
         "replay",
+        "capture.gates",
         "capture.transformers",
+        "inspect.audit",
         "record.meta_model",
         *_REPLAY_SUITE,
         *_DEMO,

@@ -110,16 +110,16 @@ ILLEGAL = {
     "third_party_inside_a_function": (
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
-        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
-        "'record.meta_model', "
+        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.gates', "
+        "'capture.transformers', 'inspect.audit', 'record.meta_model', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),
     "third_party_by_name": (
         _changed("routeplane/record/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
         "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
-        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.transformers', "
-        "'record.meta_model', "
+        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.gates', "
+        "'capture.transformers', 'inspect.audit', 'record.meta_model', "
         "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
         "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
     ),

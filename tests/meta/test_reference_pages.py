@@ -26,6 +26,7 @@ from routeplane.capture.vllm import EngineReport, WritingReport
 from routeplane.cli.main import _parser, main
 from routeplane.errors import ErrorKind, RouteplaneError
 from routeplane.fleet.startup import Timeline
+from routeplane.inspect.audit import AuditReport
 from routeplane.inspect.compare import RouteDiff
 from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
@@ -137,6 +138,7 @@ REPORTS: dict[str, Report] = {
     "StreamReport": StreamReport(),
     "AddReport": AddReport(),
     "PromptReport": PromptReport(),
+    "AuditReport": AuditReport(),
     "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
     "TicketReport": TicketReport(),

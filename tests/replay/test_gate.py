@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import ForcedTopK, Gate, GateRows
+from routeplane.replay.gate import ForcedTopK, GateRows
 
 GATE = Gate(name="model.layers.3.mlp.gate", layer_id=3, num_experts=6, top_k=2)
 

@@ -17,7 +17,7 @@ from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, Span
 from routeplane.replay import transformers as gates
 from tests.replay.plain_batch import random_routes
-from tests.replay.tiny_models import BY_NAME, NUM_ROWS, checkpoint_layers, logits_of, recorded
+from tests.replay.tiny_models import BY_NAME, NUM_ROWS, checkpoint_layers, listed_gates, logits_of, recorded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,7 +135,7 @@ def test_a_recorded_forward_may_train() -> None:
     with gates.record(model) as handle, recorded(model) as seen:
         with handle.recording(None) as own:
             loss = logits_of(model).square().mean()
-        for _, router in gates.find_gates(model):
+        for _, router in listed_gates(model):
             router.get_parameter("weight").data.neg_()
         torch.autograd.backward(loss)
     for layer, (_, again) in seen.items():

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, UsageError
@@ -62,25 +61,29 @@ def test_a_spec_of_another_model_is_refused(changes: dict[str, Any], message: st
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_family_without_a_known_seam_is_refused_by_name() -> None:
-    """The message names the module path and the class of the router."""
-    config = transformers.GraniteMoeConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    model = transformers.GraniteMoeForCausalLM(config)
-    message = r"got 2 others: model\.layers\.0\.block_sparse_moe\.router \(GraniteMoeTopKRouter\)"
-    with pytest.raises(ReplayError, match=message) as caught:
-        gates.attach(model, QWEN3.spec)
-    assert ErrorKind.NO_SEAM == caught.value.kind
-
-
-def test_a_block_with_an_unknown_router_is_refused() -> None:
-    """Experts without any known router beneath them are a seam that is not known, not a dense layer."""
+def test_a_block_whose_selection_is_not_seen_is_refused() -> None:
+    """Experts that are chosen by sorting have no selection to answer; the block is named."""
     model = QWEN3.build()
-    model.model.layers[2].mlp.gate = nn.Linear(32, 8)
-    with pytest.raises(ReplayError, match=r"model\.layers\.2\.mlp \(Qwen3MoeSparseMoeBlock\)") as caught:
+
+    def fused(hidden: torch.Tensor, *, router: Any = model.model.layers[2].mlp.gate) -> tuple[torch.Tensor, ...]:
+        logits_NE = hidden @ router.weight.T
+        order_NE = logits_NE.argsort(dim=-1, descending=True)
+        return logits_NE, logits_NE.gather(1, order_NE[:, :3]), order_NE[:, :3]
+
+    model.model.layers[2].mlp.gate.forward = fused
+    message = r"no selection by topk or max over them @ model\.layers\.2\.mlp \(Qwen3MoeSparseMoeBlock\)"
+    with pytest.raises(ReplayError, match=message) as caught:
         gates.attach(model, QWEN3.spec.select([1]))
     assert ErrorKind.NO_SEAM == caught.value.kind
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_that_cannot_be_probed_says_how() -> None:
+    """The error of its forward is named, and the option that helps."""
+    model = QWEN3.build()
+    model.model.layers[2].mlp.gate = nn.Linear(32, 8)
+    with pytest.raises(ReplayError, match=r"got ValueError: .* \(pass probe="):
+        gates.attach(model, QWEN3.spec)
 
 
 def test_a_dense_model_is_refused() -> None:
@@ -108,18 +111,21 @@ def test_a_class_made_for_sharding_is_known_by_its_base() -> None:
     assert [1, 2] == [gate.layer_id for gate, _ in gates.find_gates(model)]
 
 
-def test_a_router_that_does_not_select_is_refused_in_its_first_forward() -> None:
-    """A fused selection without topk is named where it is met, instead of being live in silence."""
+def test_a_router_that_stops_selecting_is_refused_in_its_first_forward() -> None:
+    """A selection that was replaced after attach() is named where it is missed, instead of being live in silence."""
     model = QWEN3.build()
 
     def fused(hidden: torch.Tensor, *, router: Any = model.model.layers[2].mlp.gate) -> tuple[torch.Tensor, ...]:
         logits_NE = hidden @ router.weight.T
         return logits_NE, logits_NE[:, :3], logits_NE.argsort(dim=-1)[:, :3]
 
-    model.model.layers[2].mlp.gate.forward = fused
-    with pytest.raises(ReplayError, match=r"got none.*model\.layers\.2\.mlp\.gate") as caught:
-        replayed(model, QWEN3.spec, random_routes(QWEN3.spec, NUM_ROWS, seed=5))
+    with gates.attach(model, QWEN3.spec) as handle:
+        model.model.layers[2].mlp.gate.forward = fused
+        with pytest.raises(ReplayError) as caught, handle.replaying(random_routes(QWEN3.spec, NUM_ROWS, seed=5)):
+            logits_of(model)
     assert ErrorKind.NO_SEAM == caught.value.kind
+    assert "got none" in str(caught.value)
+    assert "model.layers.2.mlp.gate" in str(caught.value)
 
 
 # ---- attach and detach ----------------------------------------------------------------------------------------------

@@ -20,7 +20,15 @@ from routeplane.errors import ErrorKind, ReplayError
 from routeplane.replay import transformers as gates
 from routeplane.replay.handle import ReplayHandle
 from tests.replay.plain_batch import PlainBatch, random_routes
-from tests.replay.tiny_models import MAIN_FAMILIES, NUM_ROWS, Family, checkpoint_layers, recorded, token_ids
+from tests.replay.tiny_models import (
+    MAIN_FAMILIES,
+    NUM_ROWS,
+    Family,
+    checkpoint_layers,
+    listed_gates,
+    recorded,
+    token_ids,
+)
 
 QWEN3 = MAIN_FAMILIES[0]
 kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -137,7 +145,7 @@ def test_two_recomputations_at_once(reentrant: bool) -> None:
         for seed, batch in enumerate(batches_of(QWEN3)):
             with handle.replaying(batch):
                 losses.append(loss_of(model, seed))
-        for _, router in gates.find_gates(model):
+        for _, router in listed_gates(model):
             # before replay's own hook: both frames are open when either gate asks for its rows
             router.register_forward_pre_hook(meet, prepend=True)
         threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
@@ -208,7 +216,7 @@ def test_missing_rows_keep_their_first_decision() -> None:
     """Weights that moved between forward and backward flip live choices; the recomputation repeats the forward's."""
     model = checkpointed(QWEN3, reentrant=False)
     batch = random_routes(QWEN3.spec, NUM_ROWS, seed=5, missing=1.1)
-    routers = [router for _, router in gates.find_gates(model)]
+    routers = [router for _, router in listed_gates(model)]
     with gates.attach(model, QWEN3.spec) as handle, recorded(model) as seen:
         with handle.replaying(batch):
             loss = loss_of(model, 0)

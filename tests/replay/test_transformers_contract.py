@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from routeplane.replay.transformers import attach, find_gates
+from routeplane.replay.transformers import attach
 from routeplane.testing.contracts.replay import ReplayContract
 from routeplane.testing.contracts.replay_harness import Firing
-from tests.replay.tiny_models import BY_NAME, NUM_ROWS, Family, checkpoint_layers, live_choice, recorded, token_ids
+from tests.replay.tiny_models import (
+    BY_NAME,
+    NUM_ROWS,
+    Family,
+    checkpoint_layers,
+    listed_gates,
+    live_choice,
+    recorded,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,11 +77,11 @@ class TransformersContract(ReplayContract):
 
     def gate_names(self, model: nn.Module) -> Mapping[int, str]:
         """Module paths."""
-        return {gate.layer_id: gate.name for gate, _ in find_gates(model)}
+        return {gate.layer_id: gate.name for gate, _ in listed_gates(model)}
 
     def router(self, model: nn.Module, layer_id: int) -> Any:
         """The router of a layer."""
-        return {gate.layer_id: router for gate, router in find_gates(model)}[layer_id]
+        return {gate.layer_id: router for gate, router in listed_gates(model)}[layer_id]
 
     def block(self, model: Any, layer_id: int) -> nn.Module:
         """The MoE block of a layer, router included."""

@@ -14,8 +14,10 @@ import torch
 import transformers
 from torch import nn
 
+from routeplane.capture.gates import Gate
+from routeplane.record.geometry import gate_paths
 from routeplane.record.spec import RouteSpec
-from routeplane.replay.transformers import attach, find_gates
+from routeplane.replay.transformers import attach
 from routeplane.testing.contracts.replay_harness import Firing
 from tests.replay.plain_batch import PlainBatch, plain_batch
 
@@ -26,6 +28,7 @@ __all__ = [
     "NUM_ROWS",
     "Family",
     "checkpoint_layers",
+    "listed_gates",
     "live_choice",
     "logits_of",
     "own_routes",
@@ -87,7 +90,7 @@ class Family:
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            for _, gate in find_gates(model):
+            for _, gate in listed_gates(model):
                 for parameter in gate.parameters():
                     parameter.normal_(std=0.3)
             # a choice bias that is zero would leave open whether weights come from biased scores
@@ -294,7 +297,7 @@ def recorded(model: nn.Module) -> Iterator[dict[int, list[Firing]]]:
 
     hooks = [
         router.register_forward_hook(lambda module, args, output, layer_id=gate.layer_id: record(layer_id, output))
-        for gate, router in find_gates(model)
+        for gate, router in listed_gates(model)
     ]
     try:
         yield seen
@@ -320,6 +323,16 @@ def replayed(model: nn.Module, spec: RouteSpec, batch: PlainBatch) -> torch.Tens
     """The logits under forced routes."""
     with attach(model, spec) as handle, handle.replaying(batch):
         return logits_of(model)
+
+
+def listed_gates(model: Any) -> list[tuple[Gate, Any]]:
+    """The gates by what their modules say of themselves, without a forward."""
+    found = []
+    for layer_id, path in gate_paths(model).items():
+        router = model.get_submodule(path)
+        gate = Gate(name=path, layer_id=layer_id, num_experts=router.num_experts, top_k=router.top_k)
+        found.append((gate, router))
+    return found
 
 
 def live_choice(family: Family, block: nn.Module, logits_NE: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,12 @@ class ReplayContract(ReplayHarness):
             with handle.replaying(self.make_batch(rows, inputs=inputs)):
                 return self.forward(model, inputs)
 
+    def _watched(self, model: nn.Module, rows: RowsBatch, inputs: Any) -> tuple[torch.Tensor, Mapping[int, Any]]:
+        """The output, and what gates computed; observed once attached, since attaching may probe the gates."""
+        with self.attach(model, self.spec) as handle, self.observe(model) as seen:
+            with handle.replaying(self.make_batch(rows, inputs=inputs)):
+                return self.forward(model, inputs), seen
+
     def _steps(self, model: nn.Module, handle: ReplayHandle, *, order: tuple[int, ...] | None) -> Gradients:
         """Gradients of two microbatches; ``order`` None: each backward inside, else after both forwards."""
         losses = []
@@ -110,8 +116,7 @@ class ReplayContract(ReplayHarness):
         """Each router hands on the recorded ids, and the weights that the family's rule gives them from its logits."""
         model, inputs, rows = self.make_model(), self.make_inputs(seed=1), self._rows(seed=5)
         live = self.forward(model, inputs)
-        with self.observe(model) as seen:
-            found = self._replayed(model, rows, inputs)
+        found, seen = self._watched(model, rows, inputs)
         assert list(self.spec.layer_ids) == sorted(seen)
         for layer, (firing,) in seen.items():
             assert rows.layer(layer).sort().values.tolist() == firing.ids_NK.sort().values.tolist()
@@ -129,8 +134,7 @@ class ReplayContract(ReplayHarness):
     def test_missing_rows_are_live_among_forced_ones(self) -> None:
         """Row by row: recorded ids where there are some, else what the same router chooses from the same logits."""
         model, inputs, rows = self.make_model(), self.make_inputs(seed=1), self._rows(seed=5, missing=0.5)
-        with self.observe(model) as seen:
-            self._replayed(model, rows, inputs)
+        _, seen = self._watched(model, rows, inputs)
         for layer, (firing,) in seen.items():
             live_NK = self.live_ids(model, layer_id=layer, logits_NE=firing.logits_NE)
             missing_N1 = (rows.layer(layer)[:, :1] == -1).to(live_NK.device)

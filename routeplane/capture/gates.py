@@ -1,0 +1,799 @@
+"""Find the gates of a live torch model by what they do.
+
+A gate chooses K of E experts for each token: it calls ``topk`` over a dense ``[N, E]`` matrix of scores, or takes the
+best expert K times with ``max`` (a sparse mixer). ``find_gates`` runs the model once on a few tokens, sees in which
+module each choice is made, and then runs one MoE block of each kind again, with and without forced ids: the choice must
+obey, the weights must belong to the forced ids, no expert beside them may compute, no row may depend on the others.
+What does not behave so is refused with what was observed. No class is known by name.
+
+The model is left as it was: buffers, gradients, flags and random state are restored, hooks are taken off.
+
+Knows torch. Capture reads choices here, and replay forces them.
+
+Axes: N token rows of one gate call, E experts, K top-k slots, H features of a block's output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from routeplane.errors import ErrorKind, ReplayError
+
+__all__ = ["Choose", "Gate", "SelectionMode", "find_gates", "selection"]
+
+#: tokens of the probing forward
+PROBE_ROWS = 7
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?=\.|$)")
+_MTP_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*(?=\.|$)", re.IGNORECASE)
+_MTP_CLASS = re.compile(r"Mtp|MTP|NextN")
+#: what wrappers put into paths
+_WRAPPER = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+_ROUTER_CLASS = re.compile(r"(?:Router|Gate|Gating)$")
+_COPIES = frozenset({torch.Tensor.masked_fill, torch.masked_fill})
+_TOP_KS = frozenset({torch.topk, torch.Tensor.topk})
+_MAXES = frozenset({torch.max, torch.Tensor.max})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """One gate: ``name`` is its module path, ``layer_id`` its decoder layer, E and K its live geometry.
+
+    ``rounds``: how many calls of ``max`` make one choice of a sparse mixer; 0 where the choice is one ``topk``.
+    ``axes``: 2 where scores are ``[N, E]``, 3 where they are ``[B, S, E]``.
+    """
+
+    name: str
+    layer_id: int
+    num_experts: int
+    top_k: int
+    rounds: int = 0
+    axes: int = 2
+
+    def __str__(self) -> str:
+        return f"gate {self.name} (layer {self.layer_id})"
+
+
+def selection(
+    gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The dense scores ``[..., E]`` where this call is the gate's ``topk``, else None."""
+    found = _ranked(func, args, kwargs)
+    if found is None or found[1] != gate.top_k:
+        return None
+    scores = found[0]
+    return scores if scores.dim() == gate.axes and scores.shape[-1] == gate.num_experts else None
+
+
+def _ranked(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, int] | None:
+    """Scores and k of a ``topk`` for the largest along the last axis of ``[N, E]`` or ``[B, S, E]``."""
+    if func not in _TOP_KS:
+        return None
+    given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | dict(kwargs)
+    scores, k = given.get("input"), given.get("k")
+    if not isinstance(scores, torch.Tensor) or scores.dim() not in (2, 3) or not isinstance(k, int):
+        return None
+    if given.get("dim", -1) not in (-1, scores.dim() - 1) or not given.get("largest", True):
+        return None
+    return scores, k
+
+
+def _best(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Scores of a ``max`` along the last axis of a matrix."""
+    if func not in _MAXES:
+        return None
+    given = dict(zip(("input", "dim"), args, strict=False)) | dict(kwargs)
+    scores, dim = given.get("input"), given.get("dim")
+    if not isinstance(scores, torch.Tensor) or scores.dim() != 2 or not isinstance(dim, int) or dim not in (-1, 1):
+        return None
+    return scores
+
+
+#: Dense scores ``[N, E]`` and what gives the gate's own ids -> the ids to use, or None for its own.
+Choose = Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor | None]
+
+
+class SelectionMode(TorchFunctionMode):
+    """Meets the one selection of a gate's call and answers it with ``choose``.
+
+    ``choose(scores_NE, live)`` returns int64 ``[N, K]``, or None to leave the gate's own answer; ``live()`` gives the
+    gate's own ids and is computed once. What the gate gets back are the scores of the chosen ids. Where the scores were
+    masked (group-limited routing), they are read from before the mask: some families take their weights from them, and
+    a forced expert may stand in any group.
+    """
+
+    def __init__(self, gate: Gate, choose: Choose) -> None:
+        super().__init__()
+        self.gate = gate
+        self.choose = choose
+        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._mixed: torch.Tensor | None = None
+        self._round = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Every torch call of the gate comes by here; all but the selection go on unchanged."""
+        kwargs = kwargs or {}
+        if self.gate.rounds:
+            scores_NE = _best(func, args, kwargs)
+            if scores_NE is not None and scores_NE.shape[-1] == self.gate.num_experts:
+                return self._mix(scores_NE, partial(func, *args, **kwargs))
+            return func(*args, **kwargs)
+        scores_NE = selection(self.gate, func, args=args, kwargs=kwargs)
+        if scores_NE is None:
+            result = func(*args, **kwargs)
+            if func in _COPIES and args:
+                self._masked = result, args[0]
+            return result
+        return self._force(scores_NE, partial(func, *args, **kwargs))
+
+    # Traced by torch.compile (2.13), the live selection came back as the forced one: right weights, no flip counted.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _force(self, scores_NE: torch.Tensor, live: Callable[[], Any]) -> Any:
+        shape = scores_NE.shape[:-1]
+        flat_NE = scores_NE if scores_NE.dim() == 2 else scores_NE.flatten(0, -2)
+        own = cache(live)
+        chosen_NK = self.choose(flat_NE, lambda: own()[1].reshape(-1, self.gate.top_k))
+        if chosen_NK is None:
+            return own()
+        chosen_NK = chosen_NK.reshape(*shape, self.gate.top_k)
+        if self._masked is not None and self._masked[0] is scores_NE:
+            scores_NE = self._masked[1]
+        return torch.return_types.topk((scores_NE.gather(-1, chosen_NK), chosen_NK))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mix(self, scores_NE: torch.Tensor, live: Callable[[], Any]) -> Any:
+        at = self._round % self.gate.rounds
+        self._round += 1
+        if at == 0:
+            self._mixed = self.choose(scores_NE, lambda: _successive(scores_NE, self.gate.rounds))
+        if self._mixed is None:
+            return live()
+        ids_N1 = self._mixed[:, at : at + 1]
+        values_N1 = scores_NE.gather(-1, ids_N1)
+        wide = live().values.dim() == 2
+        return torch.return_types.max((values_N1, ids_N1) if wide else (values_N1[:, 0], ids_N1[:, 0]))
+
+
+def _successive(scores_NE: torch.Tensor, rounds: int) -> torch.Tensor:
+    """What ``rounds`` calls of ``max`` choose, each without the experts of those before."""
+    return torch.topk(scores_NE, rounds, dim=-1).indices
+
+
+# ---- look -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class _Choice:
+    """One selection that was seen: where, over how many experts, how many were chosen."""
+
+    path: str
+    block: str
+    num_experts: int
+    top_k: int
+    axes: int
+    mixed: bool = False
+
+
+class _Watch(TorchFunctionMode):
+    """Notes every selection-like call, with the innermost module that runs."""
+
+    def __init__(self, stack: list[str], rows: int) -> None:
+        super().__init__()
+        self.stack = stack
+        self.rows = rows
+        self.seen: list[_Choice] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        ranked = _ranked(func, args, kwargs)
+        best = _best(func, args, kwargs) if ranked is None else None
+        scores = ranked[0] if ranked is not None else best
+        if scores is not None and len(self.stack) > 1 and scores.numel() == self.rows * scores.shape[-1]:
+            self.seen.append(
+                _Choice(
+                    path=self.stack[-1],
+                    block=self.stack[-2],
+                    num_experts=int(scores.shape[-1]),
+                    top_k=1 if ranked is None else ranked[1],
+                    axes=scores.dim(),
+                    mixed=ranked is None,
+                )
+            )
+        return func(*args, **kwargs)
+
+
+def find_gates(
+    model: nn.Module,
+    *,
+    leave_live: Sequence[str] = (),
+    probe: Callable[[], object] | None = None,
+) -> list[tuple[Gate, nn.Module]]:
+    """Probe the model and return its gates with their modules, in module order; MTP left out.
+
+    ``leave_live``: module paths (or patterns, as of ``fnmatch``) of routers that are not gates to follow. ``probe``:
+    runs one forward of at least two different tokens; default: the model is called with ``input_ids`` of 7 tokens.
+    Under FSDP2 every rank must call this, since the forward is collective.
+
+    Raises ReplayError (NO_SEAM) for a model without gates, for a router whose selection is not seen or does not obey,
+    and where two gates stand in one layer; the message says what was observed.
+    """
+    modules = dict(_without_mtp(model))
+    run = probe or partial(_default_probe, model)
+    with _left_as_it_was(model):
+        rows, choices = _watch(model, modules, run)
+        gates = _gates_of(modules, [each for each in choices if not _is_left(each.path, leave_live)])
+        _refuse_unseen(modules, [gate.name for gate, _, _ in gates], leave_live)
+        _refuse_none(model, gates)
+        _verify_kinds(model, modules, gates, run, rows)
+    named = [(replace(gate, name=_WRAPPER.sub("", gate.name)), modules[path]) for gate, path, _ in gates]
+    order = {id(module): at for at, module in enumerate(modules.values())}
+    return sorted(named, key=lambda found: order[id(found[1])])
+
+
+def _without_mtp(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    skipped: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in skipped):
+            continue
+        if path and (_MTP_NAME.search(path) or _MTP_CLASS.search(type(module).__name__)):
+            skipped.append(path)
+            continue
+        yield path, module
+
+
+def _default_probe(model: nn.Module) -> object:
+    config = getattr(model, "config", None)
+    levels = [vars(level) for level in (config, getattr(config, "text_config", None)) if level is not None]
+    named = [pair for level in levels for pair in level.items()]
+    reserved = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    usable = [token for token in range(3, max(sizes, default=64)) if token not in reserved][:PROBE_ROWS]
+    device = next(iter(model.parameters())).device
+    return model(input_ids=torch.tensor([usable], device=device), use_cache=False)
+
+
+def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> tuple[int, list[_Choice]]:
+    """One forward without gradients; the number of token rows, and all selections inside modules."""
+    stack: list[str] = []
+    rows = [0]
+    names = {id(module): path for path, module in model.named_modules()}
+
+    def enter(module: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        stack.append(names[id(module)])
+        if not rows[0]:
+            rows[0] = _count_rows(args, kwargs)
+            watch.rows = rows[0]
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        stack.pop()
+
+    watch = _Watch(stack, 0)
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with torch.no_grad(), watch:
+            run()
+    except ReplayError:
+        raise
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError) as error:
+        raise ReplayError(
+            f"expected a model that runs the probing forward, got {type(error).__name__}: {error} (pass probe=, a call "
+            f"of your own that runs one forward) @ {type(model).__name__}",
+            kind=ErrorKind.NO_SEAM,
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    inside = [each for each in watch.seen if each.path in modules and _LAYER.search(each.path)]
+    return watch.rows, inside
+
+
+def _count_rows(args: object, kwargs: Mapping[str, object]) -> int:
+    values = [*(args if isinstance(args, tuple) else ()), *kwargs.values()]
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return int(value.numel())
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            return int(value.numel() // value.shape[-1])
+    return 0
+
+
+def _is_left(path: str, leave_live: Sequence[str]) -> bool:
+    name = _WRAPPER.sub("", path)
+    return any(fnmatchcase(name, pattern) for pattern in leave_live)
+
+
+def _gates_of(modules: Mapping[str, nn.Module], choices: Sequence[_Choice]) -> list[tuple[Gate, str, str]]:
+    """One gate for each module that selects over a matrix with a row in its block for each expert."""
+    by_path: dict[str, list[_Choice]] = {}
+    for each in choices:
+        if _has_rows(modules[each.block], each.num_experts):
+            by_path.setdefault(each.path, []).append(each)
+    gates = [found for path, calls in by_path.items() if (found := _gate_of(path, calls, modules[path])) is not None]
+    layers: dict[int, Gate] = {}
+    for gate, _, _ in gates:
+        other = layers.setdefault(gate.layer_id, gate)
+        if other is not gate:
+            raise _refused(
+                f"two selections in layer {gate.layer_id}, at {other.name} and {gate.name}: name one of them in "
+                "leave_live, or the second repeats what the first has chosen",
+                gate.name,
+            )
+    return gates
+
+
+def _gate_of(path: str, calls: Sequence[_Choice], module: nn.Module) -> tuple[Gate, str, str] | None:
+    layer = _LAYER.findall(path)
+    ranked = [each for each in calls if not each.mixed]
+    if ranked:
+        width = max(each.num_experts for each in ranked)  # group selection is over fewer
+        widest = [each for each in ranked if each.num_experts == width]
+        # the best two of a single group are taken over [N, 1, E]
+        axes = min(each.axes for each in widest)
+        chosen = [each for each in widest if each.axes == axes]
+        count, top_k, rounds = len(chosen), chosen[-1].top_k, 0
+    else:
+        width = calls[0].num_experts
+        top_k = getattr(module, "top_k", 0)
+        if not isinstance(top_k, int) or not top_k or len(calls) % top_k:
+            return None
+        count, rounds, axes = len(calls) // top_k, top_k, 2
+    if count != 1:
+        raise _refused(f"{count} selections over {width} experts in one forward, as of a looped layer", path)
+    gate = Gate(name=path, layer_id=int(layer[0]), num_experts=width, top_k=top_k, rounds=rounds, axes=axes)
+    return gate, path, calls[0].block
+
+
+def _has_rows(block: nn.Module, count: int) -> bool:
+    """Whether a block holds a matrix with a row for each expert; an attention's selection over tokens has none."""
+    if any(isinstance(each, nn.ModuleList) and len(each) == count for each in block.modules()):
+        return True
+    return any(each.dim() >= 2 and count in each.shape[:2] for each in block.parameters())
+
+
+def _refuse_unseen(modules: Mapping[str, nn.Module], gates: Sequence[str], leave_live: Sequence[str]) -> None:
+    for path, module in modules.items():
+        if _is_left(path, leave_live) or any(name == path or name.startswith(f"{path}.") for name in gates):
+            continue
+        experts, beside = getattr(module, "experts", None), path.rpartition(".")[0]
+        left = any(_is_left(f"{path}.{name}", leave_live) for name, _ in module.named_children())
+        followed = any(name.startswith(f"{beside}.") for name in gates)
+        if isinstance(experts, nn.Module) and not left and not followed:
+            raise _refused("experts, and no selection by topk or max over them", path, module)
+        inner = any(path.startswith(f"{name}.") for name in gates)
+        if _ROUTER_CLASS.search(type(module).__name__) and hasattr(module, "top_k") and not inner:
+            raise _refused("a router that ran without a selection by topk or max", path, module)
+
+
+def _refuse_none(model: nn.Module, gates: Sequence[object]) -> None:
+    if not gates:
+        raise ReplayError(
+            f"expected a mixture-of-experts model, got {type(model).__name__} without a single gate",
+            kind=ErrorKind.NO_SEAM,
+        )
+
+
+def _refused(observed: str, path: str, module: nn.Module | None = None) -> ReplayError:
+    named = "" if module is None else f" ({type(module).__name__})"
+    return ReplayError(
+        f"expected a gate whose selection obeys, got {observed} @ {_WRAPPER.sub('', path) or 'the model'}{named}",
+        kind=ErrorKind.NO_SEAM,
+    )
+
+
+# ---- leave no trace -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no autocast of compiled code, and everything that a forward may change put back."""
+    modules = list(model.modules())
+    training = [module.training for module in modules]
+    state = [_plain_state(module) for module in modules]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = list(range(torch.accelerator.device_count()))
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, kept in buffers:
+                    if not torch.equal(buffer, kept):
+                        buffer.copy_(kept)
+            for module, flag, values in zip(modules, training, state, strict=True):
+                module.training = flag
+                _restore(module, values)
+
+
+def _plain_state(module: nn.Module) -> dict[str, tuple[object, torch.Tensor | None]]:
+    """Instance attributes, tensors among them (token counters) with a copy of their values."""
+    return {
+        name: (value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
+
+
+def _restore(module: nn.Module, values: Mapping[str, tuple[object, torch.Tensor | None]]) -> None:
+    own = vars(module)
+    for name in [name for name in own if not name.startswith("_") and name != "training" and name not in values]:
+        del own[name]
+    for name, (value, kept) in values.items():
+        own[name] = value
+        if kept is not None and isinstance(value, torch.Tensor) and not torch.equal(value, kept):
+            with torch.no_grad():
+                value.copy_(kept)
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+
+def _verify_kinds(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    gates: Sequence[tuple[Gate, str, str]],
+    run: Callable[[], object],
+    rows: int,
+) -> None:
+    """Check one block of each kind, inside a second forward: its weights may be gathered only there (FSDP2)."""
+    kinds: dict[object, _Trial] = {}
+    for gate, path, block in gates:
+        trial = _Trial(gate=gate, scope=modules[path], block=modules[block], rows=rows)
+        kinds.setdefault(trial.kind, trial)
+    with ExitStack() as stack, torch.no_grad():
+        for trial in kinds.values():
+            stack.enter_context(trial.inside_forward())
+        run()
+    for trial in kinds.values():
+        if trial.observed:
+            raise _refused(trial.observed, trial.gate.name, trial.scope)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Outcome:
+    """One run of a block: its output ``[N, H]``, and what was seen at the selection."""
+
+    output_NH: torch.Tensor
+    scores_NE: torch.Tensor
+    live_NK: torch.Tensor
+    logits_NE: torch.Tensor | None
+    hits: int
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    """Runs one MoE block with and without forced ids."""
+
+    gate: Gate
+    scope: nn.Module
+    block: nn.Module
+    rows: int
+    observed: str = ""
+    called: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
+    done: bool = False
+
+    @property
+    def kind(self) -> object:
+        """Blocks of one kind behave alike."""
+        settings = tuple(
+            (name, value)
+            for name, value in sorted(vars(self.scope).items())
+            if isinstance(value, int | float | str | bool) and not re.search("layer", name)
+        )
+        return type(self.block), type(self.scope), self.gate.num_experts, self.gate.top_k, settings
+
+    @contextmanager
+    def inside_forward(self) -> Iterator[None]:
+        """Check the block during its next forward."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.called = _copied(args), _copied(kwargs)
+
+        def after(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if not self.done:
+                self.done = True
+                self.observed = self.check()
+
+        handles = (
+            self.block.register_forward_pre_hook(before, with_kwargs=True),
+            self.block.register_forward_hook(after, with_kwargs=True, prepend=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def run(self, ids_NK: torch.Tensor | None, *, seed: int = 0) -> _Outcome:
+        """The block's forward; ``ids_NK`` None leaves the gate live."""
+        seen = _Sight(self.gate, ids_NK)
+        args, kwargs = _copied(self.called[0]), _copied(self.called[1])
+        torch.manual_seed(seed)
+        with seen.within(self.scope, whole=self.scope is self.block):
+            output = self.block.forward(*args, **kwargs)
+        scores, live = seen.scores_NE, seen.live_NK
+        if scores is None or live is None:
+            raise _refused("no selection when its block was called again", self.gate.name, self.scope)
+        return _Outcome(
+            output_NH=_rows_of(output, self.rows),
+            scores_NE=scores,
+            live_NK=live,
+            logits_NE=seen.logits_NE,
+            hits=seen.hits,
+        )
+
+    def check(self) -> str:
+        """What was observed that a gate must not do; empty where it behaves."""
+        live = self.run(None)
+        for observe in (self._noise, self._own, self._obeys, self._alone):
+            if found := observe(live):
+                return found
+        with torch.enable_grad(), _requiring_grad(self.block):
+            return self._weights(live) or self._experts(live)
+
+    def _noise(self, live: _Outcome) -> str:
+        forced = [self.run(live.live_NK, seed=seed) for seed in (1, 2)]
+        if live.hits != 1:
+            return f"{live.hits} selections in one call"
+        same = torch.equal(forced[0].scores_NE, forced[1].scores_NE)
+        if same and not _close(forced[0].output_NH, forced[1].output_NH):
+            return "random numbers behind the selection: two calls with the same forced ids differ"
+        return ""
+
+    def _own(self, live: _Outcome) -> str:
+        forced, again = self.run(live.live_NK), self.run(None)
+        if torch.equal(live.output_NH, again.output_NH) and not torch.equal(live.output_NH, forced.output_NH):
+            apart = (live.output_NH - forced.output_NH).abs().max().item()
+            return f"another output (by {apart:.2g}) when its own ids are forced"
+        return "" if _close(live.output_NH, forced.output_NH) else "another output when its own ids are forced"
+
+    def _obeys(self, live: _Outcome) -> str:
+        forced = self.run(self.other(live))
+        if bool((live.output_NH - forced.output_NH).abs().amax() == 0):
+            return "an output that does not follow forced ids"
+        return ""
+
+    def _alone(self, live: _Outcome) -> str:
+        other = self.other(live)
+        crowd = other[-1:].expand_as(other).contiguous()
+        mixed = live.live_NK.clone()
+        mixed[-1] = other[-1]
+        if not _close(self.run(crowd).output_NH[-1], self.run(mixed).output_NH[-1]):
+            return "a row that changes when other rows choose the same experts, as under an expert capacity"
+        return ""
+
+    def _weights(self, live: _Outcome) -> str:
+        other = self.other(live)
+        own, forced = self._gradients(live.live_NK), self._gradients(other)
+        if own is None or forced is None:
+            return "weights that no gradient links to the gate's scores"
+        if float(own.abs().max()) <= 1e-7:
+            return ""  # constant by the family's own rule, as of one expert with weight 1
+        if float(forced.abs().max()) <= 1e-7:
+            return "weights of forced ids that no gradient reaches"
+        is_live = torch.zeros(forced.shape[:2], dtype=torch.bool).scatter_(1, live.live_NK.cpu(), value=True)
+        is_forced = torch.zeros_like(is_live).scatter_(1, other.cpu(), value=True)
+        is_beside = ~is_live & ~is_forced
+        along_NE, rest_NE = _beyond_common(forced, is_beside)
+        outside, inside = rest_NE[is_live & ~is_forced], rest_NE[is_forced & ~is_live]
+        if len(outside) and float(rest_NE.max()) > 1e-3 * float(forced.abs().max()):
+            wrong = bool(outside.mean() > 0.25 * inside.mean())
+        else:
+            # one expert: every logit moves its weight alone, its own one against all the others
+            beside = (along_NE * is_beside).sum(-1).sign()
+            against = [((along_NE * mask).sum(-1).sign() * beside < 0).sum() for mask in (is_live, is_forced)]
+            wrong = self.gate.top_k == 1 and bool(against[0] > against[1])
+        return "weights that follow the gate's own ids where others are forced" if wrong else ""
+
+    def _gradients(self, ids_NK: torch.Tensor) -> torch.Tensor | None:
+        """How each expert's logit moves a row's output along four directions, ``[N, E, 4]``; None without a graph."""
+        outcome = self.run(ids_NK)
+        if outcome.logits_NE is None or not outcome.output_NH.requires_grad:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        gradients = []
+        for _ in range(4):
+            direction = torch.randn(outcome.output_NH.shape, generator=generator).to(outcome.output_NH)
+            (found,) = torch.autograd.grad(
+                outcome.output_NH, outcome.logits_NE, direction, retain_graph=True, allow_unused=True
+            )
+            found = torch.zeros_like(outcome.logits_NE) if found is None else found
+            gradients.append(found.detach().reshape(ids_NK.shape[0], -1).double().cpu())
+        return torch.stack(gradients, dim=-1)
+
+    def _experts(self, live: _Outcome) -> str:
+        other = self.other(live)
+        crowd = other[-1:].expand_as(other).contiguous()
+        stacked = _expert_parameters(self.block, self.scope, self.gate.num_experts)
+        if not stacked:
+            return ""
+        output = self.run(crowd).output_NH
+        generator = torch.Generator().manual_seed(1)
+        direction = torch.randn(output.shape, generator=generator).to(output)
+        gradients = torch.autograd.grad(output, [each for each, _ in stacked], direction, allow_unused=True)
+        used: set[int] = set()
+        for (_, index), gradient in zip(stacked, gradients, strict=True):
+            if gradient is None:
+                continue
+            if index is not None:
+                used |= {index} if bool(gradient.any()) else set()
+            else:
+                used |= set(gradient.flatten(1).any(dim=1).nonzero()[:, 0].tolist())
+        beside = sorted(used - set(crowd[0].tolist()))
+        if beside:
+            return f"experts {beside[:8]} at work where {sorted(crowd[0].tolist())} are forced"
+        return ""
+
+    def other(self, live: _Outcome) -> torch.Tensor:
+        """Ids for each row, int64 ``[N, K]``, as far from the gate's own as E allows."""
+        order = torch.arange(self.gate.num_experts, device=live.live_NK.device)
+        rows = torch.arange(live.live_NK.shape[0], device=live.live_NK.device)
+        weight = torch.zeros(live.live_NK.shape[0], self.gate.num_experts, device=live.live_NK.device)
+        weight = weight.scatter_(1, live.live_NK, -1e6) - (order + rows[:, None]) * 7 % 13
+        return torch.argsort(weight, dim=1, descending=True, stable=True)[:, : self.gate.top_k].contiguous()
+
+
+class _Sight:
+    """What one run of a block shows at its gate; forces ids where some are given."""
+
+    def __init__(self, gate: Gate, ids_NK: torch.Tensor | None) -> None:
+        self.ids_NK = ids_NK
+        self.gate = gate
+        self.hits = 0
+        self.scores_NE: torch.Tensor | None = None
+        self.live_NK: torch.Tensor | None = None
+        self.logits_NE: torch.Tensor | None = None
+
+    def choose(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """As ``SelectionMode`` asks."""
+        self.hits += 1
+        self.scores_NE, self.live_NK = scores_NE.detach().clone(), live().detach().clone()
+        return self.live_NK if self.ids_NK is None else self.ids_NK
+
+    @contextmanager
+    def within(self, scope: nn.Module, *, whole: bool) -> Iterator[None]:
+        """Watch the forward of a module; ``whole``: of what runs in the body."""
+        modes = (SelectionMode(self.gate, self.choose), _FirstLogits(self))
+
+        def enter(*_: object) -> None:
+            for mode in modes:
+                mode.__enter__()  # type: ignore[no-untyped-call]
+
+        def leave(*_: object) -> None:
+            for mode in reversed(modes):
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        if whole:
+            enter()
+            try:
+                yield
+            finally:
+                leave()
+            return
+        handles = (scope.register_forward_pre_hook(enter), scope.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _FirstLogits(TorchFunctionMode):
+    """Keeps the first tensor of ``N * E`` numbers that a gate's forward makes with a gradient."""
+
+    def __init__(self, seen: _Sight) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            self.seen.logits_NE is None
+            and isinstance(result, torch.Tensor)
+            and result.requires_grad
+            and result.dim() >= 2
+            and result.shape[-1] == self.seen.gate.num_experts
+            and not isinstance(result, nn.Parameter)
+            and result.grad_fn is not None
+            and result.numel() > self.seen.gate.num_experts
+        ):
+            self.seen.logits_NE = result
+        return result
+
+
+def _beyond_common(gradients_NEP: torch.Tensor, beside_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each expert's gradient along the direction that experts ``beside`` share, and the rest of it, ``[N, E]`` each.
+
+    A softmax over all experts moves every weight by one common factor; an expert that computes moves its own besides.
+    """
+    masked = gradients_NEP * beside_NE[..., None]
+    common_NP = torch.linalg.svd(masked, full_matrices=False).Vh[:, 0]
+    common_NP = common_NP * (masked.abs().amax(dim=(1, 2)) > 0)[:, None]
+    along_NE = (gradients_NEP * common_NP[:, None]).sum(-1)
+    return along_NE, (gradients_NEP - along_NE[..., None] * common_NP[:, None]).norm(dim=-1)
+
+
+@contextmanager
+def _requiring_grad(block: nn.Module) -> Iterator[None]:
+    flags = [(each, each.requires_grad) for each in block.parameters() if each.is_floating_point()]
+    for each, _ in flags:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each, flag in flags:
+            each.requires_grad_(flag)
+
+
+def _expert_parameters(block: nn.Module, scope: nn.Module, num_experts: int) -> list[tuple[nn.Parameter, int | None]]:
+    """Weights with a leading axis of experts (index None), or those of one expert in a list of modules."""
+    gate = {id(each) for each in scope.parameters()} if scope is not block else set()
+    found: list[tuple[nn.Parameter, int | None]] = []
+    for each in block.parameters():
+        if each.dim() == 3 and each.shape[0] == num_experts and id(each) not in gate and each.is_floating_point():
+            found.append((each, None))
+    for module in block.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_experts:
+            found += [
+                (each, index) for index, expert in enumerate(module) for each in expert.parameters() if each.dim() == 2
+            ]
+    return found
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_copied(each) for each in value)
+    if isinstance(value, dict) and type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value
+
+
+def _rows_of(output: Any, rows: int) -> torch.Tensor:
+    """The first floating tensor among a block's outputs with a whole number of features for each row."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.is_floating_point() and part.numel() % rows == 0:
+            return part.reshape(rows, -1)
+    raise ReplayError(f"expected a block that returns hidden states, got {type(output)}", kind=ErrorKind.NO_SEAM)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    scale = float(one.detach().abs().max()) or 1.0
+    tolerance = 2e-2 if one.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    return float((one - other).detach().abs().max()) <= tolerance * scale
