@@ -411,9 +411,9 @@ def _settled(column: AlignedColumn, name: str) -> AlignedColumn:
 def read_column(
     kind: ColumnType,
     values: NDArray[Any],
+    *,
     offsets: NDArray[np.int64] | None,
     valid: NDArray[np.bool_] | None,
-    *,
     name: str,
 ) -> AlignedColumn:
     """A column as a stream stores it; its arrays are kept as read-only views where no entry is null.
@@ -516,7 +516,7 @@ def hash_columns(out: CanonicalHash, columns: Mapping[str, AlignedColumn]) -> No
 def _rebuild(
     kind: ColumnType, values: NDArray[Any], offsets: NDArray[np.int64] | None, valid: NDArray[np.bool_] | None
 ) -> AlignedColumn:
-    return read_column(kind, values, offsets, valid, name="a pickled column")
+    return read_column(kind, values, offsets=offsets, valid=valid, name="a pickled column")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -601,11 +601,10 @@ def _check_mask(
     mask, state = columns.get("sampling_mask"), columns.get("sampling_mask_state")
     if mask is None or state is None:
         raise _unfit("sampling_mask", "sampling_mask_state beside it", f"{sorted(columns)}", sample)
-    if not mask.type.ragged or mask.type.dtype != "int32" or mask.type.nullable or mask.type.aligned != "sampled":
+    if mask.offsets is None or mask.type.dtype != "int32" or mask.type.nullable or mask.type.aligned != "sampled":
         raise _unfit("sampling_mask", "lists of int32, aligned sampled, none null", str(mask.type), sample)
     if state.type.dtype != "uint8" or state.type.shape or state.type.ragged or state.type.nullable:
         raise _unfit("sampling_mask_state", "uint8, none null", str(state.type), sample)
-    assert mask.offsets is not None
     codes_S, lengths_S = state.values, np.diff(mask.offsets)
     listed_S = (codes_S == MASK_STATES.index("listed")) | (codes_S == MASK_STATES.index("capped"))
     if (codes_S >= len(MASK_STATES)).any() or ((lengths_S > 0) != listed_S).any() or (listed_S & ~sampled_S).any():

@@ -376,10 +376,10 @@ class _Aligned:
         start, stop = self._tokens_B1[index], self._tokens_B1[index + 1]
         valid = None if self._valid is None else self._valid[start:stop]
         if self._offsets is None:
-            return read_column(self._kind, self._values[start:stop], None, valid, name=self._name)
+            return read_column(self._kind, self._values[start:stop], offsets=None, valid=valid, name=self._name)
         first, last = self._offsets[start], self._offsets[stop]
         offsets = self._offsets[start : stop + 1] - first
-        return read_column(self._kind, self._values[first:last], offsets, valid, name=self._name)
+        return read_column(self._kind, self._values[first:last], offsets=offsets, valid=valid, name=self._name)
 
 
 def _plain_values(array: pa.Array) -> NDArray[Any]:

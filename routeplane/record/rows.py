@@ -45,7 +45,7 @@ _BLOCK_BYTES = 2**20
 _WIDE_BYTES = 2**16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredRows:
     """Legal rows as they are held: the proof, for whatever is made of them, that they were checked under ``spec``.
 
@@ -67,7 +67,7 @@ class StoredRows:
         ``feed``: as in ``survey``.
         """
         absent = survey(stored, spec, feed=feed)
-        return None if absent is None else cls(frozen_view(stored), spec, frozen_view(absent))
+        return None if absent is None else cls(stored=frozen_view(stored), spec=spec, absent=frozen_view(absent))
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -75,12 +75,14 @@ class StoredRows:
     def cut(self, start: int, stop: int) -> StoredRows:
         """Rows ``[start, stop)``; shares memory."""
         first, last = np.searchsorted(self.absent, (start, stop))
-        return StoredRows(self.stored[start:stop], self.spec, frozen_view(self.absent[first:last] - start))
+        return StoredRows(
+            stored=self.stored[start:stop], spec=self.spec, absent=frozen_view(self.absent[first:last] - start)
+        )
 
     def pick(self, spec: RouteSpec) -> StoredRows:
         """The rows of a subset of layers, copied; their own where ``spec`` has them all."""
         picked = pick_layers(self.stored, [self.spec.slot(layer) for layer in spec.layer_ids])
-        return StoredRows(frozen_view(picked), spec, frozen_view(absent_tokens(picked)))
+        return StoredRows(stored=frozen_view(picked), spec=spec, absent=frozen_view(absent_tokens(picked)))
 
     def widened(self) -> NDArray[np.int16]:
         """The rows as read-only int16: themselves, or fresh memory for narrow ones."""
