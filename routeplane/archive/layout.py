@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -23,10 +23,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, SpecError, refused
+from routeplane.record.aligned import ColumnType
 from routeplane.record.parse import check_count, check_text
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
-from routeplane.record.schema import CAPTURE_TYPE, FORMAT_VERSION, PREFIX_TYPE, SPAN_TYPES
-from routeplane.record.spans import Capture, Span
+from routeplane.record.schema import CAPTURE_TYPE, FORMAT_VERSION, PREFIX_TYPE, SAMPLING_TYPE, SPAN_TYPES
+from routeplane.record.spans import Capture, Sampling, Span
 from routeplane.record.spec import MISSING, NARROW_MISSING, RouteSpec
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PART_RECORDS",
     "ROOT",
     "RUNS",
+    "TABLE_SCHEMA",
     "ArrayEntry",
     "ArrayLayout",
     "Commit",
@@ -51,6 +53,7 @@ __all__ = [
     "TablePartReader",
     "check_run_name",
     "check_version",
+    "column_layout",
     "commit_key",
     "encode_rows",
     "file_hash",
@@ -288,6 +291,29 @@ def token_layout(dtype: np.dtype[Any], *, axis: str = "tokens", shard_bytes: int
     )
 
 
+def column_layout(kind: ColumnType, *, index: int, shard_bytes: int = DEFAULT_SHARD_BYTES) -> ArrayLayout:
+    """Return the layout of the values of the ``index``-th aligned column: ``[T, *shape]``, or ``[N]`` of all lists.
+
+    Where the first axis of an entry is ``layers``, each layer has chunks of its own, as in ``routes``.
+    """
+    dtype = np.dtype(kind.dtype)
+    if not kind.shape:
+        return token_layout(dtype, axis=f"{kind.axes[0]}_{index}" if kind.ragged else "tokens")
+    split = kind.axes[0] == "layers" and kind.shape[0] > 1
+    entry = int(np.prod(kind.shape)) * dtype.itemsize
+    rows = CHUNK_ROWS if split else max(1, min(CHUNK_TOKENS, 2**18 // entry))
+    chunks = min(shard_bytes // (rows * entry), _MAX_SHARD_CHUNKS // (kind.shape[0] if split else 1))
+    return ArrayLayout(
+        dtype=dtype,
+        fill=_no_value(dtype),
+        axes=("tokens", *kind.axes),
+        trailing=kind.shape,
+        chunk_rows=rows,
+        shard_rows=rows * max(1, chunks),
+        split=split,
+    )
+
+
 def _no_value(dtype: np.dtype[Any]) -> Any:
     if dtype.kind == "f":
         return "NaN"
@@ -490,8 +516,10 @@ class TablePart:
 class RunManifest:
     """Everything a run consists of.
 
-    ``arrays``: key below the run -> array. ``columns``: names of the token columns, in the order of the arrays
-    ``columns/0``, ``columns/1``, ... (a name is any text, not a path). ``keys``: the hash of the file of key hashes.
+    ``arrays``: key below the run -> array. ``columns``: what each aligned column declares, by name, in the order of
+    the arrays ``columns/0``, ``columns/1``, ... (a name is any text, not a path); lists have ``columns/0_ends`` beside
+    their values, and columns with unknown entries ``columns/0_valid``.
+    ``keys``: the hash of the file of key hashes.
     ``digest``: xxh3-64 over the record checksums in order. ``attributes``: text given when the run was saved.
     """
 
@@ -500,7 +528,7 @@ class RunManifest:
     tokens: int
     rows: int
     digest: str
-    columns: tuple[str, ...]
+    columns: Mapping[str, ColumnType]
     arrays: Mapping[str, ArrayEntry]
     parts: tuple[TablePart, ...]
     keys: str
@@ -519,7 +547,7 @@ class RunManifest:
             {
                 "archive": ARCHIVE_VERSION,
                 **{name: getattr(self, name) for name in plain},
-                "columns": list(self.columns),
+                "columns": [[name, _column_document(kind)] for name, kind in self.columns.items()],
                 "arrays": {key: array.to_dict() for key, array in self.arrays.items()},
                 "parts": [[part.records, part.bytes, part.hash] for part in self.parts],
                 "attributes": dict(self.attributes),
@@ -535,13 +563,26 @@ class RunManifest:
         with _Parser(where):
             return cls(
                 **{name: body[name] for name in plain},
-                columns=tuple(body["columns"]),
+                columns=MappingProxyType(dict(_columns(body))),
                 arrays=MappingProxyType({key: ArrayEntry.parse(entry) for key, entry in body["arrays"].items()}),
                 parts=tuple(
                     TablePart(records=records, bytes=size, hash=found) for records, size, found in body["parts"]
                 ),
                 attributes=MappingProxyType(dict(body["attributes"])),
             )
+
+
+def _column_document(kind: ColumnType) -> Any:
+    return kind.dtype if kind.plain else kind.to_document()
+
+
+def _columns(body: Mapping[str, Any]) -> Iterator[tuple[str, ColumnType]]:
+    for index, entry in enumerate(body["columns"]):
+        if isinstance(entry, str):  # archives of version 1.0 name columns alone
+            yield entry, ColumnType(dtype=body["arrays"][f"columns/{index}"]["document"]["data_type"])
+            continue
+        name, document = entry
+        yield name, ColumnType(dtype=document) if isinstance(document, str) else ColumnType.from_document(document)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -552,7 +593,8 @@ class RunManifest:
 PART_RECORDS = 1_024
 PART_ENTRIES = 65_536
 
-_SCHEMA = pa.schema(
+#: Columns of the record table.
+TABLE_SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.utf8(), nullable=False),
         pa.field("attempt", pa.int32(), nullable=False),
@@ -562,8 +604,9 @@ _SCHEMA = pa.schema(
         pa.field("num_tokens", pa.int64(), nullable=False),
         pa.field("row_start", pa.int64(), nullable=False),
         pa.field("routes_start", pa.int64(), nullable=False),
+        pa.field("tokens_start", pa.int64(), nullable=False),
         pa.field("prefix", PREFIX_TYPE),
-        pa.field("spans", pa.list_(SPAN_TYPES["1.0"]), nullable=False),
+        pa.field("spans", pa.list_(SPAN_TYPES["1.1"]), nullable=False),
         pa.field("captures", pa.list_(CAPTURE_TYPE), nullable=False),
         pa.field("has_logprobs", pa.bool_(), nullable=False),
         pa.field("attributes", pa.map_(pa.utf8(), pa.utf8()), nullable=False),
@@ -574,8 +617,11 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One record without its arrays. Tokens stand at ``[token_start, token_start + num_tokens)`` of the run's token
-    arrays, its rows at ``[row_start, row_start + num_tokens - routes_start)`` of ``routes``."""
+    """One record of S tokens (``num_tokens``) without its arrays.
+
+    Its tokens from ``tokens_start`` on stand at ``[token_start, token_start + num_tokens - tokens_start)`` of the run's
+    token arrays, its rows at ``[row_start, row_start + num_tokens - routes_start)`` of ``routes``.
+    """
 
     sample_id: str
     attempt: int
@@ -585,6 +631,7 @@ class Row:
     num_tokens: int
     row_start: int
     routes_start: int
+    tokens_start: int
     prefix: Prefix | None
     spans: tuple[Span, ...]
     captures: tuple[Capture, ...]
@@ -628,6 +675,7 @@ def row_of(record: RouteRecord, *, token_start: int, row_start: int) -> Row:
         num_tokens=record.num_tokens,
         row_start=row_start,
         routes_start=record.routes_start,
+        tokens_start=record.tokens_start,
         prefix=record.prefix,
         spans=record.spans,
         captures=record.captures,
@@ -639,14 +687,25 @@ def row_of(record: RouteRecord, *, token_start: int, row_start: int) -> Row:
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
     """Return one Parquet file of the rows, zstd inside, with page checksums for other readers."""
-    columns = {name: [getattr(row, name) for row in rows] for name in _SCHEMA.names}
+    sink = pa.BufferOutputStream()
+    pq.write_table(_table(rows), sink, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _table(rows: Sequence[Row]) -> pa.Table:
+    columns = {name: [getattr(row, name) for row in rows] for name in TABLE_SCHEMA.names}
     columns["prefix"] = [None if row.prefix is None else _members(row.prefix, PREFIX_TYPE) for row in rows]
-    columns["spans"] = [[_members(item, SPAN_TYPES["1.0"]) for item in row.spans] for row in rows]
+    columns["spans"] = [[_span(item) for item in row.spans] for row in rows]
     columns["captures"] = [[_members(item, CAPTURE_TYPE) for item in row.captures] for row in rows]
     columns["attributes"] = [sorted(row.attributes.items()) for row in rows]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns, schema=_SCHEMA), sink, compression="zstd", write_page_checksum=True)
-    return bytes(sink.getvalue().to_pybytes())
+    return pa.table(columns, schema=TABLE_SCHEMA)
+
+
+def _span(span: Span) -> dict[str, object]:
+    members = _members(span, SPAN_TYPES["1.1"])
+    if span.sampling is not None:
+        members["sampling"] = _members(span.sampling, SAMPLING_TYPE)
+    return members
 
 
 def _members(item: Any, kind: pa.StructType) -> dict[str, object]:
@@ -665,11 +724,14 @@ class TablePartReader:
                 f"expected a record table in Parquet, got a damaged one: {error} @ {where}",
                 kind=ErrorKind.CORRUPT_BATCH,
             ) from error
-        if not set(_SCHEMA.names) <= set(self.table.column_names):
+        if not set(TABLE_SCHEMA.names) - {"tokens_start"} <= set(self.table.column_names):
             raise FormatError(
-                f"expected the columns {_SCHEMA.names}, got {self.table.column_names} @ {where}",
+                f"expected the columns {TABLE_SCHEMA.names}, got {self.table.column_names} @ {where}",
                 kind=ErrorKind.SCHEMA,
             )
+
+        if self.table.schema != TABLE_SCHEMA:  # of archives of version 1.0
+            self.table = _table([_row(entry) for entry in self.table.to_pylist()])
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -690,12 +752,22 @@ def _row(entry: dict[str, Any]) -> Row:
         prefix = entry["prefix"]
         return Row(
             **{
-                **{name: entry[name] for name in _SCHEMA.names},
+                "tokens_start": 0,
+                **{name: entry[name] for name in TABLE_SCHEMA.names if name in entry},
                 "prefix": None if prefix is None else Prefix(**prefix),
-                "spans": tuple(Span(**item) for item in entry["spans"]),
+                "spans": tuple(_read_span(item) for item in entry["spans"]),
                 "captures": tuple(Capture(**item) for item in entry["captures"]),
                 "attributes": dict(entry["attributes"]),
             }
         )
     except TypeError as error:
         raise DataError(f"expected a row without nulls, got one with ({error})", kind=ErrorKind.SCHEMA) from error
+
+
+def _read_span(item: dict[str, Any]) -> Span:
+    if item.get("sampling") is None:
+        return Span(**item)
+    sampling = dict(item["sampling"])
+    if sampling["processors"] is not None:
+        sampling["processors"] = tuple(sampling["processors"])
+    return Span(**{**item, "sampling": Sampling(**sampling)})

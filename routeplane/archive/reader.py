@@ -14,8 +14,9 @@ import json
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from routeplane.archive.layout import (
     NEWEST,
     ROOT,
     RUNS,
+    TABLE_SCHEMA,
     Commit,
     Row,
     RunManifest,
@@ -44,10 +46,12 @@ from routeplane.archive.layout import (
 )
 from routeplane.archive.shards import ChunkReader, Range
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
+from routeplane.record.aligned import blank_weights, read_column
 from routeplane.record.codec import widen
 from routeplane.record.coverage import Coverage, lose_rows, settle_partial
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.record import read_record as make_record
 from routeplane.record.spans import cut
 from routeplane.record.transfer import RecordReader
 
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 
     from routeplane.archive.layout import RunEntry
     from routeplane.archive.store import ArchiveStore
+    from routeplane.record.aligned import AlignedColumn, ColumnType
     from routeplane.record.record import Prefix
     from routeplane.record.spec import RouteSpec
 
@@ -65,14 +70,15 @@ __all__ = [
     "Catalog",
     "Piece",
     "Run",
+    "beside_readers",
     "build",
     "check_root",
     "commit_numbers",
     "newest",
+    "read_beside",
     "read_commit",
     "read_record",
     "route_ranges",
-    "token_ranges",
 ]
 
 ROUTES, TOKENS, LOGPROBS = "routes", "token_ids", "logprobs"
@@ -229,7 +235,9 @@ class Run:
             data = read_named(self.store, key, expected=self.entry.manifest)
             self._manifest = found = RunManifest.from_json(data, where=key)
             if found.records != self.entry.records + len(self.entry.removed):
-                raise FormatError(f"expected the records of {self.entry}, got {found.records} @ {key}", kind=_MANIFEST)
+                raise FormatError(
+                    f"expected the records of {self.entry}, got {found.records} @ {key}", kind=ErrorKind.MANIFEST
+                )
         return self._manifest
 
     @property
@@ -274,15 +282,7 @@ class Run:
     def table(self) -> pa.Table:
         """Return its record table, without deleted records: everything about a record but its arrays."""
         parts = [self.part(index).table for index in range(len(self.manifest.parts))]
-        return pa.concat_tables(parts).take(self.positions) if parts else encode_empty()
-
-
-_MANIFEST = ErrorKind.MANIFEST
-
-
-def encode_empty() -> pa.Table:
-    """Return a record table without records."""
-    return pq.read_table(pa.BufferReader(encode_rows([])))
+        return pa.concat_tables(parts).take(self.positions) if parts else TABLE_SCHEMA.empty_table()
 
 
 class Catalog:
@@ -378,6 +378,8 @@ class Piece:
     routes_start: int
     first_row: int
     last_row: int
+    first_token: int
+    last_token: int
     sliced: bool  # a range was asked for, be it all of them
 
     @classmethod
@@ -402,59 +404,59 @@ class Piece:
             routes_start=min(row.routes_start, stop) if start == 0 else 0,
             first_row=row.row_start + first,
             last_row=row.row_start + last,
+            first_token=row.token_start + max(start - row.tokens_start, 0),
+            last_token=row.token_start + max(stop - row.tokens_start, 0),
             sliced=tokens is not None,
         )
 
 
 def read_record(
-    run: Run, row: Row, *, tokens: tuple[int, int] | None = None, layers: Sequence[int] | None = None
+    run: Run,
+    row: Row,
+    *,
+    tokens: tuple[int, int] | None = None,
+    layers: Sequence[int] | None = None,
+    verify: bool = False,
 ) -> RouteRecord:
-    """The record, or the range of it. Whole ones carry the stored checksum, uncompared; ranges a new one.
+    """Return the record, or the range of it. Whole ones carry the stored checksum, which ``verify`` compares; ranges
+    get a new one.
 
     Raises FormatError for damaged chunks, DataError for rows that are illegal or contradict the captures, UsageError.
     """
     piece, slots = Piece.of(row, tokens), _slots(run.spec, layers)
-    ranges = [*token_ranges(run, row, piece=piece), *route_ranges(piece, slots)]
-    found = [(wanted.array, run.chunks.read(wanted)) for wanted in ranges]
-    beside = {name: values for name, values in found if name != ROUTES}
-    stored = [values for name, values in found if name == ROUTES]
-    return build(run, row, piece=piece, beside=beside, routes=joined(stored, run.spec), slots=slots)
+    stored_SLK = _joined([run.chunks.read(wanted) for wanted in route_ranges(piece, slots)])
+    beside = read_beside(run, row, piece=piece, slots=slots)
+    return build(run, row, piece=piece, beside=beside, stored=stored_SLK, slots=slots, verify=verify)
 
 
 def read_rows(
     run: Run, row: Row, *, tokens: tuple[int, int] | None = None, layers: Sequence[int] | None = None
 ) -> NDArray[np.int16]:
-    """The rows alone, int16 ``[rows, L, K]``, chunks checked and nothing else."""
+    """Return the rows alone, int16 ``[rows, L, K]``, chunks checked and nothing else."""
     wanted = route_ranges(Piece.of(row, tokens), _slots(run.spec, layers))
-    return joined([run.chunks.read(each) for each in wanted], run.spec)
+    return widened(_joined([run.chunks.read(each) for each in wanted]), run.spec)
 
 
-def joined(stored: Sequence[NDArray[Any]], spec: RouteSpec) -> NDArray[np.int16]:
-    """What was read of ``routes``, layer by layer or at once, as int16 ``[S, L, K]``."""
-    stored_SLK = stored[0] if len(stored) == 1 else np.concatenate(stored, axis=1)
+def widened(stored_SLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.int16]:
+    """Return what was read of ``routes`` as int16 ``[S, L, K]``."""
     return widen(stored_SLK, spec) if stored_SLK.dtype == np.uint8 else stored_SLK.astype(np.int16, copy=False)
+
+
+def _joined(found: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
 
 def _slots(spec: RouteSpec, layers: Sequence[int] | None) -> list[int] | None:
     return None if layers is None else [spec.slot(layer) for layer in spec.select(layers).layer_ids]
 
 
-def token_ranges(run: Run, row: Row, *, piece: Piece) -> list[Range]:
-    """What of the arrays without layers belongs to a piece."""
-    names = [TOKENS, *(f"columns/{index}" for index in range(len(run.manifest.columns)))]
-    names += [LOGPROBS] if row.has_logprobs else []
-    start, stop = row.token_start + piece.start, row.token_start + piece.stop
-    return [Range(array=name, start=start, stop=stop) for name in names]
-
-
-def route_ranges(piece: Piece, slots: Sequence[int] | None) -> list[Range]:
-    """What of ``routes`` belongs to a piece; one range for each group of neighbouring layers."""
+def route_ranges(piece: Piece, slots: Sequence[int] | None, *, array: str = ROUTES) -> list[Range]:
+    """Return what of ``routes`` belongs to a piece; one range for each group of neighbouring layers."""
     groups = [None] if slots is None else list(_neighbours(slots))
-    return [Range(array=ROUTES, start=piece.first_row, stop=piece.last_row, slots=group) for group in groups]
+    return [Range(array=array, start=piece.first_row, stop=piece.last_row, slots=group) for group in groups]
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Sorted slots as intervals."""
     first = last = slots[0]
     for slot in slots[1:]:
         if slot != last + 1:
@@ -464,44 +466,90 @@ def _neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, last + 1
 
 
+def read_beside(run: Run, row: Row, *, piece: Piece, slots: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return everything of a piece that stands in arrays by token: token ids, log-probabilities, columns."""
+    readers = beside_readers(run, row, piece=piece, slots=slots)
+    found = {name: read() for name, read in readers.items()}
+    columns = {name: found[f"column {name}"] for name in run.manifest.columns}
+    return {"token_ids": found[TOKENS], "logprobs": found.get(LOGPROBS), "columns": columns}
+
+
+def beside_readers(
+    run: Run, row: Row, *, piece: Piece, slots: Sequence[int] | None = None
+) -> dict[str, Callable[[], Any]]:
+    """Return how each of these is read, by a name that findings give it."""
+    names = [TOKENS, *([LOGPROBS] if row.has_logprobs else [])]
+    readers: dict[str, Callable[[], Any]] = {name: partial(_read_tokens, run, name, piece) for name in names}
+    for index, (name, kind) in enumerate(run.manifest.columns.items()):
+        readers[f"column {name}"] = partial(_read_column, run, f"columns/{index}", kind, piece, slots)
+    return readers
+
+
+def _read_tokens(run: Run, array: str, piece: Piece) -> NDArray[Any]:
+    return run.chunks.read(Range(array=array, start=piece.first_token, stop=piece.last_token))
+
+
+def _read_column(run: Run, array: str, kind: ColumnType, piece: Piece, slots: Sequence[int] | None) -> AlignedColumn:
+    valid = _read_tokens(run, f"{array}_valid", piece) if kind.nullable else None
+    if kind.ragged:
+        offsets = _read_offsets(run, f"{array}_ends", piece)
+        values = run.chunks.read(Range(array=array, start=int(offsets[0]), stop=int(offsets[-1])))
+        return read_column(kind, values, offsets=offsets - offsets[0], valid=valid, name=array)
+    if slots is None or not run.chunks.layout(array).split:
+        column = read_column(kind, _read_tokens(run, array, piece), offsets=None, valid=valid, name=array)
+        return column if slots is None else column.pick_layers(slots)
+    ranges = route_ranges(replace(piece, first_row=piece.first_token, last_row=piece.last_token), slots, array=array)
+    values = _joined([run.chunks.read(wanted) for wanted in ranges])
+    return read_column(replace(kind, shape=values.shape[1:]), values, offsets=None, valid=valid, name=array)
+
+
+def _read_offsets(run: Run, array: str, piece: Piece) -> NDArray[np.int64]:
+    """Where the lists of a piece begin and end among all of the run."""
+    before = max(piece.first_token - 1, 0)
+    ends = run.chunks.read(Range(array=array, start=before, stop=max(piece.last_token, before)))
+    if piece.first_token == 0:
+        ends = np.concatenate([[0], ends])
+    if not len(ends) or (np.diff(ends) < 0).any():
+        raise FormatError(f"expected lists that follow each other, got others @ {array}", kind=ErrorKind.CORRUPT_CHUNK)
+    return ends.astype(np.int64)
+
+
 def build(
     run: Run,
     row: Row,
     *,
     piece: Piece,
-    beside: dict[str, NDArray[Any]],
-    routes: NDArray[np.int16],
+    beside: Mapping[str, Any],
+    stored: NDArray[Any],
     slots: Sequence[int] | None = None,
     changes: Mapping[str, Any] | None = None,
+    verify: bool = False,
 ) -> RouteRecord:
-    """The record of arrays that were read. ``beside``: key of an array without layers -> its values.
+    """Return the record of what was read. ``beside``: as ``read_beside`` gives it; ``stored``: rows as they are stored.
 
-    ``changes``: fields that shall be other than the table has them; the checksum is then a new one.
+    ``changes``: fields that differ from the table's; the checksum is then a new one.
     """
     spec = run.spec
     captures = cut(row.captures, start=piece.start, stop=piece.stop)
     if slots is not None:
         spec = spec.select(spec.layer_ids[slot] for slot in slots)
-        captures = settle_partial(captures, routes, routes_start=piece.routes_start)
-    columns = {name: beside[f"columns/{index}"] for index, name in enumerate(run.manifest.columns)}
+        captures = settle_partial(captures, stored, routes_start=piece.routes_start)
+    whole = not (piece.sliced or slots is not None or changes)
     content: dict[str, Any] = {
         "sample_id": row.sample_id,
         "attempt": row.attempt,
         "segment": row.segment,
         "group": row.group,
-        "token_ids": beside[TOKENS],
-        "routes": routes,
         "routes_start": piece.routes_start,
         "prefix": _prefix(row, piece),
         "spans": cut(row.spans, start=piece.start, stop=piece.stop),
         "captures": captures,
         "spec": spec,
-        "logprobs": beside.get(LOGPROBS),
         "attributes": _attributes(row, piece),
-        "columns": columns,
-        "checksum": None if piece.sliced or slots is not None or changes else row.checksum,
+        "checksum": row.checksum if whole else None,
+        **beside,
     }
-    return RouteRecord(**{**content, **(changes or {})})
+    return make_record(stored, verify=whole and verify, **{**content, **(changes or {})})
 
 
 def _prefix(row: Row, piece: Piece) -> Prefix | None:
@@ -586,7 +634,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         Everything about a record but its arrays: key, group, spans, captures, prefix, attributes, checksum, and where
         its tokens (``token_start``, ``num_tokens``) and rows (``row_start``) stand in the run's arrays.
         """
-        tables = [(run.entry.name, run.table()) for run in self.catalog.runs] or [("", encode_empty())]
+        tables = [(run.entry.name, run.table()) for run in self.catalog.runs] or [("", TABLE_SCHEMA.empty_table())]
         return pa.concat_tables(
             [table.append_column("run", pa.array([name] * len(table), pa.utf8())) for name, table in tables]
         )
@@ -598,12 +646,8 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         raise KeyError(name)
 
     def columns(self, run: str) -> tuple[tuple[str, str], ...]:
-        """Return the token columns of a run's records, as name and numpy's name of the type. Raises KeyError."""
-        manifest = self._run(run).manifest
-        return tuple(
-            (name, str(manifest.arrays[f"columns/{index}"].document["data_type"]))
-            for index, name in enumerate(manifest.columns)
-        )
+        """Return the aligned columns of a run's records, as name and numpy's name of the type. Raises KeyError."""
+        return tuple((name, kind.dtype) for name, kind in self._run(run).manifest.columns.items())
 
     def coverage(self) -> Coverage:
         """Rows of all records by capture state, as the record tables say: no array is read."""
@@ -635,8 +679,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         KeyError, UsageError for a range outside the record, SpecError for a layer that is not there, and as the class.
         """
         run, row = self._locate(key)
-        record = read_record(run, row, tokens=tokens, layers=layer_ids)
-        return record.verify() if self._policy.verify and record.checksum == row.checksum else record
+        return read_record(run, row, tokens=tokens, layers=layer_ids, verify=self._policy.verify)
 
     def read_rows(
         self,
@@ -710,9 +753,7 @@ class ArchiveReader(RecordReader):
     def _read(self, run: Run, row: Row, *, tokens: tuple[int, int] | None, index: int) -> RouteRecord | None:
         layers = self._layer_ids
         try:
-            record = read_record(run, row, tokens=tokens, layers=layers)
-            whole = tokens is None and layers is None
-            return record.verify() if whole and self._policy.verify else record
+            return read_record(run, row, tokens=tokens, layers=layers, verify=self._policy.verify)
         except (DataError, FormatError) as error:
             if self._policy.on_corrupt == "raise":
                 raise
@@ -738,15 +779,11 @@ def _without_rows(
     """The tokens with every row MISSING and marked ``lost``; None where they are damaged too."""
     try:
         piece = Piece.of(row, tokens)
-        ranges = token_ranges(run, row, piece=piece)
-        record = build(
-            run,
-            replace(row, captures=lose_rows(row.captures, row.routes_start)),
-            piece=piece,
-            beside={wanted.array: run.chunks.read(wanted) for wanted in ranges},
-            routes=run.spec.missing_rows(piece.last_row - piece.first_row),
-            changes={"checksum": None},
-        )
+        missing_SLK = run.spec.missing_rows(piece.last_row - piece.first_row)
+        beside = read_beside(run, row, piece=piece)
+        beside["columns"] = blank_weights(beside["columns"], own=len(missing_SLK))
+        lost = replace(row, captures=lose_rows(row.captures, row.routes_start))
+        record = build(run, lost, piece=piece, beside=beside, stored=missing_SLK, changes={"checksum": None})
         record = replace(record, attributes={**record.attributes, "quarantined": "true"}, checksum=None)
         return record if layers is None else record.select(layers)
     except (DataError, FormatError):

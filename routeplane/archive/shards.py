@@ -193,7 +193,8 @@ class ChunkReader:
             numbers = [block * layout.columns + slot for block in part for slot in slots]
             self._fill(chunks_N[first * len(slots) :][: len(numbers)], wanted.array, shard, numbers)
         base = blocks.start * layout.chunk_rows
-        return _laid(chunks_N, len(slots), layout)[wanted.start - base : wanted.stop - base]
+        rows_T = _laid(chunks_N, len(slots), layout)[wanted.start - base : wanted.stop - base]
+        return np.ascontiguousarray(rows_T)
 
     def _fill(self, out_N: NDArray[Any], array: str, shard: int, numbers: Sequence[int]) -> None:
         """Decode chunks of one shard, numbered within it, into ``out_N``."""

@@ -34,23 +34,26 @@ from routeplane.archive.reader import (
     Catalog,
     Piece,
     Run,
+    beside_readers,
     build,
     check_root,
     commit_numbers,
-    joined,
     newest,
+    read_beside,
     read_commit,
     read_record,
     route_ranges,
-    token_ranges,
+    widened,
 )
 from routeplane.archive.shards import Range
 from routeplane.archive.writer import ArchiveWriter, RunFiles, drop_commits, publish
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, Problem, UsageError
+from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn
 from routeplane.record.coverage import Coverage, partial_states
 from routeplane.record.record import RecordKey
 from routeplane.record.spans import PRESENT_STATES, STATES, Capture
 from routeplane.record.spec import RouteSpec
+from routeplane.record.validate import missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -191,7 +194,7 @@ def _row(part: TablePartReader, index: int, problems: Found) -> Row | None:
 def intact(run: Run, row: Row) -> RouteRecord | DataError | FormatError:
     """The record, verified, or what is wrong with it."""
     try:
-        return read_record(run, row).verify()
+        return read_record(run, row, verify=True)
     except (DataError, FormatError) as error:
         return error
 
@@ -262,11 +265,12 @@ def record_problems(run: Run, row: Row, *, error: DataError | FormatError) -> It
         yield from (replace(each, sample=row.sample_id) for each in listed)
 
 
-def _damaged_columns(run: Run, row: Row) -> Iterator[tuple[str, FormatError]]:
-    for wanted in token_ranges(run, row, piece=Piece.of(row, None)):
-        error = _refusal(run, wanted)
-        if error is not None:
-            yield wanted.array, error
+def _damaged_columns(run: Run, row: Row) -> Iterator[tuple[str, FormatError | DataError]]:
+    for name, read in beside_readers(run, row, piece=Piece.of(row, None)).items():
+        try:
+            read()
+        except (DataError, FormatError) as error:
+            yield name, error
 
 
 def damaged_cells(run: Run, row: Row) -> Iterator[_Cell]:
@@ -366,17 +370,30 @@ def _salvaged(run: Run, row: Row | None, problems: list[Problem]) -> tuple[str, 
     problems += record_problems(run, row, error=record)
     piece = Piece.of(row, None)
     try:
-        ranges = token_ranges(run, row, piece=piece)
-        beside = {wanted.array: run.chunks.read(wanted) for wanted in ranges}
+        beside = read_beside(run, row, piece=piece)
         routes_SLK = _readable_rows(run, row)
+        beside["columns"] = _blanked(beside["columns"], routes_SLK)
         changes = {
             "captures": _lose_missing(row.captures, routes_SLK, routes_start=row.routes_start),
             "attributes": {**row.attributes, "recovered": "true"},
             "checksum": None,
         }
-        return "partial", build(run, row, piece=piece, beside=beside, routes=routes_SLK, changes=changes)
+        return "partial", build(run, row, piece=piece, beside=beside, stored=routes_SLK, changes=changes)
     except (DataError, FormatError):
         return "lost", None
+
+
+def _blanked(columns: Mapping[str, AlignedColumn], routes_SLK: NDArray[np.int16]) -> dict[str, AlignedColumn]:
+    """The columns with NaN as the routing weights of rows that are MISSING."""
+    found = dict(columns)
+    if "route_weights" in found:
+        weights = found["route_weights"]
+        values = weights.values.copy()
+        values[len(values) - len(routes_SLK) :][missing_rows(routes_SLK)] = (
+            BFLOAT16_NAN if values.dtype == np.uint16 else np.nan
+        )
+        found["route_weights"] = replace(weights, values=values)
+    return found
 
 
 def _readable_rows(run: Run, row: Row) -> NDArray[np.int16]:
@@ -394,7 +411,8 @@ def _readable_rows(run: Run, row: Row) -> NDArray[np.int16]:
         if None in lost or not slots:
             continue
         place = replace(Piece.of(row, None), first_row=row.row_start + first, last_row=row.row_start + last)
-        routes_SLK[first:last, slots] = joined([run.chunks.read(each) for each in route_ranges(place, slots)], spec)
+        found = [run.chunks.read(each) for each in route_ranges(place, slots)]
+        routes_SLK[first:last, slots] = widened(np.concatenate(found, axis=1), spec)
     return routes_SLK
 
 
@@ -558,7 +576,7 @@ def compact_archive(store: ArchiveStore, *, grace_s: float) -> Compaction:
 def _copied(run: Run, files: RunFiles) -> RunEntry:
     """Write the records that are left of a run, verified."""
     for row in run.rows():
-        files.write(read_record(run, row).verify())
+        files.write(read_record(run, row, verify=True))
     return files.finish()
 
 

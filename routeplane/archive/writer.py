@@ -35,6 +35,7 @@ from routeplane.archive.layout import (
     RunManifest,
     TablePart,
     check_run_name,
+    column_layout,
     commit_key,
     encode_rows,
     file_hash,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
     from routeplane.archive.layout import ArrayLayout, Row
     from routeplane.archive.store import ArchiveStore
+    from routeplane.record.aligned import AlignedColumn, ColumnType
     from routeplane.record.interfaces import BlockName, BlockSource
     from routeplane.record.record import RecordKey, RouteRecord
     from routeplane.record.spec import RouteSpec
@@ -161,15 +163,15 @@ class RunFiles:
         self._store, self._attributes = store, attributes
         self._routes = self._array("routes", routes_layout(spec, shard_bytes=shard_bytes))
         self._beside: dict[str, ShardWriter] = {}
-        self.columns: dict[str, np.dtype[Any]] | None = None
+        self.columns: dict[str, ColumnType] | None = None
         self._table = _TableWriter(self._put_file)
-        self._tokens = 0
+        self._tokens = self._all_tokens = 0
         self._digest = xxhash.xxh3_64()
 
     @property
     def tokens(self) -> int:
         """Tokens written."""
-        return self._tokens
+        return self._all_tokens
 
     @property
     def deleted(self) -> bool:
@@ -185,26 +187,40 @@ class RunFiles:
         """Add one record, which was checked."""
         if self.columns is None:
             self._put_document("", group_document({}))
-            self.columns = {name: values.dtype for name, values in record.columns.items()}
+            self.columns = {name: column.type for name, column in record.columns.items()}
         row = row_of(record, token_start=self._tokens, row_start=self._routes.rows)
         self._put_beside("token_ids", record.token_ids)
         if record.logprobs is not None:
             self._put_beside("logprobs", record.logprobs)
-        for index, values in enumerate(record.columns.values()):
-            self._put_beside(f"columns/{index}", values.array())
+        for index, column in enumerate(record.columns.values()):
+            self._put_column(index, column)
         # legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding
         self._routes.append(record.stored_routes)
-        self._tokens += record.num_tokens
+        self._tokens += len(record.token_ids)
+        self._all_tokens += record.num_tokens
         self._digest.update(record.checksum.to_bytes(8, "little"))
         self._table.append(row)
 
+    def _put_column(self, index: int, column: AlignedColumn) -> None:
+        name = f"columns/{index}"
+        values = self._writer(name, column_layout(column.type, index=index))
+        if column.offsets is not None:
+            # where each list ends among all lists of the run; it begins where the one before it ends
+            self._put_beside(f"{name}_ends", values.rows + column.offsets[1:])
+        if column.valid is not None:
+            self._put_beside(f"{name}_valid", column.valid)
+        values.append(column.values)
+
     def _put_beside(self, name: str, values: NDArray[Any]) -> None:
         """Tokens' values behind those of the records before; where these had none, the fill value stands."""
-        if name not in self._beside:
-            self._beside[name] = self._array(name, token_layout(values.dtype.newbyteorder("=")))
-        beside = self._beside[name]
+        beside = self._writer(name, token_layout(values.dtype.newbyteorder("=")))
         beside.append_fill(self._tokens - beside.rows)
         beside.append(values)
+
+    def _writer(self, name: str, layout: ArrayLayout) -> ShardWriter:
+        if name not in self._beside:
+            self._beside[name] = self._array(name, layout)
+        return self._beside[name]
 
     def _array(self, name: str, layout: ArrayLayout) -> ShardWriter:
         return ShardWriter(layout, put=lambda key, data: self._put_file(f"{name}/{key}", data))
@@ -214,8 +230,8 @@ class RunFiles:
 
     def finish(self) -> RunEntry:
         """Write what is held, then the documents, then the manifest that names all of it."""
-        for beside in self._beside.values():
-            beside.append_fill(self._tokens - beside.rows)
+        if "logprobs" in self._beside:  # the last records may have none
+            self._beside["logprobs"].append_fill(self._tokens - self._beside["logprobs"].rows)
         arrays = {"routes": self._routes, **self._beside}
         for each in arrays.values():
             each.finish()
@@ -225,10 +241,10 @@ class RunFiles:
         manifest = RunManifest(
             name=self.run,
             records=len(self._table.keys),
-            tokens=self._tokens,
+            tokens=self._all_tokens,
             rows=self._routes.rows,
             digest=f"{self._digest.intdigest():016x}",
-            columns=tuple(self.columns or ()),
+            columns=self.columns or {},
             arrays={
                 name: ArrayEntry(document=each.layout.document(each.rows), shards=tuple(each.shards))
                 for name, each in arrays.items()
@@ -332,12 +348,11 @@ class ArchiveWriter(RecordWriter):
             )
 
     def _check(self, record: RouteRecord) -> None:
-        _check_storable(record)
-        columns = {name: values.dtype for name, values in record.columns.items()}
+        columns = {name: column.type for name, column in record.columns.items()}
         known = self._files.columns
         if known is not None and columns != known:
             expected, got = (
-                ", ".join(f"{name} {kind}" for name, kind in each.items()) or "none" for each in (known, columns)
+                "; ".join(f"{name} {kind}" for name, kind in each.items()) or "none" for each in (known, columns)
             )
             raise DataError(
                 f"expected token columns ({expected}), got ({got}) @ sample {record.key}", kind=ErrorKind.TOKEN_COLUMN
@@ -478,16 +493,3 @@ def _add_run(
                 sink.write(record)  # refuses a known key with another checksum
                 checksums[record.key] = record.checksum
     return AddReport(runs=1, blocks=len(names), records=len(checksums), repeats=repeats)
-
-
-def _check_storable(record: RouteRecord) -> None:
-    """Raise DataError for what only streams carry: columns that declare something, sampling parameters, lean deltas."""
-    declared = [name for name, column in record.columns.items() if not column.type.plain]
-    needs = {
-        f"columns without a declaration, got {declared}": bool(declared),
-        "spans without sampling parameters": any(span.sampling is not None for span in record.spans),
-        "a resolved record, or one with all its tokens": record.tokens_start > 0,
-    }
-    for expected, broken in needs.items():
-        if broken:
-            raise DataError(f"expected {expected} @ sample {record.key}", kind=ErrorKind.TOKEN_COLUMN)

@@ -391,6 +391,7 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
             f"expected a token in [0, {record.num_tokens}), got {token} @ sample {record.sample_id}",
             kind=ErrorKind.ARGUMENT,
         )
+    chosen = record.spec.layer_ids if layer_ids is None else layer_ids
     own = token - record.tokens_start
     if own < 0:
         raise UsageError(
@@ -398,7 +399,6 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
             f"@ sample {record.sample_id}",
             kind=ErrorKind.PREFIX,
         )
-    chosen = record.spec.layer_ids if layer_ids is None else layer_ids
     logprob = None if record.logprobs is None else float(record.logprobs[own])
     return Explanation(
         key=record.key,

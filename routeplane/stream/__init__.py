@@ -67,17 +67,17 @@ def new_stream(
     (True, [])
     """
     check_max_bytes(max_bytes)  # before a file is opened that would stay open
-    if format != FORMAT_VERSION and (isinstance(target, MemoryStream) or _address_of(target) is not None):
-        raise refused(f"format {FORMAT_VERSION} for a MemoryStream or a socket", repr(format))
+    address = None if isinstance(target, MemoryStream) else _address_of(target)
+    if format != FORMAT_VERSION and (address is not None or isinstance(target, MemoryStream)):
+        raise refused(f"format {FORMAT_VERSION} for a transport", repr(format))
+    check_version(format, spec=spec)  # like the encoding, before a file is opened
     if isinstance(target, MemoryStream):
         if encoding is not None:
             raise refused("no encoding for a MemoryStream, which encodes nothing", repr(encoding))
         return target.new_sink(spec, max_bytes=max_bytes, timeout_s=timeout_s)
-    address = _address_of(target)
     if address is not None:
         return connect(address, spec, encoding=encoding, max_bytes=max_bytes, timeout_s=timeout_s)
     _refuse_timeout(timeout_s, target)
-    check_version(format, spec=spec)  # like the encoding, before a file is opened
     chosen = choose_encoding("plain" if encoding is None else encoding, spec)
     return IpcWriter(target_of(target), spec, encoding=chosen, max_bytes=max_bytes, version=format)
 

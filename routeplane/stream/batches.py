@@ -16,7 +16,6 @@ import pyarrow as pa
 import xxhash
 
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record.aligned import ColumnType
 from routeplane.record.codec import column_types, read_records, require_version, salvage, write_batch
 from routeplane.record.parse import check_count
 from routeplane.record.policy import Quarantine, ReadPolicy
@@ -25,6 +24,7 @@ from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, arr
 from routeplane.record.transfer import RecordWriter
 
 if TYPE_CHECKING:
+    from routeplane.record.aligned import ColumnType
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -137,9 +137,9 @@ class BatchWriter(RecordWriter):
         max_keys: int | None = None,
         version: str = FORMAT_VERSION,
     ) -> None:
+        check_version(version, spec=spec)
         super().__init__(spec, max_bytes=max_bytes, max_keys=max_keys)
         self._encoding: Encoding = encoding
-        check_version(version, spec=spec)
         self._version = version
         self._counter = TrailerCounter(spec, encoding, version=version)
         self._held: list[RouteRecord] = []
