@@ -223,14 +223,18 @@ def _flat(record: RouteRecord) -> pa.Table:
     kinds = _spread(record.spans, "kind", start, record.num_tokens)
     states = _spread(record.captures, "state", start, record.num_tokens)
     versions = _spread(record.captures, "weights_version", start, record.num_tokens)
-    logprobs = np.full(tokens, np.nan, np.float32) if record.logprobs is None else record.logprobs[start:]
+    logprobs = (
+        np.full(tokens, np.nan, np.float32)
+        if record.logprobs is None
+        else record.logprobs[start - record.tokens_start :]
+    )
     return pa.table(
         [
             pa.repeat(record.sample_id, count),
             pa.repeat(pa.scalar(record.attempt, pa.int32()), count),
             pa.repeat(pa.scalar(record.segment, pa.int32()), count),
             pa.array(each(np.arange(start, record.num_tokens))),
-            pa.array(each(record.token_ids[start:])),
+            pa.array(each(record.row_token_ids)),
             pa.array(each(kinds), pa.utf8()),
             pa.array(each(states), pa.utf8()),
             pa.array(each(versions), pa.int64()),

@@ -418,7 +418,7 @@ class Collector:
         count_overlap(record.routes, shared_L=self._shared_L, neighbours_L=self._neighbours_L, equal_S=equal_S)
         # a run of n equal rows is n - 1 rows that equal the one before, in all layers; equal tokens have equal rows
         # honestly
-        own_S = record.token_ids[record.routes_start :]
+        own_S = record.row_token_ids
         repeats_S = equal_S == self._spec.num_layers
         repeats_S[1:] &= own_S[1:] != own_S[:-1]
         if not repeats_S.any():

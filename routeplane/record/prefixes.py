@@ -84,12 +84,13 @@ def _same_prompt(holder: RouteRecord, record: RouteRecord, *, stop: int) -> bool
     )
 
 
-def as_delta(record: RouteRecord, base: RouteRecord) -> RouteRecord:
+def as_delta(record: RouteRecord, base: RouteRecord, *, stored: RouteRecord | None = None) -> RouteRecord:
     """Refer to the rows that a record shares with the start of another one.
 
     Args:
         record: A whole record, such as a rollout after its next turn.
-        base: The one it goes on from, such as the same rollout a turn earlier, whole or a delta's whole form.
+        base: The one it goes on from, whole, such as the same rollout a turn earlier.
+        stored: ``base`` in the form that is stored beside the delta, where that is a delta itself; None: ``base``.
 
     Returns:
         The record from the first row on that differs: its tokens and columns begin there too. Itself where nothing is
@@ -103,8 +104,11 @@ def as_delta(record: RouteRecord, base: RouteRecord) -> RouteRecord:
     for one in (record, base):
         if one.prefix is not None:
             raise DataError(f"expected whole records, got a delta @ sample {one.key}", kind=ErrorKind.PREFIX)
+    holder = base if stored is None else stored
+    if (holder.key, holder.num_tokens) != (base.key, base.num_tokens):
+        raise DataError(f"expected {base.key} as it is stored, got {holder.key}", kind=ErrorKind.PREFIX)
     stop = _shared_tokens(record.verify(), base)
-    return _delta(record, base, stop=stop) if stop else record
+    return _delta(record, holder, stop=stop) if stop else record
 
 
 def _shared_tokens(record: RouteRecord, base: RouteRecord) -> int:

@@ -1,0 +1,331 @@
+"""Aligned columns: every operation gives what plain Python lists give, in both encodings; rules of standard names."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routeplane.errors import DataError, ErrorKind, RouteplaneError
+from routeplane.record.aligned import AlignedColumn, concatenate_columns
+from routeplane.record.assembly import UnfedTokens, assemble
+from routeplane.record.calls import ModelCall, merge_layers
+from routeplane.record.prefixes import as_delta, resolve
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
+from routeplane.stream import new_stream, open_stream
+from routeplane.testing.builders import watermark, watermarked_record
+
+SPEC = RouteSpec(num_experts=200, top_k=2, layer_ids=(1, 4), model="aligned")
+WIDE = RouteSpec(num_experts=32_749, top_k=2, layer_ids=(1, 4), model="aligned")
+
+
+def entry(seed: int, kind: str, token: int) -> Any:
+    """The plain entry of one token."""
+    known = (seed + token) % 4 != 1
+    if kind == "number":
+        return seed + token / 8
+    if kind == "maybe":
+        return seed + token if known else None
+    if kind == "layers":
+        return [[[seed + token, layer, slot] for slot in range(2)] for layer in (1, 4)]
+    lists = [seed * 100 + token] * ((seed + token) % 3)
+    return lists if kind == "lists" or known else None
+
+
+KINDS = ("number", "maybe", "layers", "lists", "maybe_lists")
+
+
+def column(seed: int, kind: str, tokens: range) -> AlignedColumn:
+    """The column of the plain entries."""
+    plain = [entry(seed, kind, token) for token in tokens]
+    if kind == "number":
+        return AlignedColumn.of(np.asarray(plain, dtype=np.float64), aligned="sampled")
+    if kind == "maybe":
+        known = np.asarray([one is not None for one in plain], dtype=np.bool_)
+        return AlignedColumn.of(
+            np.asarray([7 if one is None else one for one in plain], dtype=np.int64), aligned="fed", valid=known
+        )
+    if kind == "layers":
+        values = np.asarray(plain, dtype=np.float32).reshape(len(plain), 2, 2, 3)
+        return AlignedColumn.of(values, aligned="fed", axes=("layers", "topk", "feature"))
+    return AlignedColumn.of_lists(plain, dtype="int32", aligned="sampled", nullable=kind == "maybe_lists")
+
+
+def columns(seed: int, tokens: range) -> dict[str, AlignedColumn]:
+    """One column of every kind."""
+    return {kind: column(seed, kind, tokens) for kind in KINDS}
+
+
+def plain(seed: int, tokens: range) -> dict[str, list[Any]]:
+    """The same as lists."""
+    return {kind: [entry(seed, kind, token) for token in tokens] for kind in KINDS}
+
+
+def lists_of(record: RouteRecord) -> dict[str, list[Any]]:
+    """All columns of a record as lists."""
+    return {
+        name: found.tolist() for name, found in sorted(record.columns.items(), key=lambda item: KINDS.index(item[0]))
+    }
+
+
+def a_record(seed: int, size: int, *, spec: RouteSpec = WIDE) -> RouteRecord:
+    """A record of ``size`` tokens with every kind of column."""
+    wide = watermarked_record(seed, num_tokens=size, spec=WIDE)
+    routes_SLK = wide.routes if spec is WIDE else np.where(wide.routes < 0, -1, [[0, 199], [7, 3]]).astype(np.int16)
+    return replace(wide, spec=spec, routes=routes_SLK, columns=columns(seed, range(size)), checksum=None)
+
+
+sizes = st.integers(2, 9)
+seeds = st.integers(0, 6)
+
+
+@given(seeds, sizes, st.data())
+def test_cuts_and_selections_are_those_of_lists(seed: int, size: int, data: st.DataObject) -> None:
+    """Slice and select, alone and together, also after a pickle."""
+    start = data.draw(st.integers(0, size - 1))
+    stop = data.draw(st.integers(start + 1, size))
+    record = pickle.loads(pickle.dumps(a_record(seed, size)))
+    part = record.slice(start, stop)
+    chosen = part.select([4])
+
+    assert plain(seed, range(size)) == lists_of(record)
+    assert plain(seed, range(start, stop)) == lists_of(part)
+    expected = plain(seed, range(start, stop))
+    expected["layers"] = [one[1:] for one in expected["layers"]]
+    assert expected == lists_of(chosen)
+    part.verify()
+    chosen.verify()
+    assert all(not found.values.flags.writeable for found in record.columns.values())
+
+
+@given(
+    st.lists(st.tuples(seeds, sizes), min_size=1, max_size=4), st.sampled_from(["plain", "narrow"]), st.integers(1, 9)
+)
+def test_a_stream_gives_them_back(made: list[tuple[int, int]], encoding: str, max_bytes: int) -> None:
+    """Any batching, both encodings: the same entries and checksums; cut and selected by the reader too."""
+    given_ = [
+        replace(a_record(seed, size, spec=SPEC), segment=place, checksum=None)
+        for place, (seed, size) in enumerate(made)
+    ]
+    sink = io.BytesIO()
+    with new_stream(sink, SPEC, encoding=encoding, max_bytes=max_bytes * 400) as writer:  # type: ignore[arg-type]
+        for record in given_:
+            writer.write(record)
+    found = list(open_stream(sink.getvalue()))
+    cut = list(open_stream(sink.getvalue()).select(layer_ids=[1], tokens=(1, 4)))
+
+    assert [(one.checksum, lists_of(one)) for one in given_] == [
+        (one.verify().checksum, lists_of(one)) for one in found
+    ]
+    assert [lists_of(one.slice(1, min(4, one.num_tokens)).select([1])) for one in given_] == [
+        lists_of(one) for one in cut
+    ]
+
+
+@given(seeds, sizes, sizes)
+def test_parts_join_to_the_whole(seed: int, first: int, second: int) -> None:
+    """Concatenation of cuts, and any order of tokens, are those of lists."""
+    for kind in KINDS:
+        whole = column(seed, kind, range(first + second))
+        joined = concatenate_columns([whole[:first], whole[first:]], name=kind, where="x")
+        order = np.arange(first + second)[::-1].copy()
+
+        assert whole.equals(joined)
+        assert whole.take(order).tolist() == whole.tolist()[::-1]
+        assert whole.copy().equals(whole)
+
+
+@given(seeds, st.integers(3, 9), st.integers(1, 5))
+def test_a_lean_delta_resolves_to_the_record(seed: int, size: int, more: int) -> None:
+    """A longer record as a delta repeats no token, no entry and no row; resolved it is the record, in a chain too."""
+    records = [
+        replace(a_record(seed, size + step * more), segment=step, logprobs=None, checksum=None) for step in range(3)
+    ]
+    records = [replace(one, token_ids=np.arange(one.num_tokens), checksum=None) for one in records]
+    stored = [records[0]]
+    for base, record in itertools.pairwise(records):
+        stored.append(as_delta(record, base, stored=stored[-1]))
+    sink = io.BytesIO()
+    with new_stream(sink, WIDE) as writer:
+        for delta in stored:
+            writer.write(delta)
+    found = resolve(open_stream(sink.getvalue()))
+
+    assert [one.checksum for one in records] == [one.checksum for one in found]
+    assert [lists_of(one) for one in records] == [lists_of(one) for one in found]
+    assert [size - 1 + step * more for step in range(2)] == [delta.tokens_start for delta in stored[1:]]
+    assert all(len(delta.token_ids) == len(delta.routes) == more + 1 for delta in stored[1:])
+
+
+def call(seed: int, *, prompt: int, generated: int, first: int, **changes: Any) -> ModelCall:
+    """A call whose columns are those of ``seed``."""
+    total = prompt + generated
+    rows = watermark(0, np.arange(first, total - 1)[:, None, None], layer=np.asarray([[1], [4]]), k=np.arange(2))
+    content: dict[str, Any] = {
+        "prompt_ids": np.arange(prompt),
+        "generation_ids": np.arange(prompt, total),
+        "routes": rows,
+        "first_row": first,
+        "weights_version": 1,
+        "call_id": f"c{seed}",
+        "columns": columns(seed, range(total)),
+    }
+    return ModelCall(**{**content, **changes})
+
+
+def test_assembly_gives_each_token_its_call() -> None:
+    """A fed entry is of the call whose row stands, a sampled one of the call that brought the token; tails join."""
+    calls = [call(0, prompt=3, generated=2, first=0), call(1, prompt=7, generated=2, first=4)]
+    tail = UnfedTokens(token_ids=np.asarray([90, 91]), role="tool", call_id="seen", columns=columns(2, range(9, 11)))
+    made = assemble([*calls, tail], WIDE, sample_id="s", on_missing="raise")
+    (record,) = made.records
+    sampled = [0] * 5 + [1] * 4 + [2] * 2
+    fed = [0] * 4 + [1] * 5 + [2] * 2
+    found = lists_of(record)
+
+    for kind in KINDS:
+        source = fed if kind in ("maybe", "layers") else sampled
+        assert [entry(seed, kind, token) for token, seed in enumerate(source)] == found[kind], kind
+    assert (8, 3, 0.0) == (record.coverage().fed, record.coverage().count("not_fed"), record.coverage().missing_share)
+    assert 0 == made.report.drift_values
+    again = assemble([calls[0], call(1, prompt=7, generated=2, first=2)], WIDE, sample_id="s")
+    assert 4 == again.report.drift_values  # two rows twice, two fed columns
+
+
+def test_a_trimmed_call_shows_what_it_lost() -> None:
+    """A later call that begins one row too late left out the row of the last sampled token."""
+    calls = [call(0, prompt=3, generated=2, first=0), call(1, prompt=7, generated=2, first=5)]
+    (record,) = assemble(calls, WIDE, sample_id="s").records
+
+    assert ("lost", 4, 5) == next(
+        (capture.state, capture.start, capture.stop) for capture in record.captures if capture.state == "lost"
+    )
+    with pytest.raises(DataError, match="lost"):
+        assemble(calls, WIDE, sample_id="s", on_missing="raise")
+
+
+def test_layers_of_one_call_are_merged_with_their_entries() -> None:
+    """Pipeline stages bring their layers' entries; other columns come once, or equal."""
+    whole = call(0, prompt=3, generated=2, first=0)
+    parts = [
+        replace(
+            whole,
+            routes=whole.routes[:, [slot]],  # type: ignore[index]
+            layer_ids=(layer,),
+            columns={**whole.columns, "layers": whole.columns["layers"].pick_layers([slot])},
+            checksum=None,
+        )
+        for slot, layer in ((1, 4), (0, 1))
+    ]
+    merged = merge_layers(parts)
+
+    assert all(whole.columns[name].equals(merged.columns[name]) for name in KINDS)
+
+
+def test_versions_inside_a_call_follow_the_forward() -> None:
+    """The row of token t has the version that sampled t + 1."""
+    made = call(0, prompt=3, generated=4, first=0, weights_version=None, versions=((3, 5, 7), (5, 7, 8)))
+    (record,) = assemble([made], WIDE, sample_id="s").records
+
+    assert [(3, None), (5, 7), (7, 8)] == [(span.stop, span.weights_version) for span in record.spans]
+    assert [(4, 7), (6, 8), (7, None)] == [(one.stop, one.weights_version) for one in record.captures]
+    for wrong in (((3, 5, 7),), ((2, 7, 1),), ((3, 3, 1), (3, 7, 1))):
+        with pytest.raises(DataError, match="versions"):
+            call(0, prompt=3, generated=4, first=0, weights_version=None, versions=wrong)
+
+
+def test_flipped_bits_are_found() -> None:
+    """Bits of a stream with every kind of column: refused, or what is read is the same."""
+    sink = io.BytesIO()
+    with new_stream(sink, SPEC, encoding="narrow") as writer:
+        for seed in (1, 2):
+            writer.write(a_record(seed, 5 + seed, spec=SPEC))
+    data, rng = sink.getvalue(), np.random.default_rng(7)
+    expected = [record.checksum for record in open_stream(data)]
+    silent = 0
+    for _ in range(300):
+        changed = bytearray(data)
+        place = int(rng.integers(len(data)))
+        changed[place] ^= 1 << int(rng.integers(8))
+        try:
+            found = [record.verify().checksum for record in open_stream(bytes(changed))]
+        except RouteplaneError:
+            continue
+        silent += found != expected
+
+    assert 0 == silent
+
+
+WEIGHTS = np.full((5, 2, 2), 0.5, dtype=np.float32)
+WEIGHTS[-1] = np.nan
+
+BAD_WEIGHTS = {
+    "nan_where_there_is_a_row": (np.where(np.arange(5)[:, None, None] == 1, np.nan, WEIGHTS), ("layers", "topk")),
+    "a_number_where_there_is_none": (np.nan_to_num(WEIGHTS, nan=0.5), ("layers", "topk")),
+    "infinite": (np.where(np.arange(5)[:, None, None] == 1, np.inf, WEIGHTS), ("layers", "topk")),
+    "one_layer": (WEIGHTS[:, :1], ("layers", "topk")),
+    "other_axes": (WEIGHTS, ("topk", "layers")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_weights_that_contradict_the_rows(name: str) -> None:
+    """Routing weights are NaN exactly where the row is MISSING, and of the record's layers."""
+    values, axes = BAD_WEIGHTS[name]
+    record = watermarked_record(0, num_tokens=5, spec=WIDE)
+    meaning = {"weights_meaning": "softmax"}
+    good = AlignedColumn.of(WEIGHTS, aligned="fed", axes=("layers", "topk"))
+    replace(record, columns={"route_weights": good}, attributes=meaning, checksum=None).without_routes().verify()
+    bad = AlignedColumn.of(np.asarray(values, dtype=np.float32), aligned="fed", axes=axes)
+    for column, attributes in ((bad, meaning), (good, {})):
+        with pytest.raises(DataError) as caught:
+            replace(record, columns={"route_weights": column}, attributes=attributes, checksum=None)
+        assert caught.value.kind is ErrorKind.TOKEN_COLUMN
+
+
+MASKS = {
+    "the_sampled_id_absent": ([[], [], [1, 2], [3, 5]], [0, 0, 1, 1]),
+    "not_ascending": ([[], [], [3, 2], [4, 5]], [0, 0, 1, 1]),
+    "twice": ([[], [], [3, 3], [4]], [0, 0, 1, 1]),
+    "negative": ([[], [], [-1, 3], [4]], [0, 0, 1, 1]),
+    "listed_and_empty": ([[], [], [], [4]], [0, 0, 1, 1]),
+    "full_and_listed": ([[], [], [3], [4]], [0, 0, 2, 1]),
+    "at_a_prompt": ([[], [2], [3], [4]], [0, 1, 1, 1]),
+    "an_unknown_state": ([[], [], [3], [4]], [0, 0, 4, 1]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_contradict_the_tokens(name: str) -> None:
+    """The ids that sampling kept stand at sampled tokens, ascend, and hold the sampled id."""
+
+    def masked(lists: list[list[int]], states: list[int]) -> RouteRecord:
+        mask = AlignedColumn.of_lists(lists, dtype="int32", aligned="sampled")
+        state = AlignedColumn.of(np.asarray(states, dtype=np.uint8), aligned="sampled")
+        base = watermarked_record(0, num_tokens=4, prompt_tokens=2, spec=WIDE)
+        return replace(base, columns={"sampling_mask": mask, "sampling_mask_state": state}, checksum=None)
+
+    masked([[], [], [3, 9], []], [0, 0, 3, 2]).verify()
+    with pytest.raises(DataError) as caught:
+        masked(*MASKS[name])
+    assert caught.value.kind is ErrorKind.TOKEN_COLUMN
+
+
+def test_a_loss_on_what_was_never_fed_is_refused() -> None:
+    """Tokens behind the last call carry no loss; the last sampled one may."""
+    base = call(0, prompt=2, generated=2, first=0, columns={"loss_mask": np.asarray([0, 0, 1, 1])})
+    for mask, refused in (([0, 0], False), ([0, 1], True)):
+        tail = UnfedTokens(token_ids=np.asarray([8, 9]), call_id="seen", columns={"loss_mask": np.asarray(mask)})
+        if not refused:
+            assemble([base, tail], WIDE, sample_id="s")
+            continue
+        with pytest.raises(DataError, match="loss_mask"):
+            assemble([base, tail], WIDE, sample_id="s")
