@@ -31,17 +31,17 @@ BARS: dict[str, float] = {
     "root entries": 14,
     "root python files": 3,
     # one of them is `__main__.py`, two lines that `python -m routeplane` needs
-    "modules": 174,
+    "modules": 154,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
-    "duplicate basenames": 16,
+    "duplicate basenames": 13,
     "public names": 200,
-    "import paths in docs": 21,
-    "public functions with more than 8 parameters": 2,
+    "import paths in docs": 19,
+    "public functions with more than 8 parameters": 1,
     "function lines, median": 8,
     "function lines, p90": 25,
-    "words of design section 8": 365,
-    "doctests": 53,
+    "words of design section 8": 158,
+    "doctests": 99,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
@@ -50,7 +50,6 @@ GOALS: dict[str, float] = {
     "import paths in docs": 15,
     "public functions with more than 8 parameters": 0,
     "words of design section 8": 0,
-    "doctests": 60,
 }
 
 #: Basenames that two modules share, and why both keep the name.
