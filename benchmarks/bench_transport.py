@@ -2,8 +2,8 @@
 
 Payload: as in ``bench_read``. A hop begins when the producer opens its writer, and ends when the consumer, another
 process, has read, checked (rows and checksums) and acknowledged every record; its ends run at once, as they do in use.
-Compared with one copy of the routes, with raw TCP, and with the spool and the shared-memory transport that the folder
-replaced, as they were measured in one run with it before they went. Also whether cost grows linearly.
+Compared with one copy of the routes and with raw TCP. Also whether cost grows linearly. What the folder replaced was
+measured beside it before it went: ``measured_once.json``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ from routeplane.record.record import RouteRecord
 from routeplane.stream import MemoryStream, folder, listen, new_stream, open_stream
 
 ROUNDS = 7
-#: Medians of nine interleaved rounds on a shared machine of 2 cores: seconds of one hop of 12 records (28 MB), narrow,
-#: before the spool and the shared-memory transport were removed.
-REPLACED = {"spool": 0.364, "folder": 0.126, "shared memory": 0.303, "/dev/shm": 0.079}
-RATIOS = {"transport/folder_over_spool": (0.367, 0.9), "transport/dev_shm_over_shared_memory": (0.312, 0.8)}
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The other process
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,16 +187,8 @@ def _seconds(rounds: Sequence[Sequence[RouteRecord]]) -> float:
     return median(spent)
 
 
-def replaced() -> list[Result]:
-    """The figures that were measured once, against what the folder replaced."""
-    return [
-        Result(name=name, value=value, unit="of the time before", bar=bar, higher_is_better=False, peers=REPLACED)
-        for name, (value, bar) in RATIOS.items()
-    ]
-
-
 def main(*, full: bool = False) -> list[Result]:
     """Measure on 201 MB, or on 50 MB."""
     tokens = 4_096 if full else 1_024
     records = [record(index, length) for index, length in enumerate(lengths(tokens))]
-    return hops(records) + growth() + replaced()
+    return hops(records) + growth()

@@ -37,6 +37,8 @@ def main() -> None:
     arguments = parser.parse_args()
     where = machine()
     rows = [result.as_row(where) for result in run_all(full=arguments.full)]
+    # comparisons with code that is gone, kept as they were measured before it went
+    rows += json.loads((HERE / "measured_once.json").read_text(encoding="utf-8"))
     text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
     (HERE / "results.json").write_text(text, encoding="utf-8")
     print(f"{len(rows)} results in {HERE.name}/results.json, measured on {where}")

@@ -7,14 +7,15 @@ The names below need numpy, pyarrow and xxhash only. Stages with heavier needs a
 """
 
 from routeplane.errors import ErrorKind, Problem, RouteplaneError
-from routeplane.record.assembly import Assembly, AssemblyReport, assemble
+from routeplane.record.aligned import AlignedColumn
+from routeplane.record.assembly import Assembly, AssemblyReport, UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteSink, RouteSource, RouteTicket
-from routeplane.record.prefixes import resolve, share_prompts
+from routeplane.record.prefixes import as_delta, resolve, share_prompts
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
 from routeplane.record.schema import FORMAT_VERSION
-from routeplane.record.spans import Capture, Span
+from routeplane.record.spans import Capture, Sampling, Span
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import check_routes, find_problems
 from routeplane.stream import MemoryStream, new_stream, open_stream
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMAT_VERSION",
     "MISSING",
+    "AlignedColumn",
     "Assembly",
     "AssemblyReport",
     "Capture",
@@ -40,8 +42,11 @@ __all__ = [
     "RouteSpec",
     "RouteTicket",
     "RouteplaneError",
+    "Sampling",
     "Span",
+    "UnfedTokens",
     "__version__",
+    "as_delta",
     "assemble",
     "check_routes",
     "find_problems",

@@ -381,7 +381,9 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         lengths=owned_tensor(plan.lengths.copy()),
         cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
         cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
-        columns=MappingProxyType({name: lay_out(column_arrays(records, name), fill) for name, fill in fills.items()}),
+        columns=MappingProxyType(
+            {name: lay_out(column_arrays(records, name, slots=slots), fill) for name, fill in fills.items()}
+        ),
         states=owned_tensor(settled_N.reshape(plan.shape)),
         keys=tuple(record.key for record in records),
         counts=count_states(settled_N, records=count_first_tokens(plan)),

@@ -99,12 +99,16 @@ def check_token_columns(records: Sequence[RouteRecord]) -> dict[str, float]:
     return {name: np.nan if kind.kind == "f" else 0 for name, kind in types.items()}
 
 
-def column_arrays(records: Sequence[RouteRecord], name: str) -> list[NDArray[Any]]:
-    """The entries of one column of every record, each ``[S, *shape]``; raises DataError for lists and nulls."""
+def column_arrays(records: Sequence[RouteRecord], name: str, *, slots: list[int] | None) -> list[NDArray[Any]]:
+    """The entries of one column of every record, each ``[S, *shape]``; raises DataError for lists and nulls.
+
+    ``slots``: positions on axis L of the layers that the batch takes, None for all; an axis ``layers`` is cut likewise.
+    """
     found = []
     for record in records:
+        column = record.columns[name]
         try:
-            found.append(record.columns[name].array())
+            found.append((column if slots is None else column.pick_layers(slots)).array())
         except DataError as error:
             raise DataError(f"column {name!r}: {error} @ sample {record.key}", kind=ErrorKind.TOKEN_COLUMN) from None
     return found

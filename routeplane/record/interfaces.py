@@ -234,7 +234,7 @@ class BlockSource(Protocol):
         layer_ids: Sequence[int] | None = None,
         tokens: tuple[int, int] | None = None,
     ) -> list[RouteRecord]:
-        """Records of one block, cut where the data lies, with prefixes resolved."""
+        """Records of one block, cut where the data lies. A prefix that lies in another block is not joined."""
 
     def position(self) -> Position:
         """What is acknowledged: where a reader that starts now would begin."""

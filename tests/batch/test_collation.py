@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
+from routeplane.record.aligned import AlignedColumn
 from routeplane.record.coverage import Coverage
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
@@ -286,6 +287,17 @@ def test_microbatches_read_no_further_than_they_must() -> None:
     assert [] == given.read
     next(found)
     assert 3 == len(given.read)
+
+
+def test_a_column_with_a_layer_axis_follows_the_layers_of_the_batch() -> None:
+    """Values that name their layer and token: a stage gets its own layers, in every layout."""
+    record = watermarked_record(0, num_tokens=5, spec=SPEC)
+    values_SL = np.arange(5)[:, None] * 100 + np.asarray(SPEC.layer_ids)
+    column = AlignedColumn.of(values_SL.astype(np.float32), aligned="fed", axes=("layers",))
+    record = replace(record, columns={"weight": column}, checksum=None)
+    for layout in ("padded", "packed"):
+        batch = collate([record], SPEC.select([2, 9]), layout=layout)
+        assert values_SL[:, [1, 3]].tolist() == batch.columns["weight"].reshape(5, 2).tolist()
 
 
 def test_microbatches_take_a_spec_for_fewer_layers_or_a_plain_list() -> None:
