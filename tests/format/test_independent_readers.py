@@ -95,7 +95,7 @@ def stored(stream: dict[str, Any]) -> Table:
 
 def _entries(column: dict[str, Any]) -> list[Any]:
     """One entry per token: a number, the values of a list or an array, or None where it is unknown."""
-    values, offsets, shape = column["values"], column.get("offsets"), column.get("shape")
+    values, offsets, shape = column["values"], column.get("offsets"), column.get("shape") or ()
     if not offsets and not shape:
         entries = values
     else:
