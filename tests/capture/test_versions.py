@@ -22,7 +22,7 @@ from routeplane.capture.wire import encode
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.calls import ModelCall
 from tests.capture.payloads import SPEC, engine_rows
-from tests.capture.reading import response_calls, sglang_call
+from tests.capture.reading import chunk_calls, response_calls, sglang_call
 
 PROMPT = [5, 6, 7]
 
@@ -54,7 +54,7 @@ def test_an_update_at_every_position_is_in_the_record(generated: int, data: st.D
     changes = sorted(data.draw(st.sets(st.integers(1, generated - 1)))) if generated > 1 else []
     spans = [(7 + at, start, stop) for at, (start, stop) in enumerate(itertools.pairwise([0, *changes, generated]))]
     sampled = [version for version, start, stop in spans for _ in range(start, stop)]
-    call = sglang(generated, weight_versions=spans_of(*((str(version), *edges) for version, *edges in spans)))
+    call = sglang(generated, weight_versions=spans_of(*((str(version), start, stop) for version, start, stop in spans)))
     record, ticket = issue_ticket(call, SPEC, stream="s")
 
     assert call.checksum == call_of_ticket(record, ticket).checksum
@@ -187,3 +187,21 @@ def test_responses_name_versions_too() -> None:
     assert 4 == one.weights_version
     [two] = response_calls({"choices": [{**choice, "weight_versions": spans_of((4, 0, 1), (5, 1, 2))}]}, SPEC, **given)
     assert ((3, 4, 4), (4, 5, 5)) == two.versions
+
+
+def test_a_stream_names_versions_in_its_last_chunk() -> None:
+    """Spans of all tokens, as vLLM's last chunk has them; those of fewer tokens are not this request's."""
+    first = {"index": 0, "finish_reason": None, "token_ids": [8], "weight_versions": None}
+    rows = encode(engine_rows(4), form="npy")
+    last = {"index": 0, "finish_reason": "length", "token_ids": [9], "routed_experts": rows}
+    given: dict[str, Any] = {"prompt_ids": PROMPT, "weights_version": None}
+
+    def chunks(*edges: tuple[int | str, int, int]) -> list[dict[str, Any]]:
+        return [{"choices": [first]}, {"choices": [{**last, "weight_versions": spans_of(*edges)}]}]
+
+    [call] = chunk_calls(chunks(("4", 0, 1), ("new", 1, 2)), SPEC, version_numbers={"new": 5}, **given)
+    assert ((3, 4, 4), (4, 5, 5)) == call.versions
+    with pytest.raises(DataError):
+        chunk_calls(chunks(("4", 0, 1), ("5", 1, 2)), SPEC, **{**given, "weights_version": 4})
+    with pytest.raises(DataError):
+        chunk_calls(chunks(("5", 0, 1)), SPEC, **given)
