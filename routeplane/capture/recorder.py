@@ -320,7 +320,7 @@ class RouteRecorder:
         """Rows ``[R, L, K]`` of tokens ``[first_row, first_row + R)``, on the spec's layers, any integer type; copied.
 
         Raises DataError: ROW_COUNT where they do not follow what the call brought (a gap), ROW_CONFLICT where a row
-        that came before comes as another set of experts, SHAPE or VALUE_RANGE for what is no row of this spec.
+        that came before comes as another set of experts, SHAPE or VALUE_RANGE for rows that do not fit this spec.
         """
         call = self._going_on()
         rows_RLK = as_integers(rows, np.int16, what=f"routes of call {call.call_id}", ndim=3)

@@ -106,7 +106,7 @@ def test_a_ticket_keeps_versions() -> None:
 
 
 def test_a_contradiction_with_the_caller_is_refused() -> None:
-    """An answer of other weights than the caller says is no record of either."""
+    """An answer of other weights than the caller says is an error."""
     for info in (
         {"weight_version": "8"},
         {"weight_versions": spans_of(("7", 0, 1), ("8", 1, 3))},

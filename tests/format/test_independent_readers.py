@@ -1,4 +1,4 @@
-"""Golden streams read by Arrow implementations that know nothing of this format: every value, not merely row counts.
+"""Golden streams of both versions read by Arrow implementations that know nothing of this format: every value.
 
 polars and nanoarrow have IPC readers of their own; DuckDB reads through pyarrow. What one of them cannot read is named
 here. None of them can check the trailer: batch metadata stays hidden from their users.
@@ -6,6 +6,7 @@ here. None of them can check the trailer: batch metadata stays hidden from their
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -21,8 +22,12 @@ import pytest
 
 from tests.format.documents import SCHEMAS, load
 
-GOLDEN = SCHEMAS / "golden"
-STREAMS: dict[str, Any] = load(GOLDEN / "expected.json")["streams"]
+#: A path below ``schemas/v1`` -> what the stream holds.
+STREAMS: dict[str, Any] = {
+    f"{folder}/{name}": stream
+    for folder in ("golden", "golden-1.1")
+    for name, stream in load(SCHEMAS / folder / "expected.json")["streams"].items()
+}
 
 Table = dict[str, list[Any]]
 
@@ -38,11 +43,10 @@ def read_polars(path: Path) -> Table:
 
 
 def read_duckdb(path: Path) -> Table:
-    """With DuckDB's scan of a pyarrow table; DuckDB has no 16-bit floats."""
+    """With DuckDB's scan of a pyarrow table; DuckDB has no 16-bit floats, alone or in an array."""
     with pa.ipc.open_stream(path) as reader:
         table = reader.read_all()
-    halves = [field.name for field in table.schema if field.type.equals(pa.large_list(pa.float16()))]
-    stream = table.drop_columns(halves)
+    stream = table.drop_columns([field.name for field in table.schema if "halffloat" in str(field.type)])
     with duckdb.connect() as connection:
         connection.register("stream", stream)
         rows = connection.sql("SELECT * FROM stream").fetchall()
@@ -62,7 +66,7 @@ def read_nanoarrow(path: Path) -> Table:
 
 READERS: dict[str, tuple[Callable[[Path], Table], set[str]]] = {
     "polars": (read_polars, set()),
-    "duckdb": (read_duckdb, {"f16"}),
+    "duckdb": (read_duckdb, {"f16", "halves"}),
     "nanoarrow": (read_nanoarrow, {"attributes"}),
 }
 
@@ -72,19 +76,33 @@ READERS: dict[str, tuple[Callable[[Path], Table], set[str]]] = {
 
 
 def stored(stream: dict[str, Any]) -> Table:
-    """The columns as Arrow stores them: rows flat, bytes under narrow, checksums as integers."""
-    names = ("sample_id", "attempt", "segment", "group", "token_ids", "routes_start", "spans", "captures", "logprobs")
+    """The columns as Arrow stores them: rows and arrays flat, bytes under narrow, checksums as integers."""
+    names = ("sample_id", "attempt", "segment", "group", "token_ids", "routes_start", "captures", "logprobs")
     records = stream["records"]
     table = {name: [record[name] for record in records] for name in (*names, "attributes")}
     table["routes"] = [[_flat_row(row, stream["encoding"]) for row in record["routes"]] for record in records]
+    sampling = {} if stream["format"] == "1.0" else {"sampling": None}  # 1.0 has no such member
+    table["spans"] = [[{**sampling, **span} for span in record["spans"]] for record in records]
     table["checksum"] = [int(record["checksum"], 16) for record in records]
     table["prefix"] = [
         None if record["prefix"] is None else {**record["prefix"], "checksum": int(record["prefix"]["checksum"], 16)}
         for record in records
     ]
     for name in records[0]["columns"] if records else ():
-        table[name] = [record["columns"][name]["values"] for record in records]
+        table[name] = [_entries(record["columns"][name]) for record in records]
     return table
+
+
+def _entries(column: dict[str, Any]) -> list[Any]:
+    """One entry per token: a number, the values of a list or an array, or None where it is unknown."""
+    values, offsets, shape = column["values"], column.get("offsets"), column.get("shape") or ()
+    if not offsets and not shape:
+        entries = values
+    else:
+        ends = offsets or range(0, len(values) + 1, math.prod(shape))
+        entries = [values[start:stop] for start, stop in itertools.pairwise(ends)]
+    valid = column.get("valid") or [True] * len(entries)
+    return [entry if known else None for entry, known in zip(entries, valid, strict=True)]
 
 
 def _flat_row(row_LK: list[list[int]], encoding: str) -> list[int]:
@@ -107,10 +125,10 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(STREAMS))
 @pytest.mark.parametrize("reader", READERS)
 def test_values(reader: str, name: str) -> None:
-    """Tokens, rows, checksums, spans, captures, prefixes, log-probabilities and token columns are as expected."""
+    """Tokens, rows, checksums, spans, captures, prefixes, log-probabilities and aligned columns are as expected."""
     read, unreadable = READERS[reader]
     expected = {key: values for key, values in stored(STREAMS[name]).items() if key not in unreadable}
-    found = read(GOLDEN / name)
+    found = read(SCHEMAS / name)
 
     if not STREAMS[name]["records"]:
         assert [] == [key for key, values in found.items() if values]
@@ -121,18 +139,39 @@ def test_values(reader: str, name: str) -> None:
 
 
 def test_polars_keeps_the_tensor() -> None:
-    """The shape and the names of a row's axes arrive without our code."""
-    routes = polars.read_ipc_stream(GOLDEN / "plain.arrows").schema["routes"]
+    """The shape and the names of a row's axes, and of a column's, arrive without our code."""
+    schema = polars.read_ipc_stream(SCHEMAS / "golden-1.1" / "aligned-plain.arrows").schema
 
-    assert '{"shape":[3,4],"dim_names":["layers","topk"]}' in str(routes)
+    assert '{"shape":[3,4],"dim_names":["layers","topk"]}' in str(schema["routes"])
+    assert '{"shape":[3,4],"dim_names":["layers","topk"]}' in str(schema["route_weights"])
+    assert '{"shape":[2,3],"dim_names":["y","x"]}' in str(schema["maybe_grid"])
+
+
+def test_the_files_hold_every_form_of_column() -> None:
+    """Numbers, arrays and lists, with and without nulls, are among what is compared above."""
+    columns = [
+        column for stream in STREAMS.values() for record in stream["records"] for column in record["columns"].values()
+    ]
+    declared = [column for column in columns if "aligned" in column]
+    forms = {
+        ("list" if column["shape"] is None else len(column["shape"]), column["valid"] is None) for column in declared
+    }
+
+    assert forms >= set(itertools.product((0, 2, "list"), (True, False)))
 
 
 @pytest.mark.parametrize("name", sorted(STREAMS))
 def test_metadata_is_open(name: str) -> None:
-    """Format, spec and encoding are schema metadata that plain pyarrow shows, the spec as JSON."""
-    with pa.ipc.open_stream(GOLDEN / name) as reader:
+    """Format, spec, encoding and declarations are schema metadata that plain pyarrow shows, two of them as JSON."""
+    with pa.ipc.open_stream(SCHEMAS / name) as reader:
         metadata = reader.schema.metadata
 
     assert STREAMS[name]["format"] == metadata[b"routeplane.format"].decode()
     assert STREAMS[name]["encoding"] == metadata[b"routeplane.encoding"].decode()
     assert STREAMS[name]["spec"] == json.loads(metadata[b"routeplane.spec"])
+    records = STREAMS[name]["records"]
+    columns = records[0]["columns"] if records else {}
+    members = ("aligned", "axes", "dtype", "null", "shape")
+    assert json.loads(metadata.get(b"routeplane.columns", b"{}")) == {
+        key: {member: column[member] for member in members} for key, column in columns.items() if "aligned" in column
+    }
