@@ -198,8 +198,8 @@ def batches_of(
 ) -> Iterator[RouteBatch]:
     """From the stream to microbatches; of a pipeline stage, or of all layers.
 
-    A stage is cut where its rank would cut it: verified records are whole, and the batch takes its layers from them;
-    where nobody verifies, the reader takes them before it looks at a row.
+    A stage is cut where its rank would cut it. With ``verify`` records are whole, and the batch selects the layers.
+    Without it the reader selects the layers before it looks at a row.
     """
     source = open_stream(stream, verify=verify)
     if layers is not None and not verify:

@@ -2,7 +2,7 @@
 
 With replay over without, in the same run: attached, entered, forced, checked, left and detached; every token has a
 row, and hardly one is what the model would choose. Sequences of 512 tokens lie one after the other, as in a packed
-batch, in rows of their own: what attention costs between them is no part of this. Also attaching to 100 MoE layers.
+batch, in rows of their own: the cost of attention between them is not measured. Also attaching to 100 MoE layers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def steps(*, rounds: int) -> float:
     step = step_of(model, batch)
 
     def replayed() -> None:
-        # attached anew each time, so that the plain step's gates are the model's own
+        # attached again each time, so that the plain step's gates are the model's own
         with gates.attach(model, spec) as replay, replay.replaying(batch):
             step()
 

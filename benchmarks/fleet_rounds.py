@@ -1,4 +1,4 @@
-"""The starts behind ``bench_fleet``, in a process of their own: a Ray cluster for all, actors anew for each.
+"""The starts behind ``bench_fleet``, in a process of their own: one Ray cluster for all, new actors for each.
 
 Prints one JSON object: for each way its rounds, each with seconds until the first rollout was answered and its
 timeline.

@@ -7,11 +7,11 @@
     |  `- TruncatedError (EOFError)      ... it ended early: the producer died or is still writing
     |- SpecError         (ValueError)    geometries disagree or are unknown: fix the configuration
     |- UsageError        (ValueError)    a call was made with arguments that cannot be served: fix the code
-    |- StoreError        (OSError)       storage refused: make room, or have one writer, and try again
+    |- StoreError        (OSError)       storage refused: free space, or have one writer, and try again
     |- CaptureError      (RuntimeError)  the engine does not deliver routes: fix its flags or version
     |- ReplayError       (RuntimeError)  gates and rows are wired wrongly: stop the step
     |- FleetError        (RuntimeError)  a part of the fleet did not come up, or went: see its machine, start it again
-    |- TransportError    (OSError)       the other side or the room is gone: send again what was not acknowledged
+    |- TransportError    (OSError)       connection lost, timeout or no space: send again what was not acknowledged
     `- MissingExtraError (ImportError)   an optional dependency is absent: install the named extra
 
 Every error carries a stable ``kind`` and all ``problems`` that were found, and pickles with both (errors cross
@@ -230,7 +230,7 @@ class FleetError(RouteplaneError, RuntimeError):
 
 
 class TransportError(RouteplaneError, OSError):
-    """A transport whose other side, or whose room, is gone. Nothing acknowledged is lost by it."""
+    """A transport lost its connection or timed out waiting for its peer or for space. No acknowledged data is lost."""
 
 
 class MissingExtraError(RouteplaneError, ImportError):

@@ -155,7 +155,7 @@ def test_every_error_has_a_kind(cls: type[RouteplaneError]) -> None:
 
 
 def test_a_missing_extra_is_an_import_error() -> None:
-    """Whoever guards an optional import by ``except ImportError`` catches it, message and all."""
+    """``except ImportError`` around an optional import catches it, with its message."""
     with pytest.raises(ImportError, match=r"routeplane\[torch\]") as caught:
         raise MissingExtraError("pip install routeplane[torch]", kind=ErrorKind.MISSING_EXTRA)
 

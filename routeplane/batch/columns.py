@@ -40,7 +40,7 @@ __all__ = [
     "stored_rows",
 ]
 
-#: The capture state of a row that is no token.
+#: The capture state of a row that is not a token.
 NO_STATE = -1
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["LoadedRecords", "RecordDataset"]
+__all__ = ["LoaderSource", "RecordDataset"]
 
 _STATE_VERSION = 1
 
@@ -56,8 +56,8 @@ class RecordDataset(IterableDataset["RouteRecord"]):
     """The records of one or many streams, split over ranks and loader workers; resumes at the exact record.
 
     ``paths``: one path or several, of regular files (a pipe cannot be opened twice), read in this order. ``opener``:
-    makes a source of a path, such as ``functools.partial(open_stream, on_corrupt="quarantine")``; called anew for every
-    stream and iteration, and to be picklable where workers are spawned. The dataset closes what it opened.
+    makes a source of a path, such as ``functools.partial(open_stream, on_corrupt="quarantine")``; called again for
+    every stream and iteration; must be picklable where workers are spawned. The dataset closes what it opened.
 
     **Split.** Of all records that the sources yield, counted from 0 over all streams, rank ``r`` takes those with
     ``count % world_size == r``; of these, counted from the loaded position, loader worker ``w`` of ``W`` takes every
@@ -139,13 +139,13 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         found: Report | None = now if self._past is None else self._past if now is None else self._past.merge(now)
         return found
 
-    def through(self, loader: DataLoader[RouteRecord]) -> LoadedRecords:
+    def through(self, loader: DataLoader[RouteRecord]) -> LoaderSource:
         """The records of a torch DataLoader over this dataset, counted here as they arrive.
 
         Raises UsageError for a loader of another dataset, or one that has a ``batch_size``, gives up order, or keeps
         its workers (they would never see a state that is loaded later).
         """
-        return LoadedRecords(self, loader)
+        return LoaderSource(self, loader)
 
     def __iter__(self) -> Iterator[RouteRecord]:
         info = get_worker_info()
@@ -301,8 +301,8 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         return {**vars(self), "_source": None}
 
 
-class LoadedRecords:
-    """What ``microbatches`` takes of a source, for records that loader workers read: made by ``dataset.through``."""
+class LoaderSource:
+    """A source for ``microbatches`` whose records loader workers read; made by ``dataset.through``."""
 
     def __init__(self, dataset: RecordDataset, loader: DataLoader[RouteRecord]) -> None:
         for holds, expected in (

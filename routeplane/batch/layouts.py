@@ -562,7 +562,7 @@ def captured_rows(
 
 
 def told_by_value(spec: RouteSpec, kind: StackLayout) -> bool:
-    """Whether the layout's filler is no legal route."""
+    """Whether the layout's filler cannot be a legal route."""
     return kind.filler == "missing" or (kind.filler == "zeros" and spec.top_k > 1)
 
 

@@ -27,7 +27,7 @@ from routeplane.record.spans import PRESENT_STATES
 if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
 
-__all__ = ["JoinReport", "Joined", "join", "plan_of_rows"]
+__all__ = ["JoinReport", "JoinResult", "join", "plan_of_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class JoinReport(Counts):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
+class JoinResult:
     """The record of each of the trainer's sequences, and the plan that lays them out as the trainer did.
 
     ``collate(joined.records, spec, plan=joined.plan)`` makes the batch; ``shard=`` cuts it as the trainer cuts its own.
@@ -69,7 +69,7 @@ def join(
     cu_seqlens: Any = None,
     truncated: Literal["left", "right"] | None = None,
     suffix: Literal["raise", "allow"] = "raise",
-) -> Joined:
+) -> JoinResult:
     """Find the record of each sequence of a trainer's batch by its sample id, and check that the tokens are the same.
 
     ``batch_token_ids``: integers ``[B, S]``, ``[T]`` with ``cu_seqlens`` ``[B+1]``, a nested (jagged) tensor, or a list
@@ -114,7 +114,7 @@ def join(
             matches.append(found)
     if problems:
         raise DataError.from_problems(tuple(problems), what="a batch that its records do not match")
-    return Joined(
+    return JoinResult(
         records=tuple(match.record for match in matches if match.record is not None),
         plan=_plan(matches, ids.shape, edges),
         report=_report(matches),

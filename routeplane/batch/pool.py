@@ -52,7 +52,7 @@ class BatchBuffers:
         self._allocate = pinned_bytes if pin else _plain_bytes
         self._lock = threading.Lock()
         self._free: list[Lease] = []
-        # weak: a batch that nobody releases must not live for ever
+        # weak: a batch that is never released must not live for ever
         self._lent: WeakKeyDictionary[RouteBatch, Lease] = WeakKeyDictionary()
 
     @property
@@ -62,7 +62,7 @@ class BatchBuffers:
             return sum(lease.nbytes for lease in (*self._free, *self._lent.values()))
 
     def lease(self) -> Lease:
-        """Blocks for one batch, which nobody else has: those of the batch released last, else none yet."""
+        """Blocks for one batch alone: those of the batch released last, else an empty lease."""
         with self._lock:
             return self._free.pop() if self._free else Lease(self._allocate)
 
@@ -158,7 +158,7 @@ def _plain_bytes(size: int) -> NDArray[np.uint8]:
 
 
 def _empty(tensor: torch.Tensor) -> None:
-    """Let go of a tensor's memory, for whoever still has the tensor."""
+    """Free a tensor's memory; every remaining reference to the tensor sees it empty."""
     if tensor.is_inference():
         tensor.data = tensor.new_empty(0)  # set_ is refused outside of inference mode; no backward can follow
     else:

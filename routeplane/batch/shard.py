@@ -1,7 +1,7 @@
 """What one rank of a parallel group takes of a batch: rows, records and layers, as pure index arithmetic.
 
 Owns the order of the cuts (align, context parallel, sequence parallel, layers) and the padding that they need. Answers
-with the numbers of the rank's own rows, so that nobody builds the rows of the others. Knows no torch, no process group
+with the numbers of the rank's own rows, so that no rank builds the rows of the others. Knows no torch, no process group
 and no record; a rank is a pair ``(rank, world)`` that the trainer's own framework gave.
 
 Axes: B sequences, S positions of a padded row, T packed rows, N rows of this rank.

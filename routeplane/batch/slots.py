@@ -31,7 +31,7 @@ __all__ = [
 
 Layout = Literal["padded", "packed"]
 
-#: The record and the token of a row that is no token.
+#: The record and the token of a row that is not a token.
 PADDING = -1
 #: ``(record, first token, first row, rows)``; record PADDING where the rows are padding.
 Run = tuple[int, int, int, int]

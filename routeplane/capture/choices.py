@@ -20,7 +20,7 @@ from routeplane.capture.layers import LayerAxis, rows_from_axis
 from routeplane.capture.recorder import record_of_call
 from routeplane.capture.wire import WireForm, decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
-from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.calls import ModelCall, RowLoss, VersionSpan
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.parse import as_integers, as_logprobs, check_count
 from routeplane.record.spec import MISSING
@@ -294,11 +294,11 @@ def call_of_choice(
     last = options.final_row or final_row
     rows_RLK, begin = _rows(choice, spec, options=options, first_row=first_row, last=last)
     loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
-    version = _version(choice, weights_version, options)
+    version, versions = _versions(choice, weights_version, options, prompt=len(prompt_P))
     cached = choice.cached if options.cached is None else options.cached
     # what was generated comes from no prefix cache, whatever a server's count says
     bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
-    if choice.retractions and rows_RLK is not None and _may_have_changed(choice):
+    if choice.retractions and rows_RLK is not None and _may_have_changed(choice, versions):
         # what was computed again replaced the rows of the first time, by weights that nothing names
         bound = begin + len(rows_RLK)
     return ModelCall(
@@ -308,6 +308,7 @@ def call_of_choice(
         first_row=begin,
         layer_ids=spec.layer_ids,
         weights_version=version,
+        versions=versions,
         call_id=choice.call_id,
         logprobs=_logprobs(choice),
         media=options.media,
@@ -323,17 +324,22 @@ def call_of_choice(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _version(choice: Choice, weights_version: int | None, options: CaptureOptions) -> int | None:
-    """The version that sampled all of the call, from the caller and from the answer; None where it is unknown.
-
-    That is so, too, where an answer names several: a call has one version.
-    """
+def _versions(
+    choice: Choice, weights_version: int | None, options: CaptureOptions, *, prompt: int
+) -> tuple[int | None, tuple[VersionSpan, ...]]:
+    """The version of the call, or its versions by spans of sampled tokens, from the caller and from the answer."""
     spans = _spans_of(choice)
     if not spans:
-        return weights_version
-    names = {name for _, _, name in spans}
-    number = _number(next(iter(names)), options) if len(names) == 1 else None
-    number = weights_version if number is None and len(names) == 1 else number
+        return weights_version, ()
+    numbers = {name: _number(name, options) for _, _, name in spans}
+    known = set(numbers.values())
+    if len(known) == 1 and (len(numbers) == 1 or None not in known):
+        [number] = known
+        number = weights_version if number is None else number
+    elif weights_version is None:
+        return None, tuple((prompt + start, prompt + stop, numbers[name]) for start, stop, name in spans)
+    else:
+        number = None
     if weights_version is not None and number != weights_version:
         raise DataError(
             f"expected tokens that weights {weights_version} sampled, got an answer that names "
@@ -341,7 +347,7 @@ def _version(choice: Choice, weights_version: int | None, options: CaptureOption
             f"@ call {choice.call_id}",
             kind=ErrorKind.SPANS,
         )
-    return number
+    return number, ()
 
 
 def _spans_of(choice: Choice) -> list[tuple[int, int, int | str]]:
@@ -357,8 +363,9 @@ def _spans_of(choice: Choice) -> list[tuple[int, int, int | str]]:
         name = _name(said.get("version", said.get("weight_version")), where)
         found.append((said.get("start", -1), said.get("end", said.get("stop", -1)), name))
     edges = [0, *(stop for _, stop, _ in found)]
-    contiguous = [start for start, _, _ in found] == edges[:-1]
-    if not found or not contiguous or edges[-1] != generated or any(a >= b for a, b in itertools.pairwise(edges)):
+    whole = all(type(edge) is int for start, stop, _ in found for edge in (start, stop))
+    covers = whole and [start for start, _, _ in found] == edges[:-1] and edges[-1] == generated
+    if not found or not covers or any(a >= b for a, b in itertools.pairwise(edges)):
         raise DataError(
             f"expected weight_versions that cover the {generated} generated tokens, got "
             f"{str(choice.weight_versions)[:120]} {where}",
@@ -380,9 +387,9 @@ def _number(name: int | str, options: CaptureOptions) -> int | None:
     return known.get(name, int(name) if name.isdecimal() and name.isascii() else None)
 
 
-def _may_have_changed(choice: Choice) -> bool:
+def _may_have_changed(choice: Choice, versions: Sequence[VersionSpan]) -> bool:
     """Whether what was computed again may be of other weights than the tokens: unless spans say one version for all."""
-    return choice.weight_versions is None or len({name for _, _, name in _spans_of(choice)}) > 1
+    return bool(versions) or choice.weight_versions is None
 
 
 def _is_ticket(routes: Any) -> bool:
@@ -408,8 +415,9 @@ def _redeemed(
             kind=ErrorKind.MEDIA,
         )
     # what the writer of the ticket could not know is for the caller, or the response, to say
+    unknown = call.weights_version is None and not call.versions
     said: dict[str, Any] = {
-        "weights_version": weights_version if call.weights_version is None else call.weights_version,
+        "weights_version": weights_version if unknown else call.weights_version,
         "call_id": choice.call_id,
         "media": call.media or options.media,
     }

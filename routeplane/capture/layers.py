@@ -47,9 +47,9 @@ def rows_from_layers(
     it is int16 already and the captured layers lie side by side, else memory of its own.
 
     Raises SpecError where D or K is not the spec's geometry. Raises CaptureError with every finding: DENSE_SLOT where a
-    layer outside the spec holds ids, UNCAPTURED_SLOT where a captured layer holds rows that nobody wrote: all zero, as
-    the engine's buffer began (for K = 1, where that is a legal row: a layer of nothing else while others vary). Raises
-    DataError for other than integers of rank 3 (DTYPE, SHAPE) and for ids beyond int16 (VALUE_RANGE).
+    layer outside the spec holds ids, UNCAPTURED_SLOT where a captured layer holds rows that were never written: all
+    zero, as the engine's buffer began (for K = 1, where that is a legal row: a layer of nothing else while others
+    vary). Raises DataError for other than integers of rank 3 (DTYPE, SHAPE) and for ids beyond int16 (VALUE_RANGE).
     """
     layers_RDK = np.asarray(layers)
     _check_layout(layers_RDK, spec, call)
@@ -79,7 +79,7 @@ def rows_from_slots(
     ``slots``: any integer type; ids are looked at layer by layer before they are cast: -1 (MISSING) or below that
     layer's width, else DataError (ID_OUT_OF_RANGE, or PARTIAL_ROW below -1). Returns read-only int16, a view where it
     was that already. Raises SpecError (LAYERS, SHAPE) for another geometry, CaptureError (UNCAPTURED_SLOT) for rows
-    that nobody wrote, as ``rows_from_layers``.
+    that were never written, as ``rows_from_layers``.
     """
     slots_RLK = np.asarray(slots)
     what = _named("routes", call)

@@ -93,13 +93,21 @@ def record_of_call(
 
 
 def _spans_of_call(call: ModelCall) -> tuple[Span, ...]:
-    prompt, stop = len(call.prompt_ids), call.num_tokens
+    prompt = len(call.prompt_ids)
     spans = []
     if prompt:
         spans.append(Span(start=0, stop=prompt, kind="prompt", call=call.call_id, weights_version=None))
-    if stop > prompt:
-        version = call.weights_version
-        spans.append(Span(start=prompt, stop=stop, kind="generation", call=call.call_id, weights_version=version))
+    spans += [
+        Span(
+            start=start,
+            stop=stop,
+            kind="generation",
+            call=call.call_id,
+            weights_version=version,
+            sampling=call.sampling,
+        )
+        for start, stop, version in call.version_spans()
+    ]
     return tuple(spans)
 
 
@@ -111,7 +119,7 @@ def _captures_of_call(call: ModelCall) -> tuple[Capture, ...]:
     edges: tuple[tuple[int, CaptureState, int | None], ...] = (
         (call.first_row, absent, None),
         (cached, "cached", None),
-        (call.rows_stop, "captured", call.weights_version),
+        *((min(stop, call.rows_stop), "captured", version) for _, stop, version in call.row_versions()),
         (max(fed, call.rows_stop), absent, None),
         (call.num_tokens, "not_fed", None),
     )
@@ -312,7 +320,7 @@ class RouteRecorder:
         """Rows ``[R, L, K]`` of tokens ``[first_row, first_row + R)``, on the spec's layers, any integer type; copied.
 
         Raises DataError: ROW_COUNT where they do not follow what the call brought (a gap), ROW_CONFLICT where a row
-        that came before comes as another set of experts, SHAPE or VALUE_RANGE for what is no row of this spec.
+        that came before comes as another set of experts, SHAPE or VALUE_RANGE for rows that do not fit this spec.
         """
         call = self._going_on()
         rows_RLK = as_integers(rows, np.int16, what=f"routes of call {call.call_id}", ndim=3)

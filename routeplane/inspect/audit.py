@@ -1,8 +1,8 @@
 """Audit a trainer's own batch: which routes are illegal, filler, of another token, of another layer or another sample.
 
-Owns the verdicts and the files that a batch may stand in. A batch alone shows illegal rows and filler that is no legal
-route; the records that its routes came from show everything else. Knows layouts (``batch.layouts``) and records; knows
-no trainer. torch is loaded for torch's files alone.
+Owns the verdicts and the files that a batch may stand in. A batch alone shows illegal rows and filler that cannot be a
+legal route; the records that its routes came from show everything else. Knows layouts (``batch.layouts``) and records;
+knows no trainer. torch is loaded for torch's files alone.
 
 Axes: S tokens of a sequence, R rows of it, D layers as the stack counts them, L captured layers, K top-k slots.
 """

@@ -314,7 +314,7 @@ class ParquetReader(RecordReader):
     def __init__(self, path: str | os.PathLike[str], *, policy: ReadPolicy) -> None:
         self._where = str(path)
         with open(path, "rb"):
-            pass  # the system's own error for what is no file or may not be read, of which pyarrow's says no kind
+            pass  # raises the system's own error for a missing or unreadable file; pyarrow's error does not say which
         self._file: Any = self._decode(
             lambda: pq.ParquetFile(path, page_checksum_verification=True, arrow_extensions_enabled=True)
         )

@@ -109,10 +109,11 @@ def assemble(
     """Join calls, in the order they were made, into one record per unbroken context.
 
     ``overlap``: which capture stays where two calls bring the same row; differences are counted either way (a bfloat16
-    re-prefill flips about 2% of rows per layer, so equality is no rule). Both decide between captures of equal reach,
-    and token by token: rows in all layers replace rows in some, which replace none, under either; captures of different
-    layers are not mixed, so that ``captures`` says exactly who brought a row (``merge_layers`` joins pipeline stages).
-    ``on_break``: what a prompt does that is no extension of the tokens before it. ``on_missing``: whether rows that
+    re-prefill flips about 2% of rows per layer, so equality is not required). Both policies decide token by token,
+    between captures of equal reach. Under either, rows in all layers replace rows in some, which replace none; captures
+    of different layers are not mixed, so that ``captures`` names the exact source of a row (``merge_layers`` joins
+    pipeline stages).
+    ``on_break``: what happens where a prompt does not extend the tokens before it. ``on_missing``: whether rows that
     were fed and did not come are marked with their state or refused. The last of ``calls`` may be UnfedTokens. A token
     inside a record whose row no call brought is ``lost``, unless its call was made without capture.
 

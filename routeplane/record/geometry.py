@@ -282,7 +282,7 @@ def geometry_from_model(model: object) -> Geometry:
     inside, bears out with its first dimension; identity experts count, shared experts do not. Its layer is the number
     after ``layers.`` in its path. Weights are not read, so meta tensors will do; a pipeline stage gives its own layers
     only. Raises SpecError: no gate, two in a layer, a path without a layer, a width that cannot be told, or top-k that
-    differs. Raises UsageError for anything that is no model.
+    differs. Raises UsageError for anything that is not a model.
     """
     modules = _named_modules(model)
     config = next((found for _, module in modules if (found := _mapping(getattr(module, "config", None)))), None)

@@ -249,7 +249,7 @@ def _is_key(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteTicket:
-    """Rows ``[start, stop)`` of one call, held by a stream; whoever holds the stream redeems it.
+    """Rows ``[start, stop)`` of one call, held by a stream; the owner of the stream redeems it.
 
     ``checksum`` is the call's. The JSON form has at most MAX_TICKET_BYTES bytes. Raises UsageError.
     """

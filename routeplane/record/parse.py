@@ -40,7 +40,7 @@ def check_text(value: object, name: str, *, empty: bool = False) -> str:
 
 
 def check_count(value: object, name: str, *, below: int) -> int:
-    """An int in ``[0, below)``; bool is no int here. Raises DataError."""
+    """An int in ``[0, below)``; a bool is refused. Raises DataError."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < below:
         raise DataError(f"expected {name} as an int in [0, {below}), got {value!r}", kind=ErrorKind.DTYPE)
     return value
@@ -138,8 +138,8 @@ def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[
 def as_array(values: Any, *, what: str) -> NDArray[Any]:
     """``values`` as numpy has them, a view where it can be.
 
-    Raises DataError for what is no array: ragged lists, a mask, a tensor that numpy cannot read (on a device, of a type
-    it lacks, waiting for its gradient).
+    Raises DataError for what is not an array: ragged lists, a mask, a tensor that numpy cannot read (on a device,
+    of a type it lacks, waiting for its gradient).
     """
     if isinstance(values, np.ma.MaskedArray):
         # what is masked would come out as the value behind the mask

@@ -237,7 +237,7 @@ class RouteRecord:
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of the arrays, routes as int16, whoever owns them."""
+        """Payload bytes of the arrays, routes as int16, owned by the record or shared."""
         arrays = [self.token_ids, *self.columns.values(), *(() if self.logprobs is None else (self.logprobs,))]
         return sum(int(array.nbytes) for array in arrays) + int(self._rows.stored.size) * 2
 

@@ -38,8 +38,8 @@ __all__ = [
     "widen_legal",
 ]
 
-# Bytes of int16 rows that are looked at between two visits to memory: what a second-level cache holds with room to
-# spare. A call costs some 5 us, so that smaller blocks show.
+# Bytes of int16 rows that are processed per block: well below the size of a second-level cache. A call costs some 5 us,
+# so smaller blocks are measurably slower.
 _BLOCK_BYTES = 2**20
 # Of narrow rows, as int16. These are written first, into memory that malloc hands out again and again up to this size.
 _WIDE_BYTES = 2**16
@@ -229,7 +229,7 @@ def _widened(legal_SLK: NDArray[np.uint8], spec: RouteSpec, kernels: ModuleType 
 def widen(stored_SLK: NDArray[np.uint8], spec: RouteSpec) -> NDArray[np.int16]:
     """Narrow rows ``[S, L, K]`` as int16, in memory of their own; a row of 0xFF alone is MISSING.
 
-    Where E <= 255 the byte 0xFF is no id, so it becomes -1 wherever it stands and a partly missing row shows as the
+    Where E <= 255 the byte 0xFF is not an id, so it becomes -1 wherever it stands and a partly missing row shows as the
     corruption it is. With E = 256 the byte is also expert 255, and only a whole row of it is MISSING.
     """
     routes_SLK = np.empty(stored_SLK.shape, dtype=np.int16)

@@ -33,7 +33,7 @@ MISSING = -1
 NARROW_MISSING = 0xFF
 #: Largest router width: ids are int16 (format v1).
 MAX_EXPERTS = 32_767
-#: Largest top-k accepted. The widest router known selects 22; 256 leaves room and bounds what a header may ask for.
+#: Largest top-k accepted. The widest router known selects 22; 256 leaves a margin and bounds what a header may ask for.
 MAX_TOP_K = 256
 #: Largest number of captured layers accepted, for the same reason.
 MAX_LAYERS = 4_096

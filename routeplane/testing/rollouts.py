@@ -1,7 +1,8 @@
 """Multi-turn rollouts as an engine and a harness make them, with what is true of every call.
 
-Owns the strategy ``rollouts``. Rows are watermarks of segment, token and layer, so that a misplaced row is no true row;
-what a re-prefill computes differently is a watermark of the call. Knows base and the builders; never assembles.
+Owns the strategy ``rollouts``. Rows are watermarks of segment, token and layer, so that a misplaced row differs
+from every true row; what a re-prefill computes differently is a watermark of the call. Knows base and the
+builders; never assembles.
 
 Axes: S token positions of a segment (or of a call), R rows of a call, L captured layers, K top-k slots.
 """

@@ -232,7 +232,7 @@ def records(
     """Valid records of 1 to ``max_tokens`` tokens, in every capture state, with NaN among the log-probabilities.
 
     They may have columns as ``aligned_columns`` draws them, of numbers that declare nothing under ``format="1.0"``.
-    With ``prefixes``, some are deltas whose first rows stand in a record that nobody holds.
+    With ``prefixes``, some are deltas whose first rows stand in a record that is not available.
     """
     spec = draw(specs()) if spec is None else spec
     size = draw(st.integers(1, max_tokens))

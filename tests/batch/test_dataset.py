@@ -164,8 +164,8 @@ def test_reports_of_all_streams_add_up() -> None:
 
 
 def test_an_iteration_that_was_given_up_counts_once() -> None:
-    """Whoever still holds an old iterator, as a kept traceback does, lets go of it during the next: that one goes on
-    being reported, and judged by the source that it reads."""
+    """An old iterator, as a kept traceback holds one, is dropped during the next iteration. The report and ``admit``
+    still follow the next one."""
     opener = MemoryOpener()
     dataset = RecordDataset(NUMBERS, opener)
     old = iter(dataset)
@@ -183,7 +183,7 @@ def test_an_iteration_that_was_given_up_counts_once() -> None:
 
 
 def test_leaving_a_loop_closes_the_source() -> None:
-    """``break`` lets go of the stream that is open."""
+    """``break`` closes the stream that is open."""
     opener = MemoryOpener()
     for _ in RecordDataset(NUMBERS, opener):
         break
@@ -240,7 +240,7 @@ def test_what_cannot_be_served_is_refused(call: Callable[[], object], message: s
 
 @pytest.mark.parametrize("batches", [None, 3, "even"], ids=["any", "three", "even"])
 def test_records_are_not_dealt_twice(batches: Any) -> None:
-    """A dataset's rank and a shard's would each leave most records to nobody; refused before anything is read."""
+    """A dataset's rank and a shard's together would drop most records; refused before anything is read."""
     opener = MemoryOpener()
     dataset = RecordDataset(NUMBERS, opener, rank=0, world_size=2)
     loader = DataLoader(dataset, batch_size=None)

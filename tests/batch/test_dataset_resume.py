@@ -149,7 +149,7 @@ def test_streams_before_the_position_are_not_read() -> None:
 
 
 def test_a_workers_own_state_is_its_own() -> None:
-    """A loader that saves in its workers resumes each of them exactly; nobody else takes their states."""
+    """A loader that saves in its workers resumes each of them exactly; no other worker takes their states."""
     states, rests = [], []
     for at in range(2):
         with worker(at, 2):
@@ -176,7 +176,7 @@ def test_a_workers_own_state_is_its_own() -> None:
 
 
 def test_a_stream_that_changed_is_refused(paths: list[str]) -> None:
-    """Written anew with other records, a stream is refused by a saved state, and by a dataset that opened it before."""
+    """A stream rewritten with other records is refused by a saved state, and by a dataset that opened it before."""
     dataset = RecordDataset(paths, open_stream)
     state = save(dataset)
     write(Path(paths[2]), RECORDS[3:6])

@@ -122,7 +122,7 @@ POOLED = ("routes", "token_ids", "generation_mask", "logprobs", "turn")
 
 
 def test_a_released_batch_passes_its_memory_on() -> None:
-    """The next batch, if it is no larger, stands at the same addresses, and the pool does not grow."""
+    """The next batch, if it is not larger, stands at the same addresses, and the pool does not grow."""
     pool = BatchBuffers()
     first = collate(make(9, 5, turn="i4"), SPEC, options=BatchOptions(buffers=pool))
     addresses, held = {name: tensors(first)[name].data_ptr() for name in POOLED}, pool.nbytes
@@ -158,7 +158,7 @@ def test_live_batches_never_share_memory(steps: list[tuple[int, int]]) -> None:
 
 
 def test_a_dropped_batch_takes_its_memory_along() -> None:
-    """A batch that nobody releases is not kept alive by its pool, and its memory goes to nobody else."""
+    """A batch that is never released is not kept alive by its pool, and no other batch gets its memory."""
     pool = BatchBuffers()
     batch = collate(make(9), SPEC, options=BatchOptions(buffers=pool))
     routes, content = batch.routes, batch.routes.clone()
@@ -176,7 +176,7 @@ def test_a_dropped_batch_takes_its_memory_along() -> None:
 
 
 def test_a_released_batch_is_empty() -> None:
-    """Every tensor lets go of its memory, also for those who share it, so that a late use cannot read another batch."""
+    """Every tensor's memory is freed, also for those who share it, so that a late use cannot read another batch."""
     pool = BatchBuffers()
     batch = collate(make(4, turn="i4"), SPEC, options=BatchOptions(buffers=pool))
     shared = batch.to("cpu")

@@ -68,7 +68,7 @@ def size_of(payload: Payload) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Malformed:
-    """What is no payload of SPEC, and how it is refused. ``form``: None leaves it to the first characters."""
+    """A malformed payload under SPEC, and how it is refused. ``form``: None leaves it to the first characters."""
 
     name: str
     payload: Payload
@@ -139,7 +139,7 @@ def _envelopes() -> Iterator[Malformed]:
         ("id below -1", (7, 2, 1), -2, ErrorKind.PARTIAL_ROW),
         ("dense layer filled", (7, 1, 0), 3, ErrorKind.DENSE_SLOT),
         ("dense layer -1 beside ids", (7, 1), -1, ErrorKind.DENSE_SLOT),
-        ("row that nobody wrote", (9, 3), 0, ErrorKind.UNCAPTURED_SLOT),
+        ("row never written", (9, 3), 0, ErrorKind.UNCAPTURED_SLOT),
     ):
         yield Malformed(name=f"nrlre1: {name}", payload=encode(changed(ids, place, value), form="nrlre1"), kind=kind)
     yield Malformed(name="nrlre1: MoE layers alone", payload=encode(ids[:, :3], form="nrlre1"), kind=ErrorKind.LAYERS)

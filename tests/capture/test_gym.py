@@ -273,7 +273,7 @@ def test_results_responses_and_lists_are_the_same() -> None:
         assert expected == record.checksum
 
 
-def test_what_carries_no_tokens_is_no_rollout() -> None:
+def test_a_result_without_tokens_is_refused() -> None:
     """A result without any generation is refused with what to check."""
     for items in ([], [{"type": "message"}], [item([1, 2], [], None)]):
         with pytest.raises(DataError, match="return_token_id_information") as caught:

@@ -89,7 +89,7 @@ def test_ids_in_a_dense_slot_are_named(case: tuple[RouteSpec, NDArray[Any]], dat
 
 @given(engine_arrays(), st.data())
 def test_a_row_that_nobody_wrote_is_named(case: tuple[RouteSpec, NDArray[Any]], data: st.DataObject) -> None:
-    """For K >= 2 a row of zeros in a captured layer is refused, with layer and token: nobody chooses expert 0 twice."""
+    """For K >= 2 a row of zeros in a captured layer is refused with layer and token: no router repeats an id."""
     spec, layers_RDK = case
     assume(spec.top_k > 1 and len(layers_RDK))
     layer, row = data.draw(st.sampled_from(spec.layer_ids)), data.draw(st.integers(0, len(layers_RDK) - 1))
@@ -145,7 +145,7 @@ def test_int16_of_adjacent_layers_is_not_copied() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bad:
-    """An array that is no engine output under SPEC, and how it is refused."""
+    """An array that is not an engine output under SPEC, and how it is refused."""
 
     name: str
     layers: NDArray[Any]
@@ -172,7 +172,7 @@ BAD = (
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_what_is_no_engine_output_is_refused(bad: Bad) -> None:
+def test_arrays_of_another_form_are_refused(bad: Bad) -> None:
     """A wrong type, rank, layer axis, top-k or id range is an error of its own kind that names the call."""
     with pytest.raises(bad.error, match="call turn-7") as caught:
         rows_from_layers(bad.layers, SPEC, call="turn-7")
@@ -266,7 +266,7 @@ def test_version_2_headers_are_read() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BadText:
-    """Text that is no encoded array, and the kind of the refusal."""
+    """Text that is not an encoded array, and the kind of the refusal."""
 
     name: str
     text: Any
@@ -301,7 +301,7 @@ BAD_TEXTS = (
 
 
 @pytest.mark.parametrize("bad", BAD_TEXTS, ids=lambda bad: bad.name)
-def test_what_is_no_encoded_array_is_refused(bad: BadText) -> None:
+def test_malformed_text_is_refused(bad: BadText) -> None:
     """No text is evaluated, unpickled or trusted with a size: each is refused with its kind."""
     with pytest.raises(DataError) as caught:
         decode(bad.text, form="npy")

@@ -346,7 +346,7 @@ def test_a_log_never_says_that_other_tokens_were_sampled(kind: str, role: str) -
 
 
 def test_columns_may_be_left_out_by_name() -> None:
-    """What is no token column is carried only after it was named."""
+    """A column that ``ignore`` names is left out of the record."""
     log = [{**GOOD[0], "pixel_values": np.ones((2, 3, 3))}, GOOD[1]]
 
     assert read(GOOD).checksum == read(log, ignore=["pixel_values"]).checksum

@@ -194,7 +194,7 @@ def test_an_aborted_choice_without_routes_can_be_read(form: str) -> None:
 
 
 def test_choices_are_written_when_all_of_them_can_be() -> None:
-    """Rows that no record may have, in the last choice: the sink got nothing of the first, whose ticket nobody has."""
+    """Illegal rows in the last choice: the sink got nothing of the first, since no client has its ticket."""
     store = TicketStore(SPEC, stream="routes")
     rows_RDK = decode(TWO.response["choices"][1]["routed_experts"], form="npy").routes.copy()
     rows_RDK[3, SPEC.layer_ids[0], :] = 5
@@ -418,7 +418,7 @@ def test_lengths_are_those_of_what_is_sent() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"not json", b"\xff"], ids=["empty", "a list", "text", "bytes"])
 def test_other_requests_pass_untouched(content: bytes) -> None:
-    """A request that is no JSON object is the server's to refuse."""
+    """A request that is not a JSON object reaches the server, which refuses it."""
     got: list[bytes] = []
 
     async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -539,7 +539,7 @@ def test_who_asks_for_no_routes_is_not_refused_for_choices_of_another_kind(conte
 
 @pytest.mark.parametrize("form", ["ticket", "npy", "nemo"])
 def test_routes_that_cannot_be_shipped_are_an_error(form: str) -> None:
-    """A response without routes, to a request that asked for them, is no response (fact W17): 502 with the reason."""
+    """A response without routes, to a request that asked for them, is refused (fact W17): 502 with the reason."""
     app, _ = server(changed(CHAT, routed_experts=None))
     reply = post(app, CHAT.request, form=form)
 
@@ -616,7 +616,7 @@ def test_a_sink_whose_reader_is_gone_is_an_error_with_its_reason() -> None:
     ],
 )
 def test_a_sink_that_cannot_be_made_is_an_error_with_its_reason(name: str, says: str) -> None:
-    """What stands in the way reaches the client and the count, whoever asks next too."""
+    """Every request gets the reason, and the report counts each."""
     app, _ = server(CHAT, sink=name)
     for count in (1, 2):
         reply = post(app, CHAT.request, form="ticket")
@@ -699,7 +699,7 @@ def test_the_spec_of_a_vllm_server_is_its_own() -> None:
 
 
 def test_the_weights_version_of_the_server_is_the_calls() -> None:
-    """A server that knows its version says so; otherwise whoever redeems does."""
+    """The server's version is taken where it knows one, otherwise that of the caller that redeems."""
     for known, expected in ((7, 7), (None, 3)):
         store = TicketStore(SPEC, stream="routes")
         app, _ = server(CHAT, sink=store, weights_version=lambda version=known: version)

@@ -72,7 +72,7 @@ def test_c003_a_row_has_its_own_width() -> None:
     assert [*rows, [[MISSING] * 3] * 2] == record(answered(2, 1, rows), spec_of(2, 3)).routes.tolist()
 
 
-def test_c004_a_row_of_zeros_for_the_last_token_is_no_route() -> None:
+def test_c004_a_row_of_zeros_for_the_last_token_is_refused() -> None:
     """The same with a third row of zeros: upstream ignores it unseen. Here a harness's row is left out by its place,
     and a row said to be captured is refused: no router chooses one expert three times."""
     rows = [[[4, 5, 6], [7, 8, 9]], [[1, 2, 3], [10, 11, 12]], [[0, 0, 0]] * 2]

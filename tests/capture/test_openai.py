@@ -130,7 +130,7 @@ def test_streamed_tokens_with_routes_at_the_end_are_the_whole_call(generation: s
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_a_server_error_is_reported_as_such(generation: str) -> None:
-    """The answer to a trim past the prompt is no response with missing routes."""
+    """The answer to a trim past the prompt is reported as a server error, not as a response with missing routes."""
     one = exchange(generation, "trim past the prompt")
 
     with pytest.raises(UsageError, match="routed_experts_prompt_start must be between 0 and the prompt length"):
@@ -327,7 +327,7 @@ def test_duplicate_experts_are_refused_when_the_record_is_made() -> None:
 
 @pytest.mark.parametrize(("reason", "loss"), [("abort", "aborted"), ("error", "lost")])
 def test_an_abort_before_the_first_token_needs_no_routes(reason: str, loss: str) -> None:
-    """The one case in which a choice may come without routes (field row 23: an empty completion is no loss)."""
+    """The one case in which a choice may come without routes (field row 23: an empty completion loses nothing)."""
     call, _ = response_calls(answer(routed_experts=None, token_ids=[], finish_reason=reason), SPEC, weights_version=1)
 
     assert (loss, None, 0) == (call.loss, call.routes, call.cached)
@@ -406,8 +406,8 @@ def test_a_ticket_of_the_engines_own_writer_is_redeemed() -> None:
     )
     np.testing.assert_array_equal(call.routes, back.routes)
     assert ("c", 0) == (back.call_id, back.weights_version)
-    with pytest.raises(CaptureError, match="no room") as caught:
-        response_calls({**said, "kv_transfer_params": {"routeplane_error": "no room"}}, TURNS, weights_version=9)
+    with pytest.raises(CaptureError, match="no space") as caught:
+        response_calls({**said, "kv_transfer_params": {"routeplane_error": "no space"}}, TURNS, weights_version=9)
     assert ErrorKind.CAPTURE_OFF == caught.value.kind
 
 

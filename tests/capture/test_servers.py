@@ -350,7 +350,7 @@ def added(rows: NDArray[Any], place: str, pad: str) -> NDArray[Any]:
 def outcome(name: str, error: int, place: str, pad: str) -> str:
     """Rows of tokens 2 and 3 with these faults: "refused", "right", or "silent" where wrong rows passed for captured.
 
-    A row that says MISSING is no wrong row.
+    A MISSING row does not count as wrong.
     """
     rows_RDK = added(ROWS_RDK[2:].astype(np.int16), place, pad)
     try:

@@ -148,7 +148,7 @@ def sevens(rows_RDK: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def unwritten(rows_RDK: NDArray[np.int32]) -> NDArray[np.int32]:
-    """An MoE layer that nobody wrote."""
+    """An MoE layer that was never written."""
     rows_RDK[3, 2] = 0
     return rows_RDK
 

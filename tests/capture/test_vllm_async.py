@@ -34,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 
 
 @dataclass(kw_only=True)
-class Desk:
+class WriterFixture:
     """A writer, and a stream in memory that holds what it wrote."""
 
     writer: RouteWritingEngine
@@ -48,10 +48,10 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(engine: AsyncEngine, **options: Any) -> AsyncIterator[Desk]:
+async def open_writer(engine: AsyncEngine, **options: Any) -> AsyncIterator[WriterFixture]:
     """A writer into memory; its records are there when it is closed."""
     stream = MemoryStream()
-    made = Desk(writer=RouteWritingEngine(engine.llm, new_stream(stream, SPEC), **options), stream=stream)
+    made = WriterFixture(writer=RouteWritingEngine(engine.llm, new_stream(stream, SPEC), **options), stream=stream)
     async with made.writer:
         yield made
     with open_stream(stream) as source:
@@ -71,8 +71,8 @@ def spans(record: RouteRecord) -> list[tuple[int, int | None]]:
 def test_each_request_is_a_record_by_the_time_it_returns(engine: AsyncEngine) -> None:
     """Concurrent requests, one with two choices: rows, names, groups and versions are each their own."""
 
-    async def job() -> Desk:
-        async with desk(engine, weights_version=3) as made:
+    async def job() -> WriterFixture:
+        async with open_writer(engine, weights_version=3) as made:
             await asyncio.gather(
                 made.writer.generate(SHORT, sampling(), sample_id="a"),
                 made.writer.generate(LONG, sampling(max_tokens=20), sample_id="b", attempt=1, group="g"),
@@ -97,8 +97,8 @@ def test_each_request_is_a_record_by_the_time_it_returns(engine: AsyncEngine) ->
 def test_a_conversation_moves_each_row_once(engine: AsyncEngine) -> None:
     """Thirty turns: as many rows cross as the conversation has fed tokens, and the record is whole."""
 
-    async def job() -> tuple[Desk, int]:
-        async with desk(engine, weights_version=1) as made:
+    async def job() -> tuple[WriterFixture, int]:
+        async with open_writer(engine, weights_version=1) as made:
             talk = made.writer.conversation("c", group="g")
             context = list(SHORT)
             for turn in range(30):
@@ -119,8 +119,8 @@ def test_a_conversation_moves_each_row_once(engine: AsyncEngine) -> None:
 def test_a_context_break_is_a_segment_by_choice(engine: AsyncEngine) -> None:
     """A turn that drops earlier tokens starts a segment with rows from its first token on, or is refused."""
 
-    async def job(on_break: Any) -> Desk:
-        async with desk(engine) as made:
+    async def job(on_break: Any) -> WriterFixture:
+        async with open_writer(engine) as made:
             talk = made.writer.conversation("c", on_break=on_break)
             await talk.turn(LONG, sampling(max_tokens=3))
             await talk.turn(SHORT, sampling(max_tokens=3))
@@ -140,8 +140,8 @@ def test_a_context_break_is_a_segment_by_choice(engine: AsyncEngine) -> None:
 def test_an_abort_returns_what_there_is(engine: AsyncEngine) -> None:
     """``abort`` ends a request early: its record has the tokens so far and a row for each one fed."""
 
-    async def job() -> tuple[Desk, Any]:
-        async with desk(engine, weights_version=1) as made:
+    async def job() -> tuple[WriterFixture, Any]:
+        async with open_writer(engine, weights_version=1) as made:
             task = asyncio.create_task(made.writer.generate(SHORT, sampling(max_tokens=200), sample_id="a"))
             await made.until(5)
             await made.writer.abort("a")
@@ -163,8 +163,8 @@ def test_an_abort_returns_what_there_is(engine: AsyncEngine) -> None:
 def test_an_update_cuts_the_sequence_in_flight_at_its_token(engine: AsyncEngine) -> None:
     """Paused for the update: old version up to the token where it stopped, the new one after; never a gap."""
 
-    async def job() -> Desk:
-        async with desk(engine, weights_version=1) as made:
+    async def job() -> WriterFixture:
+        async with open_writer(engine, weights_version=1) as made:
             task = asyncio.create_task(made.writer.generate(SHORT, sampling(max_tokens=150), sample_id="a"))
             await made.until(10)
             await made.writer.update_weights(engine.llm.is_paused, weights_version=2)
@@ -187,8 +187,8 @@ def test_an_update_cuts_the_sequence_in_flight_at_its_token(engine: AsyncEngine)
 def test_an_update_without_a_pause_leaves_tokens_of_unknown_weights(engine: AsyncEngine) -> None:
     """Between the old and the new version stand tokens of neither, as many as came meanwhile."""
 
-    async def job() -> Desk:
-        async with desk(engine, weights_version=1) as made:
+    async def job() -> WriterFixture:
+        async with open_writer(engine, weights_version=1) as made:
             task = asyncio.create_task(made.writer.generate(SHORT, sampling(max_tokens=200), sample_id="a"))
             await made.until(10)
             await made.writer.update_weights(engine.llm.is_paused, weights_version=2, pause=False)
@@ -208,8 +208,8 @@ def test_an_update_that_fails_leaves_the_version_unknown(engine: AsyncEngine) ->
     async def fail() -> None:
         raise OSError("no such checkpoint")
 
-    async def job() -> Desk:
-        async with desk(engine, weights_version=1) as made:
+    async def job() -> WriterFixture:
+        async with open_writer(engine, weights_version=1) as made:
             with pytest.raises(OSError, match="no such checkpoint"):
                 await made.writer.update_weights(fail, weights_version=2)
             await made.writer.generate(SHORT, sampling(), sample_id="b")
@@ -338,7 +338,7 @@ def test_what_cannot_work_is_refused_at_once(engine: AsyncEngine) -> None:
             RouteWritingEngine(engine.llm, new_stream(MemoryStream(), SPEC), max_waiting=0)
         with pytest.raises(CaptureError):
             RouteWritingEngine(object(), new_stream(MemoryStream(), SPEC))
-        async with desk(engine) as made:
+        async with open_writer(engine) as made:
             with pytest.raises(UsageError):
                 await made.writer.conversation("c").turn(SHORT, sampling(n=2))
 

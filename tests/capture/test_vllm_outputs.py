@@ -253,7 +253,7 @@ def test_what_an_output_lacks_is_an_error_of_its_own(good: RequestOutput, bad: B
 
 
 @pytest.mark.parametrize("wrong", [None, {"routed_experts": []}, ModelCall], ids=["None", "a mapping", "a class"])
-def test_what_is_no_output_is_refused(wrong: Any) -> None:
+def test_other_objects_than_outputs_are_refused(wrong: Any) -> None:
     """Only vLLM's own outputs are read."""
     with pytest.raises(UsageError) as caught:
         capture.records(wrong, SPEC)

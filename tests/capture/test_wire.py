@@ -262,7 +262,7 @@ def peak(payload: Malformed, spec: RouteSpec = SPEC) -> tuple[RouteplaneError, i
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.name)
 def test_what_is_malformed_is_refused_at_little_cost(case: Malformed) -> None:
-    """Each has an error of its own kind, and makes nobody allocate more than twice its own size."""
+    """Each has an error of its own kind, and its decoder allocates at most twice its size."""
     error, allocated = peak(case)
 
     assert case.kind == error.kind, error

@@ -94,7 +94,7 @@ def running_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE))
     model.eval().save_pretrained(folder)
-    # vLLM compiles two small functions of its sampler anew for every batch size, which takes longer than all the rest.
+    # vLLM compiles two small functions of its sampler again for every batch size, which takes longer than all the rest.
     with torch.compiler.set_stance("force_eager"):
         llm = start_engine(str(folder), **settings)
         yield Engine(llm=llm, folder=folder, model=model)

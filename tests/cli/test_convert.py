@@ -326,7 +326,7 @@ def test_a_fifo_is_written_and_stays_one(tmp_path: Path, part_bytes: int) -> Non
     records = sized([5, 6])
     source, target = made(tmp_path / "a.zarr", records), tmp_path / "b.arrows"
     os.mkfifo(target)
-    # nobody waits for the other end: this one has both, and the pipe's buffer takes all of it
+    # opening does not wait for a peer: this descriptor has both ends, and the pipe's buffer takes all of it
     end = os.open(target, os.O_RDWR)
     try:
         convert(source, target, overwrite=True, part_bytes=part_bytes)
@@ -338,7 +338,7 @@ def test_a_fifo_is_written_and_stays_one(tmp_path: Path, part_bytes: int) -> Non
     assert ["a.zarr", "b.arrows"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_what_the_system_refuses_is_no_damage(tmp_path: Path) -> None:
+def test_errors_of_the_system_are_not_reported_as_damage(tmp_path: Path) -> None:
     """A folder under the name of a Parquet file, and a name too long: the system's error, as for a stream."""
     (tmp_path / "a.parquet").mkdir()
     for name in ("a.parquet", "a" * 300 + ".parquet"):

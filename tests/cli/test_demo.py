@@ -165,7 +165,7 @@ STAGES = {
 def test_a_stage_without_figures_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    """A child that died or that said something else is no half of a result."""
+    """A child that died, or whose output is not a result, is an error."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)

@@ -56,7 +56,7 @@ def test_the_fleet_rolls_out_replays_and_leaves_nobody(tmp_path: Path) -> None:
         assert figures[f"mean_abs_diff_{control}"] >= 3 * figures["mean_abs_diff_live"]
     tasks = {task["name"]: task for task in figures["timeline"]["tasks"]}
     assert {"done"} == {task["outcome"] for task in tasks.values()}
-    # the environment starts on a URL that nobody serves yet
+    # the environment starts on a URL that no server listens on yet
     assert tasks["reserved"]["ended"] <= tasks["environment"]["started"] < tasks["engine"]["ended"]
     assert b"\x89PNG" == (tmp_path / "timeline.png").read_bytes()[:4]
     assert all(has_ended(process) for process in left)

@@ -131,7 +131,7 @@ def test_explain_finds_a_sample_in_an_archive(routeplane: Program, left: Path, t
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nobody", 0], ["step-0/0", 10_000], ["step-0/0", -1], ["step-0/0", 0, "--layer", 3]],
+    [["unknown", 0], ["step-0/0", 10_000], ["step-0/0", -1], ["step-0/0", 0, "--layer", 3]],
     ids=["unknown-sample", "beyond", "negative", "dense-layer"],
 )
 def test_a_place_that_is_not_there_could_not_run(routeplane: Program, left: Path, arguments: list[Any]) -> None:
@@ -148,10 +148,10 @@ def test_samples_that_are_nowhere_could_not_run(
     """Status 2: of a mistyped name nothing differs, which would read as the same. One that is there is enough."""
     options: dict[str, list[object]] = {"stats": [], "diff": [right], "report": ["--out", tmp_path / "page.html"]}
     more = options[command]
-    shown = routeplane(command, left, *more, "--samples", "nobody", "--samples", "no")
+    shown = routeplane(command, left, *more, "--samples", "unknown", "--samples", "no")
     assert (2, "") == (shown.status, shown.out)
-    assert "'nobody' or 'no', got none" in shown.err
-    assert 2 != routeplane(command, left, *more, "--samples", "nobody", "--samples", "step-0/0").status
+    assert "'unknown' or 'no', got none" in shown.err
+    assert 2 != routeplane(command, left, *more, "--samples", "unknown", "--samples", "step-0/0").status
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_an_archive_that_lost_a_shard_is_counted_without_it(routeplane: Program,
 def test_without_a_cluster_ray_says_how_to_get_one(
     routeplane: Program, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status 2: none is running, or RAY_ADDRESS names what is no address. Nothing is started behind one's back."""
+    """Status 2: none is running, or RAY_ADDRESS is not an address. No cluster is started."""
     # other clusters of this machine are none of the test's business
     monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
     monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: None)

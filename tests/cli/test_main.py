@@ -43,7 +43,7 @@ class Outcome:
     def document(self) -> dict[str, Any]:
         """The one JSON object that is all of stdout."""
         assert 1 == self.out.count("\n")
-        found: dict[str, Any] = json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        found: dict[str, Any] = json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         return found
 
 
@@ -299,7 +299,7 @@ def test_info_counts_records_that_were_set_aside(routeplane: Program, corrupt: P
     assert (2, {"captured": 4, "lost": 45, "not_fed": 3}) == (found["quarantined"], found["coverage"])
 
 
-def test_info_of_what_is_no_stream_complains(routeplane: Program, broken: tuple[Path, ErrorKind]) -> None:
+def test_info_reports_a_broken_stream(routeplane: Program, broken: tuple[Path, ErrorKind]) -> None:
     """Status 1, and on stdout either a summary that says it is incomplete or the error with its kind."""
     path, kind = broken
     found = routeplane("info", path, "--json")
@@ -357,7 +357,7 @@ def test_a_changed_expert_is_status_1(routeplane: Program, good: Path) -> None:
     )
 
 
-def test_what_is_no_whole_stream_is_status_1(routeplane: Program, broken: tuple[Path, ErrorKind]) -> None:
+def test_validating_a_broken_stream_is_status_1(routeplane: Program, broken: tuple[Path, ErrorKind]) -> None:
     """The verdict has its usual form, in text and in JSON, however little could be read."""
     path, kind = broken
     found = routeplane("validate", path, "--json")
@@ -403,7 +403,7 @@ def test_a_file_that_is_not_there_is_status_2(routeplane: Program, tmp_path: Pat
 
 
 def test_validate_reads_a_pipe(routeplane: Program, good: Path) -> None:
-    """A path that is no regular file is read as it comes."""
+    """A path that is not a regular file is read in one pass."""
     with subprocess.Popen(["cat", str(good)], stdout=subprocess.PIPE) as cat:
         assert cat.stdout is not None
         found = routeplane("validate", f"/dev/fd/{cat.stdout.fileno()}", "--json")
@@ -543,7 +543,7 @@ def test_a_demo_that_fails_is_status_2(
 
 
 def test_a_demo_into_a_file_is_status_2(routeplane: Program, good: Path) -> None:
-    """``--out`` that is no folder fails before any model is built, and leaves the file alone."""
+    """``--out`` that is not a folder fails before any model is built, and leaves the file alone."""
     before = good.read_bytes()
     found = routeplane("demo", "--out", good)
     assert (2, "", before) == (found.status, found.out, good.read_bytes())

@@ -2,7 +2,7 @@
 
 It opens a stream of 1.0 or 1.1, resolves the encoding, reads aligned columns and the trailer, and refuses what its own
 checksums do not bear out. Every Arrow value becomes canonical bytes by its Arrow type, so that neither the library's
-code nor ``reference.py`` is repeated here. It is no model of speed: every value passes through Python.
+code nor ``reference.py`` is repeated here. It is slow: every value passes through Python.
 
 JSON forms are those of ``schemas/v1/README.md``: NaN is null, a 64-bit checksum is 16 hex digits.
 """

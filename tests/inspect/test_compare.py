@@ -107,7 +107,7 @@ def test_neither_order_nor_cutting_shows(cut: int, order: list[int]) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_within_a_row_is_no_difference() -> None:
+def test_the_order_within_a_row_is_not_compared() -> None:
     """Rows are sets."""
     record = records(1)[0]
     turned = replace(record, routes=record.routes[:, :, ::-1].copy(), checksum=None)
@@ -156,7 +156,7 @@ def test_layers_of_one_side_are_named_and_the_common_ones_compared() -> None:
 
 
 def test_a_row_that_one_side_misses_is_one_sided_not_flipped() -> None:
-    """MISSING is no choice."""
+    """A MISSING row is not compared."""
     left, right = (watermarked_record(0, num_tokens=9, spec=SPEC, missing=missing) for missing in ((), (2, (4, 5))))
     found = compare_records(left, right)
     assert (4, 0.0) == (found.one_sided_rows, found.flipped_share)
@@ -185,7 +185,7 @@ def test_too_many_samples_without_partner_end_with_advice() -> None:
 
 
 def test_a_key_that_comes_twice_is_refused() -> None:
-    """Which of the two would be compared is nobody's guess."""
+    """Two records of one key are ambiguous."""
     one = records(1)[0]
     with pytest.raises(DataError) as caught:
         compare([one, one], [], specs=(SPEC, SPEC))
@@ -223,8 +223,8 @@ def test_a_key_that_comes_again_is_refused(side: int) -> None:
 def test_what_comes_after_the_other_side_ended_is_not_held(side: int) -> None:
     """Nothing can match it any more, so no bound is passed."""
     few, many = records(1), records(5)
-    room = few[0].routes.nbytes
+    limit = few[0].routes.nbytes
     sides = (many, few) if side == 0 else (few, many)
-    found = compare(*sides, specs=(SPEC, SPEC), max_held_bytes=room)
+    found = compare(*sides, specs=(SPEC, SPEC), max_held_bytes=limit)
     assert ((4, 0) if side == 0 else (0, 4)) == (found.left_only, found.right_only)
     assert 1 == found.equal_samples

@@ -34,7 +34,7 @@ def test_a_pattern_gives_every_record_in_sorted_order_once(folder: Path) -> None
     assert found.spec == SPEC
 
 
-def test_a_name_that_exists_is_no_pattern(tmp_path: Path) -> None:
+def test_a_name_that_exists_is_not_expanded(tmp_path: Path) -> None:
     """As a pattern ``run[1].arrows`` is ``run1.arrows``: a shell's expansion would read another file, or none."""
     named = streamed(tmp_path / "run[1].arrows", RECORDS[:1])
     streamed(tmp_path / "run1.arrows", RECORDS[1:])
@@ -77,7 +77,7 @@ def test_every_container_gives_the_records_in_order(places: list[str]) -> None:
 def test_layers_and_samples_are_cut_while_reading(places: list[str]) -> None:
     """The rows are those of the layer, the records those of the names."""
     found = find_sources(places)
-    records = list(found.records(layer_ids=[5], samples=["sample-2", "sample-0/0/0", "nobody"]))
+    records = list(found.records(layer_ids=[5], samples=["sample-2", "sample-0/0/0", "unknown"]))
     assert [RECORDS[index].select([5]).checksum for index in (0, 2)] == [record.checksum for record in records]
     with pytest.raises(SpecError):
         list(found.records(layer_ids=[3]))
@@ -147,7 +147,7 @@ def test_sources_of_two_models_are_refused_with_the_path(folder: Path) -> None:
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
-    """A pattern that matches nothing, no pattern, a file that is no stream, a path that is not there."""
+    """A pattern that matches nothing, no pattern, a file that is not a stream, a path that is not there."""
     with pytest.raises(UsageError, match="matches"):
         find_sources([str(tmp_path / "*.arrows")])
     with pytest.raises(UsageError, match="at least one"):
@@ -178,7 +178,7 @@ def test_parquet_a_folder_of_blocks_and_a_file_url_are_sources(tmp_path: Path) -
 
 
 def test_salvage_goes_on_after_damage_and_lists_it(tmp_path: Path) -> None:
-    """A file that is no stream, and a cut one, between whole ones."""
+    """A file that is not a stream, and a cut one, between whole ones."""
     whole = streamed(tmp_path / "0.arrows", RECORDS[:2])
     cut = Path(streamed(tmp_path / "1.arrows", RECORDS[2:]))
     cut.write_bytes(cut.read_bytes()[:-8])

@@ -235,7 +235,7 @@ def test_problems_come_in_the_order_of_the_stream(tmp_path: Path) -> None:
 
 
 def test_an_id_that_became_anothers_is_named_as_it_claims(tmp_path: Path) -> None:
-    """The checksum covers the key: the second record of that name is the bad one, and stands in for nobody."""
+    """The checksum covers the key: the second record of that name is the bad one, and replaces no other record."""
     check = damaged(tmp_path / "x.arrows", [(b"sample-0sample-1", b"sample-0sample-0")])
     assert [("checksum", "sample-0", None, None)] == places(check)
     assert 2 == check.records
@@ -317,7 +317,7 @@ CONTAINERS: dict[str, tuple[ErrorKind, Callable[[bytes], bytes]]] = {
 
 
 @pytest.mark.parametrize(("kind", "change"), CONTAINERS.values(), ids=CONTAINERS)
-def test_what_is_no_whole_stream_has_its_own_kind(
+def test_each_kind_of_broken_stream_has_its_own_kind_of_error(
     tmp_path: Path, kind: ErrorKind, change: Callable[[bytes], bytes]
 ) -> None:
     """One problem of that kind in a verdict like any other; a summary raises it, or says that it is not whole."""
@@ -382,7 +382,7 @@ def test_an_alarm_in_a_delta_names_the_absolute_token(tmp_path: Path) -> None:
     assert [("identical_rows", "sample-1", 5, None)] == places(check_stream(tmp_path / "x.arrows"))
 
 
-def test_one_token_repeated_in_a_delta_is_no_alarm(tmp_path: Path) -> None:
+def test_one_token_repeated_in_a_delta_raises_no_alarm(tmp_path: Path) -> None:
     """Equal rows of equal tokens are honest, also where rows begin later than tokens."""
     whole = watermarked_record(4, num_tokens=80, spec=SPEC, token_ids=[*range(40), *[7] * 40])
     routes_SLK = whole.routes[40:].copy()
@@ -402,13 +402,13 @@ def test_a_constant_layer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_record_set_aside_raises_no_alarm(tmp_path: Path) -> None:
-    """Its rows are gone: what they would look like is no finding."""
+    """Its rows were dropped, so they are not examined."""
     records = [RECORDS[0], stuck(first=3, count=33)]
     check = damaged(tmp_path / "x.arrows", [(row(1, 1, 5), ids(7, 7, 8, 9))], records=records)
     assert [("duplicate_id", "sample-1", 1, 5)] == places(check)
 
 
-# ---- what is no path ------------------------------------------------------------------------------------------------
+# ---- other than paths -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("look", [check_stream, summarise_stream])

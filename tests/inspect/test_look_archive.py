@@ -109,7 +109,7 @@ def test_a_dead_writer_and_equal_rows_are_alarms(tmp_path: Path) -> None:
     assert found.to_dict()["valid"]
 
 
-def test_what_is_no_archive_is_told_apart_from_what_is_not_there(tmp_path: Path) -> None:
+def test_another_file_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
     """Nothing is the system's error; something else is a finding of ``check``, and refused by ``summarise``."""
     for look in (check, summarise):
         with pytest.raises(FileNotFoundError):

@@ -127,8 +127,8 @@ def test_records_outside_an_archive_are_refused(tmp_path: Path) -> None:
             archive.select(records=records)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A path that is not there, a folder that is no archive."""
+def test_paths_without_records_are_refused(tmp_path: Path) -> None:
+    """A path that is not there, a folder that is not an archive."""
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises((RouteplaneError, FileNotFoundError)):
             examine(path)

@@ -144,7 +144,7 @@ def test_a_page_goes_into_a_pipe_that_stays_one(tmp_path: Path) -> None:
     """As ``/dev/stdout`` is one: a file in its place would take it from everybody."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    end = os.open(path, os.O_RDWR)  # both ends, so that nobody waits; its buffer takes the page
+    end = os.open(path, os.O_RDWR)  # both ends, so that opening does not wait; the pipe's buffer takes the page
     try:
         write_report(path, "page")
         assert b"page" == os.read(end, 64)

@@ -40,7 +40,7 @@ BARS: dict[str, float] = {
     "public functions with more than 8 parameters": 1,
     "function lines, median": 8,
     "function lines, p90": 25,
-    "words of design section 8": 158,
+    "words of design section 8": 0,
     "doctests": 99,
 }
 #: What the design asks for, where a bar still stands elsewhere.
@@ -49,7 +49,6 @@ GOALS: dict[str, float] = {
     "duplicate basenames": 3,
     "import paths in docs": 15,
     "public functions with more than 8 parameters": 0,
-    "words of design section 8": 0,
 }
 
 #: Basenames that two modules share, and why both keep the name.

@@ -86,7 +86,7 @@ def test_requiring_raises_with_all_problems() -> None:
     assert ["sample-1"] * 3 == [problem.sample for problem in caught.value.problems[:3]]
 
 
-def test_the_name_of_a_model_is_no_geometry() -> None:
+def test_the_name_of_a_model_is_not_compared() -> None:
     """A stream written under another name of the same geometry is admitted."""
     record = replace(watermarked_record(1, num_tokens=4, spec=SPEC), spec=replace(SPEC, model="x"), checksum=None)
 

@@ -86,7 +86,7 @@ def test_a_run_in_one_layer_is_honest() -> None:
 
 
 def test_a_layer_as_wide_as_its_slots_is_constant_honestly() -> None:
-    """Where E == K every token chooses all experts; sorted, each row is the same, and that is no alarm."""
+    """Where E == K every token chooses all experts; sorted, each row is the same, and no alarm is raised."""
     spec = RouteSpec(num_experts=(32, 4), top_k=4, layer_ids=(1, 5))
     routes_SLK = healthy(100, spec=RouteSpec(num_experts=32, top_k=4, layer_ids=(1, 5)))
     routes_SLK[:, 1] = np.arange(4)

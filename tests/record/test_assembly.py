@@ -62,7 +62,7 @@ def test_assembled_records_are_the_plain_ones(rollout: Rollout, overlap: Overlap
 
 @given(rollouts(breaks=False))
 def test_without_drift_every_row_is_the_true_one(rollout: Rollout) -> None:
-    """Rows that are there are those of the first forward, at their absolute place, whoever brought them."""
+    """Rows that are there are those of the first forward, at their absolute position, whichever call brought them."""
     true_SLK = rollout.true_rows(0)
     steady = []
     for each in rollout.turns:
@@ -176,7 +176,7 @@ def test_one_tokens_rows_come_from_one_call(overlap: Overlap, kept: int) -> None
     ]
 
 
-def test_another_order_is_no_drift() -> None:
+def test_another_order_is_not_counted_as_drift() -> None:
     """Drift is counted in sets, layer by layer; the order of a kept row is that of the call it came from."""
     again = watermarks(4, sample=0)[:, :, ::-1].copy()
     again[2, 1] = watermarks(1, sample=5)[0, 1]
@@ -191,7 +191,7 @@ def test_another_order_is_no_drift() -> None:
 
 
 def test_reports_merge() -> None:
-    """Counts add up over rollouts, coverage too; names are stable; no overlap is no drift."""
+    """Counts add up over rollouts, coverage too; names are stable; drift is 0 without overlap."""
     made = assemble([turn(0, 2, 2), turn(1, 4, 1, routes=watermarks(4, sample=3))], SPEC, sample_id="s").report
     twice = made.merge(made)
 

@@ -198,7 +198,7 @@ def test_a_server_that_omits_a_prefix_is_placed(start: int) -> None:
     assert 2 * max(0, 500 - start) == made.report.overlap_rows
 
 
-def test_an_empty_completion_is_no_error_and_lost_routes_are_counted() -> None:
+def test_an_empty_completion_assembles_and_lost_routes_are_counted() -> None:
     """Kind of report 23: zero generated tokens assemble; four of them without routes are a missing share of 1."""
     empty = assemble([turn(0, 5, 0)], SPEC, sample_id="s", on_missing="raise").report
     silent = assemble([turn(0, 5, 4, routes=None)], SPEC, sample_id="s").report

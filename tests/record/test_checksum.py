@@ -246,7 +246,7 @@ def _hashed(values: NDArray[Any]) -> int:
     return out.value()
 
 
-def test_memory_layout_is_no_content() -> None:
+def test_memory_layout_does_not_change_the_checksum() -> None:
     """Byte order, strides, write flags and the order of mapping keys are not seen."""
     values = np.arange(12, dtype=np.int32).reshape(3, 4)
 

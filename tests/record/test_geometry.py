@@ -216,7 +216,7 @@ def test_name_is_the_same_without_the_wrapper() -> None:
 @pytest.mark.parametrize(
     "config", [None, 7, "qwen3_moe", object(), [("num_experts", 8)]], ids=["none", "int", "str", "object", "list"]
 )
-def test_what_is_no_configuration_is_a_usage_error(config: object) -> None:
+def test_another_object_than_a_configuration_is_a_usage_error(config: object) -> None:
     """Neither a mapping nor to_dict: the call is wrong, not the model."""
     with pytest.raises(UsageError, match="to_dict"):
         geometry_from_hf_config(config)

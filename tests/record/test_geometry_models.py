@@ -63,7 +63,7 @@ def test_saving_with_transformers_changes_no_geometry(name: str) -> None:
 
 
 def test_transformers_does_respell_the_keys() -> None:
-    """The test above is no tautology: transformers renames, drops and adds deciding keys."""
+    """The test above can fail: transformers renames, drops and adds deciding keys."""
     qwen = saved_by_transformers("Qwen3-30B-A3B").to_dict()
     assert (None, 128) == (qwen.get("num_experts"), qwen.get("num_local_experts"))
     nemotron = saved_by_transformers("Nemotron-3-Nano-30B-A3B").to_dict()
@@ -296,7 +296,7 @@ def test_gate_beyond_the_decoder_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model", [None, {"layers": 1}, object()], ids=["none", "dict", "object"])
-def test_what_is_no_model_is_a_usage_error(model: object) -> None:
+def test_another_object_than_a_model_is_a_usage_error(model: object) -> None:
     """Nothing to walk: the call is wrong."""
     with pytest.raises(UsageError, match="named_modules"):
         geometry_from_model(model)

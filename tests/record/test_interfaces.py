@@ -56,11 +56,11 @@ def test_the_json_is_pinned() -> None:
 @given(st.integers(100, 260), st.sampled_from(["a", "é", "漢", "\n", "😀"]))
 def test_size_is_counted_in_bytes(size: int, letter: str) -> None:
     """A ticket of more than 256 bytes of UTF-8 is refused, at 256 it is not."""
-    room = 256 - len(replace(TICKET, stream="x").to_json().encode()) + 1
+    capacity = 256 - len(replace(TICKET, stream="x").to_json().encode()) + 1
     width = len(json.dumps(letter, ensure_ascii=False).encode()) - 2
     count = size // width
     assume(count > 0)
-    if count * width <= room:
+    if count * width <= capacity:
         assert replace(TICKET, stream=letter * count).to_json()
     else:
         with pytest.raises(UsageError, match="at most 256 bytes") as caught:
@@ -137,7 +137,7 @@ ILLEGAL_JSON: dict[str, str] = {
 
 
 @pytest.mark.parametrize("text", ILLEGAL_JSON.values(), ids=ILLEGAL_JSON)
-def test_what_is_no_ticket_is_refused(text: str) -> None:
+def test_malformed_tickets_are_refused(text: str) -> None:
     """Text from outside is a ticket, exactly, or a UsageError."""
     with pytest.raises(UsageError) as caught:
         RouteTicket.from_json(text)

@@ -72,7 +72,7 @@ def test_a_chain_resolves_in_any_order(order: list[int]) -> None:
 
 
 def test_a_long_chain_resolves() -> None:
-    """A thousand turns in the least convenient order: depth is no limit."""
+    """A thousand turns in the least convenient order: depth is not limited."""
     last = 1_100
     whole = watermarked_record(3, num_tokens=last, spec=watermarked_spec(layers=(1,), top_k=1), last_token_fed=True)
     chain = [replace(whole.slice(0, 1), attributes={}, checksum=None)]
@@ -106,7 +106,7 @@ def test_whole_records_are_handed_on() -> None:
     assert [] == resolve([])
 
 
-def test_a_name_is_no_geometry() -> None:
+def test_the_name_of_a_model_is_not_compared() -> None:
     """A holder captured under another name of the same geometry serves; the delta keeps its own spec."""
     whole = watermarked_record(1, num_tokens=6, spec=SPEC)
     other = replace(whole, sample_id="h", spec=replace(SPEC, model="renamed"), checksum=None)

@@ -132,7 +132,7 @@ USES: dict[str, Callable[[RouteRecord], object]] = {
 @pytest.mark.parametrize("name", ["token_ids", "routes", "logprobs", "x"])
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_write_under_a_record_is_caught(name: str, use: Callable[[RouteRecord], object]) -> None:
-    """Whoever writes to a shared array after capture is found out by whatever verifies, before anything is cut."""
+    """Every operation that verifies detects a write to a shared array after capture, before anything is cut."""
     arrays = _writable()
     record = _record_over(**arrays)
     use(record)
@@ -205,7 +205,7 @@ def test_prompt_rows_stand_although_no_policy_sampled_them() -> None:
 
 
 def test_unknown_columns_are_carried_or_refused() -> None:
-    """Kind of report 21: a token column nobody knows goes through every operation; one of another length is named."""
+    """Kind of report 21: an unknown token column goes through every operation; one of another length is named."""
     record = replace(watermarked_record(1, num_tokens=6, spec=SPEC), columns={"tool_turn": np.arange(6)}, checksum=None)
 
     assert [2, 3] == record.slice(2, 4).columns["tool_turn"].tolist()

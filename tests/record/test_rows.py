@@ -244,7 +244,7 @@ def test_a_record_is_the_same_in_either_form(data: st.DataObject) -> None:
 @pytest.mark.parametrize("stored", ["plain", "narrow"])
 @given(data=st.data())
 def test_a_reader_cuts_as_a_record_does(stored: str, data: st.DataObject) -> None:
-    """Tokens, layers and both: the same record as ``slice`` and ``select`` give, valid when it is built anew."""
+    """Tokens, layers and both: the same record as ``slice`` and ``select`` give, valid when it is built again."""
     spec = data.draw(specs(max_experts=256).filter(lambda spec: spec.narrow_allowed))
     record = data.draw(records(spec=spec, prefixes=False))
     held = record.routes.astype(np.uint8) if stored == "narrow" else record.routes
@@ -258,8 +258,8 @@ def test_a_reader_cuts_as_a_record_does(stored: str, data: st.DataObject) -> Non
     assert plain.equals(cut)
     assert plain.checksum == cut.checksum
     assert plain.absent_tokens.tolist() == cut.absent_tokens.tolist() == plain_absent(cut.routes)
-    anew = read_record(cut.stored_routes, verify=True, **_content(cut))
-    assert plain.captures == anew.captures
+    rebuilt = read_record(cut.stored_routes, verify=True, **_content(cut))
+    assert plain.captures == rebuilt.captures
 
 
 def test_an_unknown_attribute_is_none_of_the_record() -> None:

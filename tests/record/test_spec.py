@@ -187,7 +187,7 @@ def test_a_layer_is_found_by_number() -> None:
 
 
 def test_a_selection_of_nothing_is_refused() -> None:
-    """No layers is no geometry."""
+    """A geometry has at least one layer."""
     with pytest.raises(SpecError) as caught:
         RouteSpec(**LEGAL).select([])
 
@@ -244,7 +244,7 @@ def test_a_difference_is_named(key: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_a_name_is_no_geometry() -> None:
+def test_the_name_of_a_model_is_not_part_of_its_geometry() -> None:
     """Specs that differ in the model's name alone are one geometry, and two digests."""
     ours, theirs = RouteSpec(**LEGAL), RouteSpec(**{**LEGAL, "model": "other"})
     ours.require_same_geometry(theirs, where="here")

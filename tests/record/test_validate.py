@@ -191,7 +191,7 @@ def test_a_partly_padded_row_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64])
 def test_an_all_zero_capture_is_refused(dtype: type[np.integer[Any]]) -> None:
-    """Kind of reports 31, 59, 60: a buffer nobody wrote, zeros in the right shape and any type; every row is found."""
+    """Kind of reports 31, 59, 60: a buffer never written, zeros in the right shape and any type; every row is found."""
     spec = RouteSpec(num_experts=256, top_k=8, layer_ids=tuple(range(40)))
     routes_SLK = np.zeros((546, 40, 8), dtype=dtype)
     every = {(token, layer) for token in range(546) for layer in range(40)}

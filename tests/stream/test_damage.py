@@ -293,7 +293,7 @@ NOT_STREAMS = {
 
 @pytest.mark.parametrize("name", NOT_STREAMS)
 @pytest.mark.parametrize("via", ["bytes", "path", "file object"])
-def test_what_is_no_stream(via: str, name: str, tmp_path: Path) -> None:
+def test_files_of_another_kind_are_refused(via: str, name: str, tmp_path: Path) -> None:
     """A file of another kind is a FormatError that names what was expected, from wherever it comes."""
     data, kind = NOT_STREAMS[name]
     path = tmp_path / "other"

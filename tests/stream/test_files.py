@@ -233,7 +233,7 @@ def test_a_failed_write_is_the_end_of_the_stream() -> None:
             list(open_stream(file.getvalue()))
 
 
-def test_a_refused_record_is_no_failure(tmp_path: Path) -> None:
+def test_a_refused_record_leaves_the_stream_open(tmp_path: Path) -> None:
     """A record that is refused before it is written leaves the stream open and whole."""
     path = tmp_path / "a.arrows"
     with new_stream(path, SPEC, max_bytes=1) as sink:

@@ -200,7 +200,7 @@ def test_compression_is_seen_in_the_header(codec: str) -> None:
 
 
 def test_dictionaries_are_another_kind() -> None:
-    """A dictionary batch is no record batch, whatever bytes it holds."""
+    """A dictionary batch is not a record batch, whatever bytes it holds."""
     batch = pa.record_batch({"x": pa.array(["a", "b", "a"]).dictionary_encode()})
     frames = list(frames_of_buffer(pa.py_buffer(forge([batch], trailer=None))))
 

@@ -39,7 +39,7 @@ def routes_with_null(where: str) -> pa.Array:
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("where", ["an id", "a row", "a record's routes"])
 def test_nulls_in_routes(where: str, verify: bool) -> None:
-    """A null is no MISSING row: it is refused at every depth, before any record, checksums compared or not."""
+    """A null is not read as MISSING: it is refused at every depth, before any record, checksums compared or not."""
     data = forged_column(RECORDS, "routes", routes_with_null(where))
     reader = open_stream(data, verify=verify)
     with pytest.raises(FormatError, match="null"):

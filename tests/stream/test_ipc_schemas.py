@@ -164,7 +164,7 @@ def test_an_unknown_major_version_comes_first() -> None:
 
 
 def test_a_foreign_stream_is_named_as_one() -> None:
-    """Another program's Arrow stream is no cut stream of ours."""
+    """Another program's Arrow stream is not reported as a cut stream of ours."""
     found = refusal(forge([pa.record_batch({"x": pa.array([1, 2])})], trailer=None))
 
     assert (FormatError, ErrorKind.NOT_ROUTEPLANE) == (type(found), found.kind)

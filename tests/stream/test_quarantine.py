@@ -214,7 +214,7 @@ def test_a_delta_keeps_what_stands_elsewhere() -> None:
 
 
 def test_containers_are_not_quarantined() -> None:
-    """A damaged trailer or batch is no matter of one record: it is raised under quarantine too."""
+    """A damaged trailer or batch affects more than one record: it is raised under quarantine too."""
     data = stream_of(RECORDS)
     at = data.index(b'"digest":"') + 10
     other = data[:at] + (b"0" if data[at : at + 1] != b"0" else b"1") + data[at + 1 :]

@@ -1,4 +1,4 @@
-"""Layers taken before their rows are looked at: what a reader does where nobody verifies, against cutting afterwards.
+"""Layers selected before their rows are looked at, as a reader without ``verify`` does, against cutting afterwards.
 
 Axes: S tokens, L layers, K slots.
 """
@@ -66,7 +66,7 @@ def test_layers_cut_before_are_those_cut_after(encoding: Encoding, data: st.Data
 
 @encodings
 def test_other_layers_are_not_looked_at(encoding: Encoding) -> None:
-    """An illegal row in a layer that is not selected is found by whoever verifies, or reads it, and by no one else."""
+    """Only readers that verify or select a layer find an illegal row in it."""
     stream = damaged(1, encoding)
 
     came = list(open_stream(stream, verify=False).select(layer_ids=[1]))

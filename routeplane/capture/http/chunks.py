@@ -46,7 +46,17 @@ _WHY_ABSENT = (
     "so ask with stream=False"
 )
 
-_OPTIONS = ("absent", "axis", "cached", "decoder_layers", "form", "fused_shared", "logprobs_mode", "media")
+_OPTIONS = (
+    "absent",
+    "axis",
+    "cached",
+    "decoder_layers",
+    "form",
+    "fused_shared",
+    "logprobs_mode",
+    "media",
+    "version_numbers",
+)
 
 
 @dataclass(kw_only=True)
@@ -60,6 +70,7 @@ class _ChoiceStream:
     first_row: int = 0
     parts: list[NDArray[np.int16]] = field(default_factory=list)
     has_ids: bool = False
+    weight_versions: Any = None
 
     @property
     def rows(self) -> int:
@@ -115,6 +126,9 @@ def calls(
         name = name or str(document.get("id") or document.get("request_id") or "call")
         for stream, piece, places, where in _pieces(document, streams, prompt_ids, name=name):
             _add_tokens(stream, document, piece, where=where)
+            # a server sends them with its last chunk, for all tokens
+            versions = places.first(["weight_versions"])
+            stream.weight_versions = stream.weight_versions if versions is None else versions
             _add_rows(stream, places, spec, spans=spans, first_row=first_row, options=options, where=where)
     if sorted(streams) != list(range(len(streams))) or not streams:
         raise DataError(f"expected chunks of choices 0, 1, ..., got {sorted(streams)}", kind=ErrorKind.SHAPE)
@@ -266,5 +280,6 @@ def _whole(stream: _ChoiceStream, name: str) -> Choice:
         finish_reason=stream.finish_reason,
         rows=rows,
         logprobs=stream.logprobs or None,
+        weight_versions=stream.weight_versions,
         why_absent=_WHY_ABSENT,
     )

@@ -79,7 +79,7 @@ def message_log(record: RouteRecord) -> list[dict[str, Any]]:
 
 
 def _role(span: Span) -> str:
-    """A span's role. Whoever reads a log takes every message of the assistant, and no other, for sampled tokens."""
+    """A span's role. The reader of a log takes messages of the assistant, and no others, for sampled tokens."""
     generated = span.kind == "generation"
     role = span.role or (_ASSISTANT if generated else "user")
     if generated != (role == _ASSISTANT):
@@ -271,7 +271,7 @@ def _columns(
 ) -> Mapping[str, NDArray[Any]]:
     columns: dict[str, NDArray[Any]] = {}
     for name, value in message.items():
-        # what is no array belongs to the text of the conversation
+        # a value that is not an array belongs to the text of the conversation
         if name in _KNOWN or name in ignore or not hasattr(value, "shape"):
             continue
         column_M = as_array(value, what=f"{name!r} of {where}")

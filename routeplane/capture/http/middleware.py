@@ -707,7 +707,7 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
 
 
 def _is_yes(value: object) -> bool:
-    """Whether a server takes a field for true: of what is no bool, vLLM's reader (pydantic) takes these words for
+    """Whether a server takes a field for true. Where it is not a bool, vLLM's reader (pydantic) takes these words for
     false."""
     return bool(value) and str(value).lower() not in ("0", "f", "false", "n", "no", "off")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
 from routeplane.capture import recorder
 from routeplane.errors import DataError, ErrorKind, UsageError, refused
-from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.calls import ModelCall, RowLoss, VersionSpan
 from routeplane.record.checksum import require_equal
 from routeplane.record.counts import Counts
 from routeplane.record.interfaces import RouteTicket
@@ -64,7 +64,8 @@ def ticket_of_record(record: RouteRecord, call: ModelCall, *, stream: str) -> Ro
     """Make the ticket with which the reader of a one-call record gets its call back.
 
     Args:
-        record: The record; its versions may have been cut since, then the call that comes back has none.
+        record: The record; its versions may have been cut since. The call that comes back has those of the tokens, or
+            none where the rows' do not follow from them.
         call: The call that it was made of.
         stream: The name of the stream into which the record goes.
 
@@ -123,13 +124,16 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
     # rows lost behind the last that came may go on from lost ones among those that did
     behind = {capture.state for capture in record.captures if capture.stop > stop}
     lost: list[RowLoss] = [loss for loss in get_args(RowLoss) if loss in behind]
+    versions = _versions(record)
     return ModelCall(
         prompt_ids=record.token_ids[:prompt],
         generation_ids=record.token_ids[prompt:],
         routes=record.routes[start:stop] if stop > start or not lost else None,
         first_row=start,
         layer_ids=record.spec.layer_ids,
-        weights_version=_only_version(record),
+        weights_version=None if versions else _only_version(record),
+        versions=versions,
+        sampling=generated[0].sampling if generated else None,
         call_id=call_id,
         logprobs=None if record.logprobs is None else record.logprobs[prompt:],
         media=tuple(json.loads(record.attributes["media"])) if "media" in record.attributes else (),
@@ -139,9 +143,23 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
     )
 
 
+def _versions(record: RouteRecord) -> tuple[VersionSpan, ...]:
+    """Versions by spans, where several sampled the tokens and those of the rows follow from them; else none."""
+    spans = [(span.start, span.stop, span.weights_version) for span in record.spans if span.kind == "generation"]
+    # the forward that sampled token t + 1 produced row t
+    edges = [(0, *spans[0][1:]), *spans[1:]] if len(spans) > 1 else []
+    follow = all(
+        version == capture.weights_version or start - 1 >= capture.stop or stop - 1 <= capture.start
+        for capture in record.captures
+        if capture.state in ("captured", "partial")
+        for start, stop, version in edges
+    )
+    return tuple(spans) if edges and follow else ()
+
+
 def _only_version(record: RouteRecord) -> int | None:
-    """The version of all tokens that were sampled and all rows that were captured; None where there are several: a
-    call has one, and rows of new weights must not have the old."""
+    """The version of all tokens that were sampled and all rows that were captured; None where there are several: rows
+    of new weights must not have the old."""
     found = {span.weights_version for span in record.spans if span.kind == "generation"}
     found |= {one.weights_version for one in record.captures if one.state in ("captured", "partial")}
     return found.pop() if len(found) == 1 else None

@@ -24,7 +24,7 @@ from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 __all__ = ["DemoOptions", "format_table", "run_demo"]
 
 # What vLLM and torch read at start-up: one process, 1 GiB of KV cache, no network, no usage report, and no compiler: it
-# would compile two functions of the sampler anew for every batch size.
+# would compile two functions of the sampler again for every batch size.
 _VLLM_SETTINGS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING=0",
     "VLLM_CPU_KVCACHE_SPACE=1",

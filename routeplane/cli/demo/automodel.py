@@ -23,7 +23,7 @@ from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
-from routeplane.cli.demo.scoring import LoadedTrainer, run_stage
+from routeplane.cli.demo.scoring import TrainerModel, run_stage
 from routeplane.replay import automodel as gates
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _without_cuda() -> AbstractContextManager[object]:
     return mock.patch.object(torch.cuda, "current_device", return_value=0)
 
 
-def load(options: DemoOptions) -> LoadedTrainer:
+def load(options: DemoOptions) -> TrainerModel:
     """The model that the engine used, in float32, built with routing replay switched on."""
     config: Any = Qwen3MoeConfig.from_pretrained(options.model_dir, dtype=torch.float32)
     gates.check_setup(engine=options.engine.partition("-")[0], architectures=config.architectures)
@@ -59,7 +59,7 @@ def load(options: DemoOptions) -> LoadedTrainer:
         found: torch.Tensor = model(micro.token_ids.to(device), position_ids=micro.position_ids.to(device)).logits
         return found.cpu()
 
-    return LoadedTrainer(layout="padded", logits=logits, attach=partial(gates.attach, model))
+    return TrainerModel(layout="padded", logits=logits, attach=partial(gates.attach, model))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from routeplane.cli.demo import DemoOptions
 from routeplane.cli.demo.carrier import carried_bytes, open_sink
 from routeplane.cli.demo.engine import build_model, demo_prompts
 from routeplane.cli.demo.environment import TURNS
-from routeplane.cli.demo.scoring import LoadedTrainer, score_stream
+from routeplane.cli.demo.scoring import TrainerModel, score_stream
 from routeplane.cli.demo.transformers import load
 from routeplane.fleet.actors import (
     ActorHandle,
@@ -70,7 +70,7 @@ class TrainerWorker:
 
     def __init__(self, options: DemoOptions) -> None:
         self._options = options
-        self._trainer: LoadedTrainer | None = None
+        self._trainer: TrainerModel | None = None
 
     def load(self) -> None:
         """Load the weights."""

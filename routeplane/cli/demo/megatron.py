@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 
-from routeplane.cli.demo.scoring import LoadedTrainer, run_stage
+from routeplane.cli.demo.scoring import TrainerModel, run_stage
 from routeplane.replay import megatron as gates
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ def cpu_stand_ins() -> Iterator[None]:
 
 
 def one_rank() -> None:
-    """Process groups of this process alone, over gloo; without a port, for there is nobody to meet."""
+    """Process groups of this process alone, over gloo; without a port, since there is no other process."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_random.get_cuda_rng_tracker().add("model-parallel-rng", 0)
 
 
-def load(options: DemoOptions) -> LoadedTrainer:
+def load(options: DemoOptions) -> TrainerModel:
     """The model that the engine used, in float32."""
     folder = Path(options.model_dir)
     shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def load(options: DemoOptions) -> LoadedTrainer:
         found: torch.Tensor = model(micro.token_ids, micro.position_ids, hidden)
         return found
 
-    return LoadedTrainer(layout="padded", logits=logits, attach=partial(gates.attach, model))
+    return TrainerModel(layout="padded", logits=logits, attach=partial(gates.attach, model))
 
 
 def _config(shape: Mapping[str, Any]) -> TransformerConfig:

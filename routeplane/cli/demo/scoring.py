@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayHandle
 
-__all__ = ["LoadedTrainer", "run_stage", "score_stream", "shifted_by_layer", "shifted_by_token"]
+__all__ = ["TrainerModel", "run_stage", "score_stream", "shifted_by_layer", "shifted_by_token"]
 
 # Tokens of one microbatch: small, so that the demo crosses a microbatch boundary.
 _MICROBATCH_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedTrainer:
+class TrainerModel:
     """A trainer's model, in float32, with the engine's weights. ``logits``: of a batch, rows in the batch's order."""
 
     layout: Layout
@@ -67,7 +67,7 @@ def shifted_by_layer(record: RouteRecord) -> RouteRecord:
 
 
 def _score(
-    trainer: LoadedTrainer,
+    trainer: TrainerModel,
     records: Sequence[RouteRecord],
     bind: Callable[[RouteBatch], AbstractContextManager[object]],
     bar: Any,
@@ -98,13 +98,13 @@ def _figures(name: str, difference_T: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def run_stage(arguments: Sequence[str], load: Callable[[DemoOptions], LoadedTrainer]) -> None:
+def run_stage(arguments: Sequence[str], load: Callable[[DemoOptions], TrainerModel]) -> None:
     """Run the stage with the options given as JSON."""
     options = DemoOptions(**json.loads(arguments[0]))
     sys.stdout.write(json.dumps(score_stream(options, load)) + "\n")
 
 
-def score_stream(options: DemoOptions, load: Callable[[DemoOptions], LoadedTrainer]) -> dict[str, Any]:
+def score_stream(options: DemoOptions, load: Callable[[DemoOptions], TrainerModel]) -> dict[str, Any]:
     """Read the whole stream of ``options``, load the trainer and score; the figures, with ``seconds`` by step."""
     torch.set_num_threads(1)  # matrices this small lose by threads, and one order of sums gives one table per seed
     seconds: dict[str, float] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from routeplane.cli.demo.scoring import LoadedTrainer, run_stage
+from routeplane.cli.demo.scoring import TrainerModel, run_stage
 from routeplane.replay import transformers as gates
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "main"]
 
 
-def load(options: DemoOptions) -> LoadedTrainer:
+def load(options: DemoOptions) -> TrainerModel:
     """The model that the engine used, in float32."""
     model: Any = Qwen3MoeForCausalLM.from_pretrained(
         options.model_dir, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
@@ -33,7 +33,7 @@ def load(options: DemoOptions) -> LoadedTrainer:
         found: torch.Tensor = model(**micro.model_inputs()).logits
         return found
 
-    return LoadedTrainer(layout="packed", logits=logits, attach=partial(gates.attach, model))
+    return TrainerModel(layout="packed", logits=logits, attach=partial(gates.attach, model))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -68,11 +68,11 @@ def group_of(count: int, *, prompt: int = 4) -> list[RouteRecord]:
     return [first, *others]
 
 
-class _Unnoticed(RouteRecord):
-    """A record that its writer takes for whole, whatever it holds."""
+class _UncheckedRecord(RouteRecord):
+    """A record whose first ``verify``, which the writer calls, accepts any content."""
 
     def verify(self) -> Self:
-        """Nothing the first time, which is the writer's; the truth ever after."""
+        """Accept the first call, which is the writer's; compare the checksum in every later one."""
         if not hasattr(self, "_seen"):
             object.__setattr__(self, "_seen", True)
             return self
@@ -87,7 +87,7 @@ def damaged(record: RouteRecord, *, noticed: bool) -> RouteRecord:
     content = {item.name: getattr(record, item.name) for item in fields(record)}
     routes_SLK = record.routes.copy()
     routes_SLK[0, 0] = routes_SLK[0, 0][::-1]
-    return (RouteRecord if noticed else _Unnoticed)(**{**content, "routes": routes_SLK})
+    return (RouteRecord if noticed else _UncheckedRecord)(**{**content, "routes": routes_SLK})
 
 
 @contextlib.contextmanager

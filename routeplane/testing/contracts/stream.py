@@ -112,8 +112,8 @@ class StreamContract(ABC):
         assert (len(sent), sum(record.num_tokens for record in sent)) == (report.records, report.tokens)
         assert (True, False) == (report.complete, report.truncated)
 
-    def test_nothing_arrives_as_nothing(self, at: Any) -> None:
-        """A stream without records is whole, and says of what."""
+    def test_an_empty_stream_is_complete(self, at: Any) -> None:
+        """A stream without records is complete and has its spec."""
         with self.carried(at, []):
             with self.source(at) as reader:
                 assert [] == list(reader)
@@ -121,7 +121,7 @@ class StreamContract(ABC):
         assert reader.report().complete
 
     def test_records_are_read_only(self, at: Any) -> None:
-        """Nobody writes into memory that others may share."""
+        """Arrays of a received record refuse writes, since others may share their memory."""
         with self.carried(at, [sample(0)]):
             with self.source(at) as reader:
                 (record,) = reader
@@ -202,8 +202,8 @@ class StreamContract(ABC):
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def test_an_abort_is_no_end(self, at: Any) -> None:
-        """After an abort a reader is told so, by an error; nothing reads as a whole stream."""
+    def test_an_aborted_stream_is_refused(self, at: Any) -> None:
+        """After an abort the reader raises; it never reports a complete stream."""
         with self.carried(at, [sample(index) for index in range(4)], abort=True, max_bytes=1):
             with pytest.raises((TruncatedError, FormatError, FileNotFoundError)):
                 with self.source(at) as reader:
@@ -223,7 +223,7 @@ class StreamContract(ABC):
                     assert facts(sent[: len(came)]) == facts(came)
 
     def test_an_exception_aborts(self, at: Any) -> None:
-        """Leaving ``with`` by an exception is no close."""
+        """Leaving ``with`` by an exception aborts the stream instead of closing it."""
 
         def write() -> None:
             with contextlib.suppress(KeyError), self.sink(at, SPEC) as sink:
