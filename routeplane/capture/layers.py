@@ -191,6 +191,11 @@ def _check_layout(layers_RDK: NDArray[Any], spec: RouteSpec, call: str | None) -
             f"(captured: {list(spec.layer_ids)}), got {depth}",
             kind=ErrorKind.LAYERS,
         )
+    if spec.decoder_layers not in (None, depth):
+        raise SpecError(
+            f"expected {what} with a slot for each of the decoder's {spec.decoder_layers} layers, got {depth}",
+            kind=ErrorKind.LAYERS,
+        )
 
 
 def _slots(layer_ids: tuple[int, ...]) -> slice | list[int]:

@@ -5,12 +5,13 @@ Plain numpy and base; needs no test framework. A record made here is valid like 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from routeplane.record.aligned import AlignedColumn
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import MISSING, RouteSpec
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spans import CaptureState
 
-__all__ = ["WATERMARK_EXPERTS", "watermark", "watermarked_record", "watermarked_spec"]
+__all__ = ["WATERMARK_EXPERTS", "watermark", "watermarked_columns", "watermarked_record", "watermarked_spec"]
 
 #: Router width of a watermarked spec: the largest prime an id may stay below, so that strides never share a factor.
 WATERMARK_EXPERTS = 32_749
@@ -52,12 +53,14 @@ def watermarked_record(
     missing: Iterable[int | tuple[int, int]] = (),
     token_ids: Sequence[int] | None = None,
     last_token_fed: bool = False,
+    columns: Mapping[str, Any] | None = None,
 ) -> RouteRecord:
     """A one-call record of sample ``sample-<sample_index>`` with watermarked rows.
 
     ``prompt_tokens``: default half of the tokens, at least one. ``missing``: tokens whose rows were lost, or
     ``(token, layer id)`` where only that layer's was; their captures say ``lost`` and ``partial``. The last token is
     not fed, as engines leave it, unless ``last_token_fed``. ``token_ids``: default ``1000 * sample_index + token + 1``.
+    ``columns``: such as ``watermarked_columns`` makes.
     Log-probabilities of generated tokens are ``-(1 + sample_index + token / 1024)``, NaN for the prompt.
     """
     prompt = max(1, num_tokens // 2) if prompt_tokens is None else prompt_tokens
@@ -77,7 +80,33 @@ def watermarked_record(
         captures=_captures(routes_SLK, last_token_fed=last_token_fed),
         spec=spec,
         logprobs=np.where(token_S < prompt, np.nan, -(1 + sample_index + token_S / 1024)).astype(np.float32),
+        columns=columns or {},
     )
+
+
+def watermarked_columns(sample_index: int, *, num_tokens: int, spec: RouteSpec) -> dict[str, AlignedColumn]:
+    """A column of each form (format 1.1), whose values name sample and token as those of ``watermarked_record`` do.
+
+    ``scalar``: float64, sampled. ``fixed``: float32 ``[S, L, K]`` over ``layers`` and ``topk``, fed: the watermarks as
+    floats. ``ragged``: int32, sampled: token t has t modulo 3 entries. ``nullable``: int64, fed: every third entry is
+    unknown.
+
+    >>> spec = watermarked_spec()
+    >>> columns = watermarked_columns(2, num_tokens=4, spec=spec)
+    >>> columns["ragged"].tolist(), columns["nullable"].tolist()
+    ([[], [2002], [2003, 2003], []], [2001, None, 2003, 2004])
+    """
+    token_S = np.arange(num_tokens)
+    name_S = 1_000 * sample_index + token_S + 1
+    layer_L1, slot_K = np.asarray(spec.layer_ids)[:, None], np.arange(spec.top_k)
+    marks_SLK = watermark(sample_index, token_S[:, None, None], layer=layer_L1, k=slot_K)
+    lists = [[int(name)] * (token % 3) for token, name in enumerate(name_S)]
+    return {
+        "fixed": AlignedColumn.of(marks_SLK.astype(np.float32), aligned="fed", axes=("layers", "topk")),
+        "nullable": AlignedColumn.of(name_S, aligned="fed", valid=token_S % 3 != 1),
+        "ragged": AlignedColumn.of_lists(lists, dtype="int32", aligned="sampled"),
+        "scalar": AlignedColumn.of(name_S.astype(np.float64), aligned="sampled"),
+    }
 
 
 def _spans(prompt: int, num_tokens: int) -> tuple[Span, ...]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from routeplane.errors import ErrorKind
+from routeplane.record.aligned import AlignedColumn, Alignment, ColumnType, read_column
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span, SpanKind
 from routeplane.record.spec import MAX_EXPERTS, MISSING, RouteSpec
@@ -32,6 +33,7 @@ __all__ = [
     "Corruption",
     "Rollout",
     "Turn",
+    "aligned_columns",
     "corruptions",
     "names",
     "records",
@@ -47,6 +49,8 @@ _COLUMN_TYPES = ("i1", "u1", "<i2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<
 
 _LOGPROBS = st.floats(max_value=0, width=32) | st.just(np.nan)
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generation")
+_ALIGNMENTS: tuple[Alignment, ...] = ("fed", "sampled")
+_FORMS = ("plain", "number", "array", "row", "list")  # of a column; a plain one declares nothing, as those of 1.0
 
 
 def names(*, min_size: int = 1) -> st.SearchStrategy[str]:
@@ -218,12 +222,17 @@ def corruptions(draw: st.DrawFn, *, which: Sequence[str] = CORRUPTIONS) -> Corru
 
 @st.composite
 def records(
-    draw: st.DrawFn, *, spec: RouteSpec | None = None, max_tokens: int = 6, prefixes: bool = True
+    draw: st.DrawFn,
+    *,
+    spec: RouteSpec | None = None,
+    max_tokens: int = 6,
+    prefixes: bool = True,
+    format: Literal["1.0", "1.1"] = "1.1",
 ) -> RouteRecord:
     """Valid records of 1 to ``max_tokens`` tokens, in every capture state, with NaN among the log-probabilities.
 
-    They may have token columns of every type. With ``prefixes``, some are deltas whose first rows stand in a record
-    that is not available.
+    They may have columns as ``aligned_columns`` draws them, of numbers that declare nothing under ``format="1.0"``.
+    With ``prefixes``, some are deltas whose first rows stand in a record that is not available.
     """
     spec = draw(specs()) if spec is None else spec
     size = draw(st.integers(1, max_tokens))
@@ -246,7 +255,7 @@ def records(
         ),
         # the attribute "slice" has a grammar of its own
         attributes=draw(st.dictionaries(names().filter(lambda name: name != "slice"), names(min_size=0), max_size=2)),
-        columns=draw(_token_columns(size)),
+        columns=draw(_columns(spec, size, forms=("plain",) if format == "1.0" else _FORMS)),
     )
 
 
@@ -322,8 +331,34 @@ def _prefix(draw: st.DrawFn, stop: int) -> Prefix:
     )
 
 
+def aligned_columns(spec: RouteSpec, tokens: int) -> st.SearchStrategy[dict[str, AlignedColumn]]:
+    """Up to two columns of ``tokens`` entries by name, for a record of ``spec`` or a call: every form and value type.
+
+    An entry is a number, an array of one shape, an array ``[L, K]`` over the routes' own axes, or a list; either
+    alignment; nullable or not, or a number that declares nothing. Floats may be NaN. No name is one with rules.
+
+    >>> from routeplane import RouteSpec
+    >>> strategy = aligned_columns(RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1)), 3)
+    """
+    return _columns(spec, tokens, forms=_FORMS)
+
+
 @st.composite
-def _token_columns(draw: st.DrawFn, size: int) -> dict[str, NDArray[Any]]:
+def _columns(draw: st.DrawFn, spec: RouteSpec, size: int, *, forms: Sequence[str]) -> dict[str, AlignedColumn]:
     plain = names().map(lambda name: f"x_{name}")  # no name of the format's own begins so
-    found = draw(st.dictionaries(plain, st.sampled_from(_COLUMN_TYPES), max_size=2))
-    return {name: draw(arrays(np.dtype(kind), size)) for name, kind in found.items()}
+    found = draw(st.dictionaries(plain, st.sampled_from(forms), max_size=2))
+    return {name: _column(draw, spec, size, form=form) for name, form in found.items()}
+
+
+def _column(draw: st.DrawFn, spec: RouteSpec, size: int, *, form: str) -> AlignedColumn:
+    dtype = np.dtype(draw(st.sampled_from([kind for kind in _COLUMN_TYPES if kind != "?" or form in _FORMS[:2]])))
+    if form == "plain":
+        return read_column(ColumnType(dtype=dtype.name), draw(arrays(dtype, size)), offsets=None, valid=None, name="x")
+    aligned, nullable = draw(st.sampled_from(_ALIGNMENTS)), draw(st.booleans())
+    if form == "list":
+        entries = arrays(dtype, st.integers(0, 3))
+        lists = draw(st.lists(st.none() | entries if nullable else entries, min_size=size, max_size=size))
+        return AlignedColumn.of_lists(lists, dtype=dtype.name, aligned=aligned, nullable=nullable)
+    shape, axes = {"number": ((), ()), "array": ((1, 2), ("y", "x")), "row": (spec.row_shape, ("layers", "topk"))}[form]
+    valid = draw(arrays(np.bool_, size)) if nullable else None
+    return AlignedColumn.of(draw(arrays(dtype, (size, *shape))), aligned=aligned, axes=axes, valid=valid)

@@ -9,7 +9,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from routeplane.capture.layers import rows_from_layers
+from routeplane.capture.layers import rows_from_axis, rows_from_layers
 from routeplane.capture.wire import decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
 from routeplane.record.spec import RouteSpec
@@ -178,6 +178,17 @@ def test_arrays_of_another_form_are_refused(bad: Bad) -> None:
         rows_from_layers(bad.layers, SPEC, call="turn-7")
 
     assert bad.kind == caught.value.kind
+
+
+def test_an_axis_of_another_length_than_the_decoder_is_refused() -> None:
+    """Where the spec knows the decoder's depth, a slot more is an error too; without it, dense layers may follow."""
+    deep = replace(SPEC, decoder_layers=4)
+    layers_RDK, longer_RDK = watermarked(2, SPEC, depth=4), watermarked(2, SPEC, depth=5)
+
+    assert rows_from_layers(layers_RDK, deep).tolist() == rows_from_layers(longer_RDK, SPEC).tolist()
+    with pytest.raises(SpecError, match="decoder's 4 layers, got 5") as caught:
+        rows_from_axis(longer_RDK, deep, call="turn-7")
+    assert ErrorKind.LAYERS == caught.value.kind
 
 
 # ----------------------------------------------------------------------------------------------------------------------

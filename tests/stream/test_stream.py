@@ -160,7 +160,7 @@ def test_no_records_with_columns_elsewhere() -> None:
     reader = open_stream(stream_of([record(0, 4, columns=columns)]))
 
     assert isinstance(reader, IpcReader)
-    assert [("m", "bool"), ("w", "uint8")] == [(name, str(kind)) for name, kind in reader.header.columns]
+    assert [("m", "bool"), ("w", "uint8")] == [(name, kind.dtype) for name, kind in reader.header.columns]
 
 
 def test_types_do_not_depend_on_lengths() -> None:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from routeplane.record.spec import MISSING
-from routeplane.testing.builders import WATERMARK_EXPERTS, watermark, watermarked_record, watermarked_spec
+from routeplane.testing.builders import (
+    WATERMARK_EXPERTS,
+    watermark,
+    watermarked_columns,
+    watermarked_record,
+    watermarked_spec,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,19 @@ def test_a_record_holds_its_watermarks() -> None:
     assert [("prompt", 0, 4), ("generation", 4, 6)] == [(span.kind, span.start, span.stop) for span in record.spans]
     assert record.logprobs is not None
     np.testing.assert_array_equal([np.nan] * 4 + [-6 - 4 / 1024, -6 - 5 / 1024], record.logprobs)
+
+
+def test_columns_of_each_form_name_their_token() -> None:
+    """Numbers, arrays over the routes' axes, lists and unknown entries go through a record and its cuts."""
+    spec = watermarked_spec(layers=(3, 7), top_k=2)
+    columns = watermarked_columns(5, num_tokens=6, spec=spec)
+    record = watermarked_record(5, num_tokens=6, spec=spec, columns=columns)
+    part = record.slice(1, 4)
+
+    assert [5_002.0, 5_003.0, 5_004.0] == part.columns["scalar"].tolist()
+    assert [None, 5_003, 5_004] == part.columns["nullable"].tolist()
+    assert [[5_002], [5_003, 5_003], []] == part.columns["ragged"].tolist()
+    assert record.routes[1:4].tolist() == part.columns["fixed"].tolist()
 
 
 def test_missing_places_are_declared() -> None:

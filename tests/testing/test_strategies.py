@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +16,12 @@ from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import check_routes
+from routeplane.stream import new_stream, open_stream
 from routeplane.testing.strategies import (
     CORRUPTIONS,
     Corruption,
     Rollout,
+    aligned_columns,
     corruptions,
     names,
     records,
@@ -177,6 +181,16 @@ RECORD_FEATURES: dict[str, Callable[[RouteRecord], bool]] = {
     "an_attribute": lambda record: bool(record.attributes),
     "a_bool_column": lambda record: any(values.dtype == np.bool_ for values in record.columns.values()),
     "a_float16_column": lambda record: any(values.dtype == np.float16 for values in record.columns.values()),
+    "a_plain_column": lambda record: any(column.type.plain for column in record.columns.values()),
+    "a_list_with_a_null": lambda record: any(
+        column.type.ragged and None in column.tolist() and len(column.values) > 0 for column in record.columns.values()
+    ),
+    "an_array_with_a_null": lambda record: any(
+        column.type.axes == ("y", "x") and None in column.tolist() for column in record.columns.values()
+    ),
+    "a_column_of_rows": lambda record: any(
+        column.type.axes == ("layers", "topk") for column in record.columns.values()
+    ),
     "a_group": lambda record: record.group is not None,
     "a_name_beyond_ascii": lambda record: not record.sample_id.isascii(),
 }
@@ -186,6 +200,30 @@ RECORD_FEATURES: dict[str, Callable[[RouteRecord], bool]] = {
 def test_every_part_of_a_record_comes(feature: Callable[[RouteRecord], bool]) -> None:
     """Each optional part of a record is reachable."""
     assert _comes(records(), feature)
+
+
+@given(st.data())
+def test_columns_fit_their_record(data: st.DataObject) -> None:
+    """Columns have an entry per token, go with any record of the spec, and come back from a stream."""
+    spec = data.draw(specs())
+    columns = data.draw(aligned_columns(spec, 4))
+    content = data.draw(records(spec=spec, max_tokens=4, prefixes=False).filter(lambda record: record.num_tokens == 4))
+    record = replace(content, columns=columns, checksum=None)
+    stream = io.BytesIO()
+    with new_stream(stream, spec) as sink:
+        sink.write(record)
+
+    assert {4} >= {len(column) for column in columns.values()}
+    [back] = open_stream(stream.getvalue())
+    assert back.equals(record)
+    assert all(back.columns[name].equals(column) for name, column in columns.items())
+
+
+@given(records(format="1.0"))
+def test_records_of_1_0_are_written_as_1_0(record: RouteRecord) -> None:
+    """``format="1.0"`` draws what that version can say."""
+    with new_stream(io.BytesIO(), record.spec, format="1.0") as sink:
+        sink.write(record)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
