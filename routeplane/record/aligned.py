@@ -423,6 +423,29 @@ def read_column(
     return _settled(AlignedColumn(type=kind, values=values, offsets=offsets, valid=valid), name)
 
 
+def _check_built(column: AlignedColumn, name: str) -> None:
+    """Raise DataError for a column whose arrays are not what its type says: built by hand, without ``of``."""
+    kind, values, offsets, valid = column.type, column.values, column.offsets, column.valid
+    arrays = [array for array in (values, offsets, valid) if array is not None]
+    agrees = {
+        f"values of {kind.dtype}": values.dtype.name == kind.dtype,
+        "values of the type's shape": kind.ragged or values.shape[1:] == kind.shape,
+        "offsets for lists alone": kind.ragged == (offsets is not None),
+        "offsets from 0 to the last value": offsets is None
+        or (offsets.dtype == np.int64 and len(offsets) > 0 and (offsets[0], offsets[-1]) == (0, len(values))),
+        "validity where the type is nullable": kind.nullable == (valid is not None),
+        "a bool for each entry": valid is None or (valid.dtype == np.bool_ and valid.shape == (len(column),)),
+        "read-only arrays": not any(array.flags.writeable for array in arrays),
+    }
+    broken = [expected for expected, holds in agrees.items() if not holds]
+    if broken:
+        raise DataError(
+            f"expected token column {name!r} with {'; '.join(broken)}, got {values.dtype} {list(values.shape)} "
+            "(AlignedColumn.of and of_lists make columns)",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+
+
 def aligned_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[str, AlignedColumn]:
     """Columns by ascending name, each of ``length`` entries; arrays ``[length]`` become columns that declare nothing.
 
@@ -448,6 +471,7 @@ def aligned_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[s
                     kind=ErrorKind.TOKEN_COLUMN,
                 )
             column = AlignedColumn(type=ColumnType(dtype=array.dtype.name), values=array)
+        _check_built(column, name)
         if len(column) != length:
             raise DataError(
                 f"expected token column {name!r} of the record's {length} tokens, got {len(column)}",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, RouteplaneError
-from routeplane.record.aligned import AlignedColumn, concatenate_columns
+from routeplane.record.aligned import AlignedColumn, ColumnType, aligned_columns, concatenate_columns
 from routeplane.record.assembly import UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.prefixes import as_delta, resolve
@@ -329,3 +329,27 @@ def test_a_loss_on_what_was_never_fed_is_refused() -> None:
             continue
         with pytest.raises(DataError, match="loss_mask"):
             assemble([base, tail], WIDE, sample_id="s")
+
+
+def _frozen(values: Any) -> Any:
+    array = np.asarray(values)
+    array.flags.writeable = False
+    return array
+
+
+BUILT_BY_HAND = {
+    "another dtype": {"values": _frozen([0.5, 1.5])},
+    "another shape": {"values": _frozen([[1], [2]])},
+    "writable memory": {"values": np.asarray([1, 2])},
+    "offsets of a number": {"values": _frozen([1, 2]), "offsets": _frozen([0, 1, 2])},
+    "validity of what is never null": {"values": _frozen([1, 2]), "valid": _frozen([True, False])},
+}
+
+
+@pytest.mark.parametrize("arrays", BUILT_BY_HAND.values(), ids=BUILT_BY_HAND)
+def test_a_column_that_is_not_what_its_type_says_is_refused(arrays: dict[str, Any]) -> None:
+    """Built without `of`: a checksum over other bytes than the type declares would be made in silence."""
+    column = AlignedColumn(type=ColumnType(dtype="int64"), **arrays)
+    with pytest.raises(DataError) as caught:
+        aligned_columns({"mine": column}, 2)
+    assert ErrorKind.TOKEN_COLUMN == caught.value.kind
