@@ -645,9 +645,9 @@ class Archive(Mapping[RecordKey, RouteRecord]):
                 return found
         raise KeyError(name)
 
-    def columns(self, run: str) -> tuple[tuple[str, str], ...]:
-        """Return the aligned columns of a run's records, as name and numpy's name of the type. Raises KeyError."""
-        return tuple((name, kind.dtype) for name, kind in self._run(run).manifest.columns.items())
+    def columns(self, run: str) -> tuple[tuple[str, ColumnType], ...]:
+        """Return the aligned columns of a run's records, as name and type. Raises KeyError."""
+        return tuple(self._run(run).manifest.columns.items())
 
     def coverage(self) -> Coverage:
         """Rows of all records by capture state, as the record tables say: no array is read."""

@@ -6,16 +6,15 @@ module each choice is made, and then runs one MoE block of each kind again, with
 obey, the weights must belong to the forced ids, no expert beside them may compute, no row may depend on the others.
 What does not behave so is refused with what was observed. No class is known by name.
 
-The model is left as it was: buffers, gradients, flags and random state are restored, hooks are taken off.
-
-Knows torch. Capture reads choices here, and replay forces them.
-
+The model is left as it was: buffers, gradients, flags and random state are restored, hooks are taken off. Knows torch.
+Capture reads choices here, and replay forces them.
 Axes: N token rows of one gate call, E experts, K top-k slots, H features of a block's output.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -272,7 +271,9 @@ def _default_probe(model: nn.Module) -> object:
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     usable = [token for token in range(3, max(sizes, default=64)) if token not in reserved][:PROBE_ROWS]
     device = next(iter(model.parameters())).device
-    return model(input_ids=torch.tensor([usable], device=device), use_cache=False)
+    with warnings.catch_warnings():  # a reentrant checkpoint warns of inputs without gradients
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        return model(input_ids=torch.tensor([usable], device=device), use_cache=False)
 
 
 def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> tuple[int, list[_Choice]]:

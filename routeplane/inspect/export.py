@@ -125,8 +125,8 @@ def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat
     Returns:
         A table with memory of its own; MISSING rows are null.
 
-    >>> from routeplane.testing.builders import watermarked_record
-    >>> table = to_arrow(watermarked_record(0, num_tokens=3))
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> table = to_arrow(watermarked_record(0, num_tokens=3, spec=watermarked_spec(layers=(1, 2, 5))))
     >>> table.num_rows, table.column("experts").null_count
     (9, 3)
     """

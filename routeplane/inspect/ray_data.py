@@ -18,7 +18,6 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from routeplane.errors import (
@@ -32,6 +31,7 @@ from routeplane.errors import (
 )
 from routeplane.inspect.inputs import SourceSet, is_archive, is_wanted, parse_sample
 from routeplane.inspect.statistics import RouteStatistics, collect
+from routeplane.record.aligned import ColumnType
 from routeplane.record.codec import read_records, write_batch
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
@@ -255,7 +255,7 @@ def _records_of_table(table: pa.Table, samples: tuple[str, ...] | None) -> Itera
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Columns = tuple[tuple[str, pa.DataType], ...]
+Columns = tuple[tuple[str, ColumnType], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -411,7 +411,7 @@ def _columns(archive: Archive, path: str) -> Columns:
             f"expected runs with the same token columns, got {' and '.join(map(str, different))} @ {path}",
             kind=ErrorKind.TOKEN_COLUMN,
         )
-    return tuple((name, pa.from_numpy_dtype(np.dtype(kind))) for name, kind in next(iter(different), ()))
+    return next(iter(different), ())
 
 
 def _open_part(path: str, *, verify: bool) -> Archive:

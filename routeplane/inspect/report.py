@@ -142,7 +142,8 @@ def render_report(
 
     >>> from routeplane.inspect import collect
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> page = render_report(collect([watermarked_record(0, num_tokens=8)], watermarked_spec()), title="one sample")
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> page = render_report(collect([watermarked_record(0, num_tokens=8, spec=spec)], spec), title="one sample")
     >>> "<h1>one sample</h1>" in page
     True
     """

@@ -81,7 +81,7 @@ def test_a_part_is_cut_as_records_are(tmp_path: Path, placing: str) -> None:
 def test_token_columns_are_known_before_reading(tmp_path: Path, make: Callable[..., str]) -> None:
     """By name and type, and the same of both containers."""
     found = examine(make(tmp_path / "run", [with_mask(record) for record in RECORDS]))
-    assert [("mask", "bool")] == [(name, str(kind)) for name, kind in found.columns]
+    assert [("mask", "bool")] == [(name, kind.dtype) for name, kind in found.columns]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
