@@ -303,7 +303,8 @@ class ReplayHandle:
             observe = self.policy.mode == "observe"
             rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK, observe=observe)
             found.traced = hook.traced_rows(ordered_NK)
-        return Binding(rows=rows, token_ids=getattr(batch, "token_ids", None))
+        is_shard = getattr(getattr(batch, "plan", None), "is_shard", False)
+        return Binding(rows=rows, token_ids=getattr(batch, "token_ids", None), is_shard=is_shard)
 
     def _bind_recording(self, num_rows: int | None) -> Binding:
         rows = {}
