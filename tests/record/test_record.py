@@ -80,12 +80,12 @@ def test_slices_compose(record: RouteRecord, data: st.DataObject) -> None:
 
 @given(st.data())
 def test_a_selection_keeps_its_layers(data: st.DataObject) -> None:
-    """Chosen layers keep their rows, by layer id; tokens, spans and columns stay; captures say what is left."""
+    """Chosen layers keep their rows, by layer id; tokens and spans stay; columns follow; captures say what is left."""
     spec = data.draw(specs())
     record = data.draw(records(spec=spec))
     chosen = data.draw(st.lists(st.sampled_from(spec.layer_ids), min_size=1))
     part = record.select(chosen)
-    kept = ("token", "span", "logprob", "columns")
+    kept = ("token", "span", "logprob")
 
     assert spec.select(chosen) == part.spec
     for layer in set(chosen):
@@ -93,6 +93,9 @@ def test_a_selection_keeps_its_layers(data: st.DataObject) -> None:
     assert [[each[key] for key in kept] for each in tokens_of(record)] == [
         [each[key] for key in kept] for each in tokens_of(part)
     ]
+    slots = [spec.slot(layer) for layer in part.spec.layer_ids]
+    assert record.columns.keys() == part.columns.keys()
+    assert all(column.pick_layers(slots).equals(part.columns[name]) for name, column in record.columns.items())
     assert (record.key, record.prefix, record.attributes) == (part.key, part.prefix, part.attributes)
     assert part.verify() is part
     assert record.equals(record.select(spec.layer_ids)) or any(c.state == "partial" for c in record.captures)
