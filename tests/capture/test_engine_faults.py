@@ -76,6 +76,7 @@ def generation_of(record: RouteRecord) -> list[tuple[int, int | None]]:
     return [(span.stop, span.weights_version) for span in record.spans if span.kind == "generation"]
 
 
+@pytest.mark.slow
 def test_every_form_has_tickets_that_outlive_the_server(model: tuple[Path, Any], table: Table, tmp_path: Path) -> None:
     """All HTTP forms; an update without a pause; metrics; SIGTERM under load, with vLLM's default timeout."""
     folder, reference = model
