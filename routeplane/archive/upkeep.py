@@ -392,6 +392,7 @@ def _blanked(columns: Mapping[str, AlignedColumn], routes_SLK: NDArray[np.int16]
         values[len(values) - len(routes_SLK) :][missing_rows(routes_SLK)] = (
             BFLOAT16_NAN if values.dtype == np.uint16 else np.nan
         )
+        values.flags.writeable = False
         found["route_weights"] = replace(weights, values=values)
     return found
 
