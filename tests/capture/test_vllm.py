@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,10 @@ from tests.capture.vllm_engine import (
     Engine,
     assert_equals_reference,
     reference_logprobs,
-    running_engine,
     states,
 )
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine for all tests here."""
-    with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
-        yield running
 
 
 # ----------------------------------------------------------------------------------------------------------------------

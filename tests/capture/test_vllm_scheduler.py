@@ -73,11 +73,14 @@ def writer_options(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writing]:
+def writing(tmp_path_factory: pytest.TempPathFactory, engines_of_process: list[Any]) -> Iterator[Writing]:
     """One engine for all tests here."""
     folder = tmp_path_factory.mktemp("streams")
     with running_engine(tmp_path_factory.mktemp("qwen3_moe"), **writer_options(folder)) as engine:
-        yield Writing(engine=engine, folder=folder)
+        engines_of_process.append(engine.llm)
+        made = Writing(engine=engine, folder=folder)
+        yield made
+        made.scheduler.shutdown()
 
 
 def ticket_of(output: RequestOutput) -> RouteTicket:

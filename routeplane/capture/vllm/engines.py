@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.choices import check_requests, sample_names
-from routeplane.capture.vllm.model_config import captures_routes, model_config_of, require_moe, spec_from_vllm
+from routeplane.capture.vllm.interface import captures_routes, model_config_of, require_moe, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, records
 from routeplane.capture.vllm.writer_options import KEY, request_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError

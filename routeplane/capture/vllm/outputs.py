@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from vllm import RequestOutput
 
-from routeplane.capture.choices import cached_rows
+from routeplane.capture.choices import cached_rows, loss_of_rows
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import record_of_call
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
@@ -217,11 +217,18 @@ def _call(
         raise UsageError(f"expected a finished output, got an unfinished one @ call {name}", kind=ErrorKind.ARGUMENT)
     first_row, absent = options.first_row, options.absent
     routes_RLK = _rows(choice, spec, first_row=first_row, name=name, absent=absent)
-    fed = len(prompt_ids) + max(len(choice.token_ids) - 1, 0)
-    if routes_RLK is None and absent is not None and len(choice.token_ids):
-        loss: RowLoss | None = absent
+    declared = _LOSS_OF.get(choice.finish_reason)
+    if routes_RLK is None:
+        loss = declared if declared is not None and len(choice.token_ids) == 0 else absent
     else:
-        loss = _loss(choice, fed - first_row, routes_RLK, prompt=len(prompt_ids), first_row=first_row, name=name)
+        loss = loss_of_rows(
+            len(routes_RLK),
+            prompt=len(prompt_ids),
+            generated=len(choice.token_ids),
+            first_row=first_row,
+            declared=declared,
+            call=name,
+        )
     # The last prompt token is always computed: its logits are needed.
     bound = len(prompt_ids) - 1 if cached is None else cached
     return ModelCall(
@@ -252,24 +259,6 @@ def _rows(
         "(--enable-return-routed-experts); up to 0.30 the routes also vanish where a slow consumer's DELTA outputs are "
         f"merged: absent='lost' says that this is so @ call {name}",
         kind=ErrorKind.CAPTURE_OFF,
-    )
-
-
-def _loss(
-    choice: Any, expected: int, routes_RLK: NDArray[np.int16] | None, *, prompt: int, first_row: int, name: str
-) -> RowLoss | None:
-    """Why rows are absent, or None where all are there. Rows that nothing explains are refused."""
-    got = 0 if routes_RLK is None else len(routes_RLK)
-    declared = _LOSS_OF.get(choice.finish_reason)
-    if routes_RLK is not None and got == expected:
-        return None
-    if declared is not None and got <= expected:
-        return declared
-    raise DataError(
-        f"expected {expected} rows ({prompt} prompt + {len(choice.token_ids)} generated tokens, all but the last fed, "
-        f"from row {first_row}), got {got}: is first_row the request's routed_experts_prompt_start, and is this the "
-        f"whole output, not a DELTA? @ call {name}",
-        kind=ErrorKind.ROW_COUNT,
     )
 
 

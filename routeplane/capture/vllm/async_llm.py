@@ -19,7 +19,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from routeplane.capture.recorder import RouteRecorder, WeightsChange
-from routeplane.capture.vllm.model_config import captures_routes, model_config_of, spec_from_vllm
+from routeplane.capture.vllm.interface import captures_routes, model_config_of, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, calls
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.counts import Counts, rule
