@@ -98,8 +98,9 @@ def generate_records(
         One record per prompt, with raw log-probabilities of what was sampled. Raises CaptureError where the engine runs
         without capture, UsageError for bad prompts, seeds or names, else as ``records``.
 
-    Example:
-        ``made = generate_records(llm, [[10, 11, 12]], max_tokens=64, weights_version=12)``
+    >>> [record] = generate_records(llm, [[10, 11, 12]], max_tokens=4, weights_version=12)
+    >>> record.num_tokens
+    7
     """
     names = sample_names(sample_ids, len(prompts))
     check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)

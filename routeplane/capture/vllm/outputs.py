@@ -53,6 +53,10 @@ class OutputOptions:
         absent: What tokens without routes mean. None refuses them: the engine may capture nothing at all. ``lost``
             where capture is known to be on (up to 0.30 the array vanishes where DELTA outputs are merged for a slow
             consumer), ``not_captured`` where this request asked for none.
+
+    >>> [call] = calls(output, spec, weights_version=12, options=OutputOptions(cached=0))
+    >>> call.cached
+    0
     """
 
     first_row: int = 0
@@ -95,8 +99,9 @@ def calls(
         DataError: Rows or log-probabilities are not those of the tokens.
         UsageError: An unfinished output, or logits in the place of log-probabilities.
 
-    Example:
-        ``[call] = calls(output, spec, weights_version=12)``
+    >>> [call] = calls(output, spec, weights_version=12)
+    >>> call.num_tokens - call.rows_stop
+    1
     """
     if not isinstance(output, RequestOutput):
         raise UsageError(f"expected a vLLM RequestOutput, got {type(output).__name__}", kind=ErrorKind.ARGUMENT)
@@ -146,8 +151,9 @@ def records(
         Records that own their arrays. ``attributes["logprobs_mode"]`` is ``raw`` or ``processed`` where the output
         carries log-probabilities. Raises as ``calls``.
 
-    Example:
-        ``[record] = records(output, spec, sample_id="prompt-7", weights_version=12)``
+    >>> [record] = records(output, spec, sample_id="prompt-7", weights_version=12)
+    >>> record.key
+    RecordKey(sample_id='prompt-7', attempt=0, segment=0)
     """
     made = calls(output, spec, weights_version=weights_version, call_id=call_id, options=options)
     name = sample_id if sample_id is not None else output.request_id
@@ -175,8 +181,8 @@ def merge_deltas(outputs: Iterable[RequestOutput]) -> RequestOutput:
     Returns:
         The output of the whole request. Raises UsageError for no output, or for outputs of two requests.
 
-    Example:
-        ``whole = merge_deltas([part async for part in engine.generate(prompt, sampling, "r0")])``
+    >>> merge_deltas([output]).request_id == output.request_id
+    True
     """
     parts = list(outputs)
     if not parts or len({part.request_id for part in parts}) != 1:

@@ -153,8 +153,8 @@ class ProbeReport:
         deltas_keep_rows: Whether DELTA outputs that were merged for a slow reader still carry routes; None where it was
             not tried.
 
-    Example:
-        ``probe(llm, spec).agreement``
+    >>> ProbeReport(rows=39, agreement=1.0).deltas_keep_rows is None
+    True
     """
 
     rows: int
@@ -176,8 +176,8 @@ def probe(engine: Any, spec: RouteSpec, *, min_agreement: float = 0.5) -> ProbeR
         What was seen. Raises CaptureError with all findings (see ``require_capture``; CAPTURE_OFF for no routes at
         all), SpecError or DataError for arrays of another shape.
 
-    Example:
-        ``report = probe(llm, spec_from_vllm(llm))``
+    >>> probe(llm, spec).agreement
+    1.0
     """
     _check_share(min_agreement)
     prompt, other = check_prompts(model_config_of(engine).get_vocab_size())
