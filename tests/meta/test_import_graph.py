@@ -61,7 +61,7 @@ LEGAL = {
     "routeplane/replay/transformers.py": "import transformers\nfrom routeplane.replay.gate import F\n",
     "routeplane/inspect/__init__.py": "from routeplane.batch.layouts import D\n",
     "routeplane/cli/demo/__init__.py": "from routeplane import __version__\n",
-    "routeplane/cli/demo/transformers.py": "import torch\nfrom routeplane.replay import transformers\n",
+    "routeplane/cli/demo/transformers_trainer.py": "import torch\nfrom routeplane.replay import transformers\n",
     "routeplane/cli/main.py": "def main():\n    from routeplane.cli import demo\n    import routeplane.capture.vllm\n",
 }
 
