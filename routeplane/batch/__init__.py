@@ -54,7 +54,7 @@ _HOMES = {
     "StepVerdict": "admission",
     "from_layout": "layouts",
     "to_layout": "layouts",
-    "BatchBuffers": "pool",
+    "BatchBuffers": "reuse",
     "BatchOptions": "collation",
     "PlanOptions": "plan",
     "RecordDataset": "dataset",
