@@ -170,7 +170,7 @@ def test_a_stage_without_figures_is_an_error_that_names_it(
     python.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(RouteplaneError, match=r"routeplane\.cli\.demo\.engine") as caught:
+    with pytest.raises(RouteplaneError, match=r"routeplane\.cli\.demo\.rollout") as caught:
         run_demo(DemoOptions(out=str(tmp_path / "out"), progress=False))
     assert ErrorKind.CHILD_FAILED == caught.value.kind
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
+__all__ = ["STAGES", "THIRD_PARTY", "Edge", "find_graph_problems", "module_name", "read_edges"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The contract
