@@ -184,9 +184,10 @@ class RouteBatch:
         are MISSING. ``generation_mask``: bool, tokens that the policy sampled; default none.
 
         Returns a batch with int16 routes of its own, MISSING at padding; token ids are shared where they are int64.
-        The last token of a sequence counts as not_fed where its row is MISSING, other MISSING rows as lost, or as
-        not_captured where ``captured`` excludes them. Raises UsageError for arguments that disagree, and DataError
-        with every finding (sequence, token, layer) for rows that are not legal.
+        MISSING rows at the end of a sequence count as not_fed from its last sampled token on (without any, its last
+        token alone), other MISSING rows as lost, or as not_captured where ``captured`` excludes them. Raises UsageError
+        for arguments that disagree, and DataError with every finding (sequence, token, layer) for rows that are not
+        legal.
 
         >>> import torch
         >>> from routeplane import RouteSpec
@@ -204,8 +205,9 @@ class RouteBatch:
         rows = _own_rows(routes, spec, plan, captured)
         absent = _check_own(rows, spec, plan)
         real = torch.from_numpy(~plan.padding()).to(rows.device)
-        states = _own_states(rows, absent, spec, plan, excluded=captured is not None)
         generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
+        ends = _sampled_ends(generated.reshape(-1).cpu().numpy(), plan)
+        states = _own_states(rows, absent, spec, plan, fed=ends, excluded=captured is not None)
         return cls(
             spec=spec,
             plan=plan,
@@ -503,18 +505,40 @@ def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
     return rows_N.reshape(plan.shape)
 
 
+def _sampled_ends(generated_N: NDArray[np.bool_], plan: TokenPlan) -> NDArray[np.int64]:
+    """The last sampled token of each sequence, its last token where none was sampled: int64 ``[B]``."""
+    ends_B = np.full(plan.num_sequences, -1, dtype=np.int64)
+    rows = np.flatnonzero(generated_N)
+    np.maximum.at(ends_B, plan.record_N[rows], plan.token_N[rows])
+    return np.where(ends_B < 0, plan.sources - 1, ends_B)
+
+
 def _own_states(
-    rows: torch.Tensor, absent: NDArray[np.int64], spec: RouteSpec, plan: TokenPlan, *, excluded: bool
+    rows: torch.Tensor,
+    absent: NDArray[np.int64],
+    spec: RouteSpec,
+    plan: TokenPlan,
+    *,
+    fed: NDArray[np.int64],
+    excluded: bool,
 ) -> NDArray[np.int8]:
-    """The capture state of each row, int8 ``[N]``, from what is there and where it stands."""
+    """The capture state of each row, int8 ``[N]``, from what is there and where it stands.
+
+    ``fed``: tokens of each sequence that the engine had to be fed.
+    """
     some_NL = rows.view(plan.num_rows, *spec.row_shape)[torch.from_numpy(absent).to(rows.device), :, 0]
     partial = (some_NL != MISSING).any(dim=1).cpu().numpy()
     states_N = np.full(plan.num_rows, STATES.index("captured"), dtype=np.int8)
     states_N[absent] = STATES.index("not_captured" if excluded else "lost")
     states_N[absent[partial]] = STATES.index("partial")
     gone = absent[~partial]
-    last = plan.token_N[gone] == plan.sources[plan.record_N[gone]] - 1
-    states_N[gone[last]] = STATES.index("not_fed")
+    gone = gone[plan.record_N[gone] != PADDING]
+    # a row that is there was fed, and so was every token before it
+    there_N = plan.record_N != PADDING
+    there_N[gone] = False
+    ends_B = fed.copy()
+    np.maximum.at(ends_B, plan.record_N[there_N], plan.token_N[there_N] + 1)
+    states_N[gone[plan.token_N[gone] >= ends_B[plan.record_N[gone]]]] = STATES.index("not_fed")
     states_N[plan.record_N == PADDING] = NO_STATE
     return states_N
 
