@@ -19,8 +19,8 @@ _FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 #: ``tests/capture/test_vllm.py`` and ``test_vllm_async.py``.
 _OWN_ENVIRONMENT = (
     *(f"routeplane/capture/vllm/{name}.py" for name in ("async_llm", "engines", "outputs", "probing")),
-    "routeplane/cli/demo/automodel.py",
-    "routeplane/cli/demo/megatron.py",
+    "routeplane/cli/demo/automodel_trainer.py",
+    "routeplane/cli/demo/megatron_trainer.py",
 )
 
 FILES = [
