@@ -620,7 +620,7 @@ def loss_of_rows(
     raise DataError(
         f"expected {expected} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the "
         f"last fed), got {got}: is first_row what the request asked for (routed_experts_prompt_start, or SGLang's "
-        f"routed_experts_start_len)? @ call {call}",
+        f"routed_experts_start_len), and is this the whole answer, not a DELTA? @ call {call}",
         kind=ErrorKind.ROW_COUNT,
     )
 
