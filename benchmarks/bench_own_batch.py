@@ -1,8 +1,8 @@
 """A trainer's own batch: checked, read from the layout of its stack, and written back, against copying the same rows.
 
 Payload: sequences of some 2,200 tokens, 48 layers (three of them dense), K=8: 12 of them, or 48 with ``--full``; the
-row of each last token is absent. One thread. Each number says how many times as long the work takes as ``copy``: the real
-rows copied once into memory of their own, which all this work needs as well. ``warm``: into memory that is already
+row of each last token is absent. One thread. Each number says how many times as long the work takes as ``copy``: the
+real rows copied once into memory of their own, which all this work needs as well. ``warm``: into memory that is already
 there; the difference is the system's, which hands out pages.
 """
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYOUTS",
+    "OWN_LAYOUT",
     "Fill",
     "Filler",
     "LayoutBatch",
@@ -233,6 +234,19 @@ LAYOUTS: Mapping[str, StackLayout] = _layouts(
         real="input_mask",
         generated="completion_mask",
     ),
+)
+
+
+#: Records of a stream of ours, as ``inspect.load_batch`` reads them.
+OWN_LAYOUT = StackLayout(
+    name="routeplane",
+    read_from="format 1",
+    container="samples",
+    filler="missing",
+    at_padding="missing",
+    axis="captured",
+    tokens="tokens",
+    names="sample_id",
 )
 
 
@@ -551,8 +565,6 @@ def filler_rows(rows: NDArray[Any], filler: Filler) -> NDArray[np.bool_]:
 
 # ---- rows of other arrays --------------------------------------------------------------------------------------------
 
-# Bytes of int16 rows that are copied, and checked while a second-level cache still holds them.
-_BLOCK_BYTES = 2**20
 # Rows between two that are taken are checked along with them up to so many bytes: shorter stretches would be checked
 # one by one, and the compiled check is asked about larger ones alone.
 _GAP_BYTES = 2**18
@@ -576,22 +588,40 @@ def take_rows(
     copied nevertheless, for ``find_problems``. Raises DataError (VALUE_RANGE) for an id that int16 does not hold.
     """
     absent: list[NDArray[np.int64]] = []
-    legal, slots, done = True, slice(None) if slots is None else slots, 0
+    slots, done = slice(None) if slots is None else slots, 0
+    legal = True
     for start, stop in _stretches(len(rows), kept, spec):
-        absent.append(np.arange(done, start))
         out[done:start] = MISSING
-        # parts of one size: a short last one would be below what the compiled check is asked about
-        parts = max(1, (stop - start) * spec.num_layers * spec.top_k * 2 // _BLOCK_BYTES)
-        edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
-        for a, b in pairwise(edges):
-            copy_rows(rows[a:b], slots, out=out[a:b], kept=None if kept is None else kept[a:b])
-            found = survey(out[a:b], spec) if legal else None
-            legal = found is not None
-            absent += [] if found is None else [found + a]
+        given, target = rows[start:stop], out[start:stop]
+        gaps = None if kept is None else np.flatnonzero(~kept[start:stop])
+        found = _take_stretch(given, spec, slots, target, None if gaps is None or not len(gaps) else gaps)
+        legal = legal and found is not None
+        absent += [np.arange(done, start)] + ([] if found is None else [found + start])
         done = stop
     absent.append(np.arange(done, len(rows)))
     out[done:] = MISSING
     return np.concatenate(absent) if legal else None
+
+
+def _take_stretch(
+    rows: NDArray[Any],
+    spec: RouteSpec,
+    slots: slice | list[int],
+    out: NDArray[np.int16],
+    gaps: NDArray[np.int64] | None,
+) -> NDArray[np.int64] | None:
+    done = 0
+
+    def write(start: int, stop: int) -> None:
+        nonlocal done
+        inside = None if gaps is None else gaps[slice(*np.searchsorted(gaps, (start, stop)))] - start
+        copy_rows(rows[start:stop], slots, out=out[start:stop], gaps=inside)
+        done = stop
+
+    found = survey(out, spec, write=write)
+    if done < len(rows):
+        write(done, len(rows))
+    return found
 
 
 def _stretches(count: int, kept: NDArray[np.bool_] | None, spec: RouteSpec) -> list[tuple[int, int]]:
@@ -611,22 +641,21 @@ def copy_rows(
     slots: slice | list[int],
     *,
     out: NDArray[np.int16],
-    kept: NDArray[np.bool_] | None = None,
+    gaps: NDArray[np.int64] | None = None,
 ) -> None:
-    """The rows ``[R, D, K]`` of some layers as int16, MISSING where not ``kept``. Raises DataError (VALUE_RANGE)."""
+    """The rows ``[R, D, K]`` of some layers as int16, MISSING at ``gaps``. Raises DataError (VALUE_RANGE)."""
     if rows.dtype.itemsize > 2 or rows.dtype == np.uint16:
         wanted = rows[:, slots]
-        if not _fits(wanted) and not (kept is not None and _fits(wanted[kept])):
-            found = wanted if kept is None else wanted[kept]
-            got = f"{int(found.min())} to {int(found.max())}"
+        if not _fits(wanted) and (gaps is None or not _fits(np.delete(wanted, gaps, axis=0))):
+            got = f"{int(wanted.min())} to {int(wanted.max())}"
             raise DataError(f"expected ids that int16 holds, got {got}", kind=ErrorKind.VALUE_RANGE)
         out[...] = wanted
     elif rows.dtype == np.int16 and rows.flags.c_contiguous and rows.size:
         _copy_int16(rows, slots, out)
     else:
         out[...] = rows[:, slots]
-    if kept is not None and not kept.all():
-        out[~kept] = MISSING
+    if gaps is not None:
+        out[gaps] = MISSING
 
 
 def _fits(rows: NDArray[Any]) -> bool:
@@ -644,6 +673,8 @@ def put_rows(rows: NDArray[np.int16], slots: slice | list[int], *, out: NDArray[
 def _copy_int16(rows: NDArray[np.int16], slots: slice | list[int], out: NDArray[np.int16]) -> None:
     if isinstance(slots, list):
         copy_slots(rows, np.asarray(slots, dtype=np.int64), out=out)
+    elif rows.shape == out.shape:
+        out[...] = rows
     else:
         _tokens(out, slice(None), out.shape[1])[...] = _tokens(rows, slots, out.shape[1])
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from routeplane import __version__
-from routeplane.cli.audit import add_audit
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.inspect import add_commands, require_report, write_comparison
 from routeplane.cli.output import Progress, complain, flush, show, show_error
@@ -85,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"routeplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    made = [*add_commands(commands), add_audit(commands), _convert_parser(commands), _demo_parser(commands)]
+    made = [*add_commands(commands), _convert_parser(commands), _demo_parser(commands)]
     for command in made:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     completion = commands.add_parser("completion", help="print the shell's completion script")
