@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
-    from routeplane.batch.pool import BatchBuffers
+    from routeplane.batch.reuse import BatchBuffers
     from routeplane.batch.shard import Shard, stage_layers
 
 __all__ = [
@@ -55,7 +55,7 @@ _HOMES = {
     "StepVerdict": "admission",
     "from_layout": "layouts",
     "to_layout": "layout_writing",
-    "BatchBuffers": "pool",
+    "BatchBuffers": "reuse",
     "BatchOptions": "collation",
     "PlanOptions": "plan",
     "RecordDataset": "dataset",
