@@ -188,7 +188,8 @@ def test_a_ticket_names_a_block_that_can_be_read(tmp_path: Path) -> None:
 def test_ranks_on_one_place_and_a_restart_overwrite_nothing(tmp_path: Path) -> None:
     """Data-parallel ranks are producers of their own; a rank that starts again goes on behind its last block."""
     config = WriterConfig(place=str(tmp_path / "place"), run="r")
-    tickets, blocks = [], {}
+    tickets: list[RouteTicket] = []
+    blocks: dict[Path, bytes] = {}
     for life in range(2):
         ranks = [EngineWriter(SPEC, config, rank=rank, logprobs_mode="raw_logprobs") for rank in (0, 1)]
         with pytest.raises(UsageError) as taken:
