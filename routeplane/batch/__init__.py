@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from routeplane.batch.batch import RouteBatch, token_logprobs
     from routeplane.batch.collation import BatchOptions, collate, microbatches
     from routeplane.batch.columns import prompt_tokens
-    from routeplane.batch.dataset import RecordDataset
+    from routeplane.batch.dataset import RecordDataset, Shuffle
     from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout, to_layout
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
@@ -30,6 +30,7 @@ __all__ = [
     "RecordDataset",
     "RouteBatch",
     "Shard",
+    "Shuffle",
     "StackLayout",
     "StepVerdict",
     "TokenPlan",
@@ -60,6 +61,7 @@ _HOMES = {
     "RecordDataset": "dataset",
     "RouteBatch": "batch",
     "Shard": "shard",
+    "Shuffle": "dataset",
     "TokenPlan": "plan",
     "admit_step": "admission",
     "budget_groups": "plan",

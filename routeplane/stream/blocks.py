@@ -2,29 +2,32 @@
 
 A block is one whole v1 stream under a name, published at once. A carrier adds where blocks lie: a ``BlockStore`` for
 readers and a ``ProducerSlot`` for a writer. Knows no files and no network.
+
+Rows that a record shares with an earlier one of its group, or of its sample, are stored once: it becomes a delta, and
+its block's trailer names the blocks that it leans on. Those are kept for as long as it is. Readers join them again.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import pyarrow as pa
-import xxhash
 
 from routeplane.errors import DataError, ErrorKind, FormatError, TransportError, TruncatedError, UsageError, refused
 from routeplane.record.codec import column_types, write_batch
-from routeplane.record.interfaces import BlockName, Position
+from routeplane.record.interfaces import BlockName, KeyMemory, Position
 from routeplane.record.policy import Quarantine, ReadPolicy
+from routeplane.record.prefixes import join_prefix, verified_delta
 from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.schema import Encoding
+from routeplane.record.schema import Encoding, choose_encoding
 from routeplane.record.transfer import RecordReader, RecordWriter
 from routeplane.stream.batches import TRAILER_KEY, TrailerCounter, trailer_batch
 from routeplane.stream.files import frames_of
@@ -35,28 +38,40 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_GROUP",
-    "REMEMBERED_KEYS",
+    "DEFAULT_LIMITS",
+    "DEFAULT_OPTIONS",
+    "DEFAULT_POLICY",
+    "LEANS_KEY",
     "BlockLimits",
+    "BlockPart",
     "BlockReader",
+    "BlockRecords",
     "BlockState",
     "BlockStore",
     "BlockWriter",
     "Manifest",
     "ProducerSlot",
     "ReadOptions",
+    "Retention",
     "SealedBlock",
     "check_name",
-    "fetch_records",
+    "cut_block",
+    "sealed_cut",
 ]
 
 #: The group of a place that declares no others.
 DEFAULT_GROUP = "default"
-#: How many keys a reader remembers, and stores with its position, to find repeats.
-REMEMBERED_KEYS = 1024
+#: Metadata key of a block's trailer where records are deltas: the numbers of all blocks that they lean on, as JSON.
+LEANS_KEY = "routeplane.leans"
 #: How many keys a writer remembers to refuse a record that it is given twice.
 _WRITTEN_KEYS = 65_536
 #: A place of another version is refused.
 _PLACE_VERSION = "1"
+
+#: Bytes of whole records that a writer holds to compare later ones with, and a reader to join later ones to.
+_BASE_BYTES = 2**27
+#: Of a producer's byte bound, the part that blocks may take which one block leans on.
+_LEAN_SHARE = 8
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
@@ -119,6 +134,9 @@ class ReadOptions:
                 raise refused(f"{name} of {allowed}", repr(getattr(self, name)))
 
 
+DEFAULT_LIMITS, DEFAULT_OPTIONS, DEFAULT_POLICY = BlockLimits(), ReadOptions(), ReadPolicy()
+
+
 def check_name(value: str, what: str) -> str:
     """Return a name of a run, producer or group: 1 to 128 of letters, digits, ``_ . -``. Raises UsageError.
 
@@ -139,6 +157,17 @@ class Manifest:
     groups: tuple[str, ...]
     spec: RouteSpec
     encoding: Encoding
+
+    @classmethod
+    def of(
+        cls, spec: RouteSpec, *, run: str, groups: Sequence[str], encoding: Literal["plain", "narrow", "auto"]
+    ) -> Manifest:
+        """What an opener declares, under a new identifier. Raises UsageError."""
+        checked = tuple(check_name(group, "group") for group in groups)
+        if not checked or len(set(checked)) < len(checked):
+            raise refused("at least one group, each once", f"{list(groups)}")
+        chosen = choose_encoding(encoding, spec)
+        return cls(place=secrets.token_hex(16), run=check_name(run, "run"), groups=checked, spec=spec, encoding=chosen)
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -193,28 +222,40 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealedBlock:
-    """One block before it is stored: a batch and its trailer. ``keys``: of its records, in order."""
+    """One block before it is stored: a batch and its trailer.
+
+    ``leans``: numbers of the producer's blocks that hold first rows of its records; None where all are whole.
+    """
 
     batch: pa.RecordBatch
     trailer: str
-    keys: tuple[RecordKey, ...]
+    leans: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding) -> SealedBlock:
+    def of(
+        cls,
+        records: Sequence[RouteRecord],
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        leans: tuple[int, ...] | None = None,
+    ) -> SealedBlock:
         """Encode checked records."""
-        batch = write_batch(records, spec, encoding=encoding)
         counter = TrailerCounter(spec, encoding)
         counter.add_batch()
         for record in records:
             counter.add_record(record.checksum, len(record.token_ids))
-        keys = tuple(record.key for record in records)
-        return cls(batch=batch, trailer=counter.trailer().to_json(), keys=keys)
+        batch = write_batch(records, spec, encoding=encoding)
+        return cls(batch=batch, trailer=counter.trailer().to_json(), leans=leans)
 
     def write_to(self, sink: Any) -> None:
         """Write the whole v1 stream to an Arrow output stream or a file."""
+        metadata = {TRAILER_KEY: self.trailer}
+        if self.leans is not None:
+            metadata[LEANS_KEY] = json.dumps(self.leans)
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
-            writer.write_batch(trailer_batch(self.batch.schema), custom_metadata={TRAILER_KEY: self.trailer})
+            writer.write_batch(trailer_batch(self.batch.schema), custom_metadata=metadata)
 
     def to_buffer(self) -> pa.Buffer:
         """The whole v1 stream in memory."""
@@ -223,8 +264,52 @@ class SealedBlock:
         return sink.getvalue()
 
 
+@dataclass(kw_only=True)
+class Retention:
+    """Which blocks of one producer are there: their bytes, and which others each leans on. Decides what may go."""
+
+    max_bytes: int
+    sizes: dict[int, int] = field(default_factory=dict)
+    leans: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, number: int, size: int, leans: Sequence[int] | None) -> None:
+        """A block was sealed."""
+        self.sizes[number] = size
+        if leans:
+            self.leans[number] = tuple(leans)
+
+    def drop(self, number: int) -> None:
+        """A block was deleted."""
+        self.sizes.pop(number, None)
+        self.leans.pop(number, None)
+
+    def all_leans(self, numbers: Iterable[int]) -> set[int]:
+        """These blocks and all that they lean on; each block names all of its own."""
+        return {found for number in numbers for found in (number, *self.leans.get(number, ()))}
+
+    def may_lean(self, numbers: Iterable[int]) -> bool:
+        """Whether a further block may lean on these: they are there, and small beside the bound."""
+        found = self.all_leans(numbers)
+        return found <= self.sizes.keys() and sum(self.sizes[each] for each in found) * _LEAN_SHARE <= self.max_bytes
+
+    def has_space(self, size: int) -> bool:
+        """Whether a block fits now; one that is larger than the bound goes alone."""
+        return not self.sizes or sum(self.sizes.values()) + size <= self.max_bytes
+
+    def next_to_delete(self, *, below: int, leans: Iterable[int] | None) -> int | None:
+        """The oldest block that all groups acknowledged (those before ``below``) and that no other needs.
+
+        ``leans``: what the block that waits for space leans on.
+        """
+        needed = self.all_leans({*(number for number in self.sizes if number >= below), *(leans or ())})
+        return next((number for number in sorted(self.sizes) if number < below and number not in needed), None)
+
+
 class ProducerSlot(ABC):
     """One producer's place to publish blocks; held by one living writer. Carriers implement it."""
+
+    #: What is there, so that the writer knows which blocks its records may lean on.
+    retention: Retention
 
     @abstractmethod
     def publish(self, block: SealedBlock) -> BlockName:
@@ -239,6 +324,15 @@ class ProducerSlot(ABC):
         """Give the slot up; without ``end`` before, readers see a producer that vanished. Idempotent."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Base:
+    """A record that later ones may refer to: whole, as it is stored, and its block (None: the one being filled)."""
+
+    whole: RouteRecord
+    stored: RouteRecord
+    number: int | None = None
+
+
 class BlockWriter(RecordWriter):
     """The RouteSink of a carrier: gathers records, seals them into blocks, publishes each at once.
 
@@ -247,12 +341,14 @@ class BlockWriter(RecordWriter):
     stay.
     """
 
-    def __init__(self, slot: ProducerSlot, spec: RouteSpec, *, encoding: Encoding, limits: BlockLimits) -> None:
-        super().__init__(spec, max_bytes=limits.block_bytes, max_keys=_WRITTEN_KEYS)
-        self._slot, self._encoding = slot, encoding
+    def __init__(self, slot: ProducerSlot, manifest: Manifest, *, limits: BlockLimits) -> None:
+        super().__init__(manifest.spec, max_bytes=limits.block_bytes, max_keys=_WRITTEN_KEYS)
+        self._slot, self._encoding = slot, manifest.encoding
         self._held: list[RouteRecord] = []
-        self._held_bytes = 0
+        self._held_bytes = self._base_bytes = 0
         self._columns: Any = None
+        self._leans: set[int] | None = None
+        self._bases: OrderedDict[str, _Base] = OrderedDict()  # the last record of each group, or sample
 
     def flush(self) -> BlockName | None:
         """Seal what is held; return the name of the block, None where nothing was held. Raises TransportError."""
@@ -266,23 +362,50 @@ class BlockWriter(RecordWriter):
             raise
 
     def _check(self, record: RouteRecord) -> None:
-        del record  # the columns of a block are its own
+        # one that was written long ago may be gone; the columns of a block are its own
+        if record.prefix is not None:
+            raise refused(
+                "whole records (resolve(records) joins them), which the writer makes deltas of", f"{record.key}"
+            )
 
     def _put(self, record: RouteRecord) -> None:
         columns = column_types(record)
         if self._held and columns != self._columns:
             self._seal()
         self._columns = columns
-        self._held.append(record)
-        self._held_bytes += record.nbytes
+        stored = self._without_known_rows(record)
+        self._held.append(stored)
+        self._held_bytes += stored.nbytes
         if self._held_bytes >= self._max_bytes:
             self._seal()
+
+    def _without_known_rows(self, record: RouteRecord) -> RouteRecord:
+        """The record as it is to be stored, and noted as the one that the next of its group may refer to."""
+        name = record.sample_id if record.group is None else record.group
+        base, stored = self._bases.get(name), record
+        if base is not None and (base.number is None or self._slot.retention.may_lean([base.number])):
+            stored = verified_delta(record, base.whole, stored=base.stored)
+        if base is not None and stored is not record:
+            self._leans = self._leans or set()
+            self._leans |= set() if base.number is None else self._slot.retention.all_leans([base.number])
+        self._note(name, _Base(whole=record, stored=stored))
+        return stored
+
+    def _note(self, name: str, base: _Base) -> None:
+        old = self._bases.pop(name, None)
+        self._base_bytes += base.whole.nbytes - (0 if old is None else old.whole.nbytes)
+        self._bases[name] = base
+        while self._base_bytes > _BASE_BYTES:
+            self._base_bytes -= self._bases.popitem(last=False)[1].whole.nbytes
 
     def _seal(self) -> BlockName | None:
         if not self._held:
             return None
-        name = self._slot.publish(SealedBlock.of(self._held, self._spec, encoding=self._encoding))
-        self._held, self._held_bytes = [], 0
+        leans = None if self._leans is None else tuple(sorted(self._leans))
+        name = self._slot.publish(SealedBlock.of(self._held, self._spec, encoding=self._encoding, leans=leans))
+        for base in self._bases.values():
+            base.number = name.number if base.number is None else base.number
+        self._held, self._held_bytes, self._leans = [], 0, None
         return name
 
     def _finish(self) -> None:
@@ -327,12 +450,19 @@ class BlockStore(ABC):
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a sealed block, in memory that no other process can change. Raises DataError (EXPIRED)."""
 
-    @abstractmethod
-    def load_position(self) -> tuple[Position, bytes]:
-        """What the group acknowledged, and the remembered keys as ``save_position`` was given them."""
+    def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
+        """Records of one block, cut; a carrier that can do so where the block lies overrides this."""
+        return cut_block(self.read(name), part, read=self._reads(name))
+
+    def _reads(self, name: BlockName) -> Callable[[int], pa.Buffer]:
+        return lambda number: self.read(BlockName(name.producer, number))
 
     @abstractmethod
-    def save_position(self, position: Position, keys: bytes) -> None:
+    def load_position(self) -> Position:
+        """What the group acknowledged."""
+
+    @abstractmethod
+    def save_position(self, position: Position) -> None:
         """Store what the group acknowledged. Raises UsageError in a copy that does not hold the group."""
 
     @abstractmethod
@@ -357,23 +487,18 @@ class BlockReader(RecordReader):
         *,
         producers: int | Sequence[str],
         follow: bool = True,
-        policy: ReadPolicy,
-        options: ReadOptions,
+        policy: ReadPolicy = DEFAULT_POLICY,
+        options: ReadOptions = DEFAULT_OPTIONS,
     ) -> None:
-        super().__init__(store.manifest.spec, policy)
         self._store, self._follow, self._options = store, follow, options
-        if isinstance(producers, int):
-            if producers < 1:
-                raise refused("at least one producer", f"{producers}")
-            self._expected: tuple[str, ...] | int = producers
-        else:
-            self._expected = tuple(sorted({check_name(name, "producer") for name in producers}))
-            if not self._expected:
-                raise refused("at least one producer", "none")
-        self._acknowledged, keys = store.load_position()
-        self._seen, self._saved = _unpacked(keys), _unpacked(keys)
-        self._passed: deque[tuple[BlockName, dict[int, int]]] = deque()
-        self._reached = self._acknowledged
+        try:
+            super().__init__(store.manifest.spec, policy)
+            self._expected = _expected_producers(producers)
+            self._acknowledged = self._reached = store.load_position()
+        except BaseException:
+            store.release()
+            raise
+        self._keys = KeyMemory(self._acknowledged.keys)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -394,9 +519,7 @@ class BlockReader(RecordReader):
         self._check_position(position)
         if any(position.number(name) < number for name, number in self._acknowledged.next.items()):
             raise refused(f"a position behind {self._acknowledged.to_json()}", position.to_json())
-        while self._passed and self._passed[0][0].number < position.number(self._passed[0][0].producer):
-            _remember(self._saved, self._passed.popleft()[1])
-        self._store.save_position(position, _packed(self._saved))
+        self._store.save_position(position)
         self._acknowledged = position
 
     def _check_position(self, position: Position) -> None:
@@ -418,14 +541,12 @@ class BlockReader(RecordReader):
         self._check_position(start)
         return self._names(start, in_turn=True)
 
-    def open(self, name: BlockName) -> IpcReader:
+    def open(self, name: BlockName) -> BlockRecords:
         """Open one block as a source, under this reader's policy; the bytes are copied before they are verified."""
         return self._opened(name, self._policy)
 
-    def _opened(self, name: BlockName, policy: ReadPolicy, quarantine: Quarantine | None = None) -> IpcReader:
-        frames, walkable = frames_of(self._store.read(name), salvage=policy.on_corrupt == "quarantine")
-        # a block is whole or damaged
-        return IpcReader(frames, replace(policy, on_truncated="raise"), walkable=walkable, quarantine=quarantine)
+    def _opened(self, name: BlockName, policy: ReadPolicy, quarantine: Quarantine | None = None) -> BlockRecords:
+        return BlockRecords(self._store.read(name), policy, read=self._store._reads(name), quarantine=quarantine)
 
     def fetch(
         self,
@@ -435,8 +556,16 @@ class BlockReader(RecordReader):
         layer_ids: Sequence[int] | None = None,
         tokens: tuple[int, int] | None = None,
     ) -> list[RouteRecord]:
-        """Read records of one block, verified whole and then cut. Raises DataError (EXPIRED, ROUTES_MISSING)."""
-        return fetch_records(self._store.read(name), keys=keys, layer_ids=layer_ids, tokens=tokens)
+        """Read records of one block, verified whole and then cut, where the block lies if the carrier can.
+
+        Raises DataError (EXPIRED, ROUTES_MISSING).
+        """
+        part = BlockPart(
+            keys=None if keys is None else tuple(RecordKey(*key) for key in keys),
+            layer_ids=None if layer_ids is None else tuple(layer_ids),
+            tokens=tokens,
+        )
+        return self._store.cut(name, part)
 
     def _names(self, position: Position, *, in_turn: bool) -> Iterator[BlockName]:
         turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
@@ -454,7 +583,7 @@ class BlockReader(RecordReader):
                 yield from self._block_records(name)
                 if self._closed:
                     return
-                self._reached = self._reached.after(name)
+                self._reached = self._reached.after(name, keys=self._keys.to_bytes())
                 if self._options.acknowledge == "next":
                     self.acknowledge(self._reached)
             self._report = replace(self._report, complete=turns.complete)
@@ -464,25 +593,13 @@ class BlockReader(RecordReader):
             self._report = replace(self._report, truncated=True)
 
     def _block_records(self, name: BlockName) -> Iterator[RouteRecord]:
-        found: dict[int, int] = {}
         # this reader looks for alarms itself
         block = self._opened(name, replace(self._policy, on_alarm="ignore"), self.quarantine)
         for record in block:
-            key = _key_digest(record.key)
-            known = self._seen.get(key, found.get(key))
-            if known == record.checksum:
+            if self._keys.is_repeat(record, where=f"block {name}"):
                 self._report = replace(self._report, repeats=self._report.repeats + 1)
-                continue
-            if known is not None:
-                raise DataError(
-                    f"expected {record.key} with the checksum {known:016x} that came before, got "
-                    f"{record.checksum:016x} @ block {name}",
-                    kind=ErrorKind.DUPLICATE_KEY,
-                )
-            found[key] = record.checksum
-            yield record
-        _remember(self._seen, found)
-        self._passed.append((name, found))
+            else:
+                yield record
         read = block.report()
         self._report = replace(
             self._report,
@@ -497,25 +614,13 @@ class BlockReader(RecordReader):
         self._store.release()
 
 
-def _key_digest(key: RecordKey) -> int:
-    return xxhash.xxh3_64_intdigest(json.dumps(key).encode())
-
-
-def _packed(keys: Mapping[int, int]) -> bytes:
-    """Remembered keys as pairs of little-endian u64: digest of the key, checksum of the record."""
-    return np.array(list(keys.items()), dtype="<u8").tobytes()
-
-
-def _unpacked(data: bytes) -> OrderedDict[int, int]:
-    if len(data) % 16:
-        raise FormatError(f"expected pairs of u64, got {len(data)} bytes", kind=ErrorKind.MANIFEST)
-    return OrderedDict(np.frombuffer(data, dtype="<u8").reshape(-1, 2).tolist())
-
-
-def _remember(keys: OrderedDict[int, int], more: Mapping[int, int]) -> None:
-    keys.update(more)
-    while len(keys) > REMEMBERED_KEYS:
-        keys.popitem(last=False)
+def _expected_producers(producers: int | Sequence[str]) -> int | tuple[str, ...]:
+    names = (
+        producers if isinstance(producers, int) else tuple(sorted({check_name(each, "producer") for each in producers}))
+    )
+    if names == () or (isinstance(names, int) and names < 1):
+        raise refused("at least one producer", f"{producers}")
+    return names
 
 
 class _Turns:
@@ -607,32 +712,143 @@ def _rotated(producers: list[str], last: str | None) -> list[str]:
     return producers[at:] + producers[:at]
 
 
-def fetch_records(
-    data: pa.Buffer,
-    *,
-    keys: Sequence[RecordKey] | None = None,
-    layer_ids: Sequence[int] | None = None,
-    tokens: tuple[int, int] | None = None,
-) -> list[RouteRecord]:
+# -- one block ---------------------------------------------------------------------------------------------------------
+
+
+class BlockRecords(IpcReader):
+    """The records of one block in memory, each whole: deltas are joined with records of this block and of others.
+
+    Args:
+        read: gives the bytes of another block of the same producer, by its number.
+    """
+
+    def __init__(
+        self,
+        data: pa.Buffer,
+        policy: ReadPolicy,
+        *,
+        read: Callable[[int], pa.Buffer],
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        frames, walkable = frames_of(data, salvage=policy.on_corrupt == "quarantine")
+        # a block is whole or damaged
+        super().__init__(frames, replace(policy, on_truncated="raise"), walkable=walkable, quarantine=quarantine)
+        self._read, self._bases = read, dict[RecordKey, tuple[RouteRecord, RouteRecord]]()
+        self.leans = _parse_leans(self.trailer_metadata.get(LEANS_KEY))
+
+    def _arrive(self) -> Iterator[RouteRecord]:
+        if self.leans is None:
+            yield from super()._arrive()
+            return
+        for stored in super()._arrive():
+            try:
+                whole = self._joined(stored)
+            except DataError:
+                if self._policy.on_corrupt == "raise":
+                    raise
+                self._report = replace(self._report, skipped_records=self._report.skipped_records + 1)
+                continue
+            self._bases[stored.key] = (stored, whole)
+            yield whole
+
+    def _joined(self, record: RouteRecord) -> RouteRecord:
+        if record.prefix is None:
+            return record
+        if record.prefix.key not in self._bases:
+            self._load_bases()
+        if record.prefix.key not in self._bases:
+            raise DataError(
+                f"expected the record {record.prefix.key} that holds rows [0, {record.routes_start}) in the blocks "
+                f"{list(self.leans or ())}, got none @ sample {record.key}",
+                kind=ErrorKind.PREFIX,
+            )
+        stored, whole = self._bases[record.prefix.key]
+        return join_prefix(record, stored=stored, whole=whole)
+
+    def _load_bases(self) -> None:
+        """Read the blocks that this one leans on, the oldest first: it names all that those lean on, too."""
+        for number in self.leans or ():
+            block = BlockRecords(self._read(number), replace(self._policy, on_alarm="ignore"), read=self._read)
+            block._bases = self._bases
+            for whole in block:
+                self._bases.setdefault(whole.key, (whole, whole))
+
+    def close(self) -> None:
+        """Close the block. Records already yielded stay valid."""
+        super().close()
+        self._bases = {}
+
+    def _early_selection(self) -> RouteSpec | None:
+        # a delta is joined before it is cut
+        return None if self.leans is not None else super()._early_selection()
+
+
+def _parse_leans(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        numbers = json.loads(text)
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError("other values than numbers")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"expected numbers of blocks, got {text[:80]!r} ({error})", kind=ErrorKind.TRAILER) from None
+    return tuple(sorted(numbers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPart:
+    """What of a block is wanted: records (None: all), layers and tokens as in ``RouteSource.select``."""
+
+    keys: tuple[RecordKey, ...] | None = None
+    layer_ids: tuple[int, ...] | None = None
+    tokens: tuple[int, int] | None = None
+
+    def to_json(self) -> str:
+        """Plain values, for a carrier that asks another process to cut."""
+        return json.dumps({"keys": self.keys, "layer_ids": self.layer_ids, "tokens": self.tokens})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> BlockPart:
+        """Parse ``to_json``. Raises UsageError."""
+        try:
+            found = json.loads(text)
+            keys, layers, tokens = (found[name] for name in ("keys", "layer_ids", "tokens"))
+            return cls(
+                keys=None if keys is None else tuple(RecordKey(str(name), int(a), int(s)) for name, a, s in keys),
+                layer_ids=None if layers is None else tuple(int(layer) for layer in layers),
+                tokens=None if tokens is None else (int(tokens[0]), int(tokens[1])),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            raise refused("a part of a block as JSON", f"{str(text)[:80]!r} ({error})") from None
+
+
+def cut_block(data: pa.Buffer, part: BlockPart, *, read: Callable[[int], pa.Buffer]) -> list[RouteRecord]:
     """Read records of a block in memory: verified whole, then cut, each under a new checksum where it was cut.
 
     Args:
         data: the bytes of a block.
-        keys: the records wanted, in this order; None: all.
-        layer_ids, tokens: as in ``RouteSource.select``.
+        part: what is wanted; records come in the order of its keys.
+        read: as in ``BlockRecords``.
 
     Raises DataError (ROUTES_MISSING) for a key that is not in the block.
     """
-    frames, walkable = frames_of(data)
-    with IpcReader(frames, ReadPolicy(on_alarm="ignore"), walkable=walkable) as reader:
-        reader.select(layer_ids=layer_ids, tokens=tokens)
+    with BlockRecords(data, ReadPolicy(on_alarm="ignore"), read=read) as reader:
+        reader.select(layer_ids=part.layer_ids, tokens=part.tokens)
         found = {record.key: record for record in reader}
-    if keys is None:
+    if part.keys is None:
         return list(found.values())
-    absent = [key for key in keys if key not in found]
+    absent = [key for key in part.keys if key not in found]
     if absent:
         raise DataError(
             f"expected the records {list(map(str, absent[:4]))} in the block, got {len(found)} others",
             kind=ErrorKind.ROUTES_MISSING,
         )
-    return [found[RecordKey(*key)] for key in keys]
+    return [found[key] for key in part.keys]
+
+
+def sealed_cut(data: pa.Buffer, part: BlockPart, *, read: Callable[[int], pa.Buffer], encoding: Encoding) -> pa.Buffer:
+    """A block of what ``cut_block`` gives: what a relay sends."""
+    records = cut_block(data, part, read=read)
+    if not records:
+        raise DataError("expected at least one record in the part, got none", kind=ErrorKind.ROUTES_MISSING)
+    return SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer()
