@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
-import xxhash
 
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.record.checksum import digest_of
 from routeplane.record.coverage import Coverage
 from routeplane.record.parse import check_count, check_text
 from routeplane.record.record import RecordKey, RouteRecord
@@ -174,7 +174,7 @@ class KeyMemory:
 
     def is_repeat(self, record: RouteRecord, *, where: str) -> bool:
         """Whether the record came before; remember it. Raises DataError for another record under its key."""
-        key = xxhash.xxh3_64_intdigest(json.dumps(record.key).encode())
+        key = digest_of(json.dumps(record.key).encode())
         known = self._checksums.get(key)
         if known is not None and known != record.checksum:
             raise DataError(

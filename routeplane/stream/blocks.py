@@ -56,6 +56,7 @@ __all__ = [
     "SealedBlock",
     "check_name",
     "cut_block",
+    "parse_leans",
     "sealed_cut",
 ]
 
@@ -452,9 +453,10 @@ class BlockStore(ABC):
 
     def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
         """Records of one block, cut; a carrier that can do so where the block lies overrides this."""
-        return cut_block(self.read(name), part, read=self._reads(name))
+        return cut_block(self.read(name), part, read=self.reads(name))
 
-    def _reads(self, name: BlockName) -> Callable[[int], pa.Buffer]:
+    def reads(self, name: BlockName) -> Callable[[int], pa.Buffer]:
+        """Give the bytes of another block of the same producer, by its number."""
         return lambda number: self.read(BlockName(name.producer, number))
 
     @abstractmethod
@@ -546,7 +548,7 @@ class BlockReader(RecordReader):
         return self._opened(name, self._policy)
 
     def _opened(self, name: BlockName, policy: ReadPolicy, quarantine: Quarantine | None = None) -> BlockRecords:
-        return BlockRecords(self._store.read(name), policy, read=self._store._reads(name), quarantine=quarantine)
+        return BlockRecords(self._store.read(name), policy, read=self._store.reads(name), quarantine=quarantine)
 
     def fetch(
         self,
@@ -734,7 +736,7 @@ class BlockRecords(IpcReader):
         # a block is whole or damaged
         super().__init__(frames, replace(policy, on_truncated="raise"), walkable=walkable, quarantine=quarantine)
         self._read, self._bases = read, dict[RecordKey, tuple[RouteRecord, RouteRecord]]()
-        self.leans = _parse_leans(self.trailer_metadata.get(LEANS_KEY))
+        self.leans = parse_leans(self.trailer_metadata)
 
     def _arrive(self) -> Iterator[RouteRecord]:
         if self.leans is None:
@@ -783,7 +785,9 @@ class BlockRecords(IpcReader):
         return None if self.leans is not None else super()._early_selection()
 
 
-def _parse_leans(text: str | None) -> tuple[int, ...] | None:
+def parse_leans(metadata: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Which blocks a trailer's metadata names; None where no record is a delta. Raises FormatError."""
+    text = metadata.get(LEANS_KEY)
     if text is None:
         return None
     try:

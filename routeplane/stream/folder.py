@@ -60,7 +60,7 @@ from routeplane.stream.blocks import (
     SealedBlock,
     check_name,
 )
-from routeplane.stream.pool import BufferPool
+from routeplane.stream.files import BufferPool
 
 __all__ = ["open_reader", "open_writer"]
 
@@ -475,8 +475,11 @@ class FolderSlot(ProducerSlot):
                     f"of {held.max_bytes} bytes that the groups {list(self._groups)} have not all acknowledged",
                     kind=ErrorKind.TIMED_OUT,
                 )
-            time.sleep(wait)
+            self._pause(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def _acknowledged(self) -> int:
         """The number of the first block that not every group acknowledged."""
@@ -507,18 +510,19 @@ class FolderSlot(ProducerSlot):
 
 
 class FolderStore(BlockStore):
-    """The blocks of a folder, for one group. A pickled copy holds no lock."""
+    """The blocks of a folder, for one group, or for none that it would hold. A pickled copy holds no lock."""
 
-    def __init__(self, root: Path, *, group: str) -> None:
+    def __init__(self, root: Path, *, group: str | None) -> None:
         document = _load(root / "manifest.json")
         if document is None:
             raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
         self._manifest = Manifest.from_document(document, spec_type=RouteSpec)
-        self._manifest.require_group(group)
-        self._root, self._group = root, group
-        self._home = root / "groups" / group
-        self._lock: FileLock | None = FileLock(self._home / "lock", taken=self._taken)
-        self._pool = BufferPool()
+        self._root, self._group, self._pool = root, group, BufferPool()
+        self._lock: FileLock | None = None
+        if group is not None:
+            self._manifest.require_group(group)
+            self._home = root / "groups" / group
+            self._lock = FileLock(self._home / "lock", taken=self._taken)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_pool": None}

@@ -33,8 +33,8 @@ from routeplane.stream.blocks import (
     ReadOptions,
     SealedBlock,
 )
+from routeplane.stream.files import BufferPool
 from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place, producer_home
-from routeplane.stream.pool import BufferPool
 
 __all__ = ["Client", "open_reader", "open_writer"]
 

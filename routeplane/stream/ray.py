@@ -512,7 +512,7 @@ class RayStore(BlockStore):
         (_, block), *leans = self._references(name)
         cut = _cut_task.remote(block, leans, part.to_json(), self._manifest.encoding)
         data = pa.py_buffer(_got(cut, f"the cut of block {name}"))
-        return cut_block(data, BlockPart(keys=part.keys), read=self._reads(name))
+        return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
 
     def load_position(self) -> Position:
         """What the group acknowledged."""

@@ -18,7 +18,7 @@ from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import RouteSpec
 
-__all__ = ["PATIENCE_S", "SPEC", "beforehand", "beside", "damaged", "facts", "group_of", "sample"]
+__all__ = ["PATIENCE_S", "SPEC", "beforehand", "beside", "damaged", "facts", "group_of", "sample", "turns_of"]
 
 #: Narrow enough for either encoding.
 SPEC = RouteSpec(num_experts=64, top_k=2, layer_ids=(1, 4, 7), model="contract")
@@ -66,6 +66,15 @@ def group_of(count: int, *, prompt: int = 4) -> list[RouteRecord]:
             )
         )
     return [first, *others]
+
+
+def turns_of(count: int, *, tokens: int = 100) -> list[RouteRecord]:
+    """One rollout recorded after each turn: each record begins with the rows of the one before, in one group."""
+    last = sample(0, tokens=tokens * count)
+    return [
+        replace(last.slice(0, tokens * (at + 1)), sample_id=f"turn-{at}", group="rollout", attributes={}, checksum=None)
+        for at in range(count)
+    ]
 
 
 class _UncheckedRecord(RouteRecord):
