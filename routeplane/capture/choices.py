@@ -43,6 +43,7 @@ __all__ = [
     "check_requests",
     "read_rows",
     "records_of_calls",
+    "require_presence",
     "sample_names",
 ]
 
@@ -80,7 +81,9 @@ class CaptureOptions:
         final_row: What a row for a call's last token is. None takes the reader's own: "filler" for NeMo Gym, else
             "absent".
         media: One digest per media item of the prompt.
-        absent: What it means where tokens came without routes. None refuses.
+        absent: What it means where tokens came without routes, or with rows that are all MISSING. None refuses.
+        max_missing_share: Largest share of a call's rows that may be MISSING, in any layer. None takes any but all. A
+            call whose absent rows are declared is not judged.
         redeem: Gives the call of a ticket; needed where answers carry tickets.
         version_numbers: The number of each weights version that the server names by text. Decimal text is its own
             number; a name without a number is a version that is not known.
@@ -99,6 +102,7 @@ class CaptureOptions:
     final_row: FinalRow | None = None
     media: tuple[str, ...] = ()
     absent: RowLoss | None = None
+    max_missing_share: float | None = None
     redeem: Redeem | None = None
     version_numbers: Mapping[str, int] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
@@ -111,6 +115,9 @@ class CaptureOptions:
             value = getattr(self, name)
             if value is not None and value not in get_args(known):
                 raise refused(f"{name} of {get_args(known)}, or None", repr(value))
+        share = self.max_missing_share
+        if share is not None and not 0.0 <= share <= 1.0:
+            raise refused("max_missing_share in [0, 1], or None", repr(share))
         for name in ("decoder_layers", "fused_shared"):
             if getattr(self, name) is not None:
                 check_count(getattr(self, name), name, below=2**31)
@@ -294,6 +301,8 @@ def call_of_choice(
     last = options.final_row or final_row
     rows_RLK, begin = _rows(choice, spec, options=options, first_row=first_row, last=last)
     loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
+    if rows_RLK is not None and loss is None:
+        loss = require_presence(rows_RLK, options, call=choice.call_id)
     version, versions = _versions(choice, weights_version, options, prompt=len(prompt_P))
     cached = choice.cached if options.cached is None else options.cached
     # what was generated comes from no prefix cache, whatever a server's count says
@@ -315,6 +324,9 @@ def call_of_choice(
         # below first_row there is no row that could have come from a cache
         cached=cached_rows(bound, rows_RLK, first_row=begin),
         loss=loss,
+        rows="all"
+        if last == "captured" and rows_RLK is not None and begin + len(rows_RLK) == len(token_S)
+        else "but_last",
         columns=choice.columns,
     )
 
@@ -507,12 +519,50 @@ def _loss(
         return declared
     if choice.short_prefill and generated == 0 and got == least - 1:
         return "not_captured"
+    said = (
+        "is first_row what the request asked for (routed_experts_prompt_start, or SGLang's routed_experts_start_len)?"
+        if got
+        else "the field is there and holds no row, so the engine captured nothing or a hop between emptied it"
+    )
     raise DataError(
         f"expected {least} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the last "
-        f"fed), got {got}: is first_row what the request asked for (routed_experts_prompt_start, or SGLang's "
-        f"routed_experts_start_len)? @ call {choice.call_id}",
+        f"fed), got {got}: {said} @ call {choice.call_id}",
         kind=ErrorKind.ROW_COUNT,
     )
+
+
+def require_presence(rows_RLK: NDArray[np.int16], options: CaptureOptions, *, call: str) -> RowLoss | None:
+    """Judge whether the rows of a call hold ids: a payload that is MISSING throughout has the field and no content.
+
+    Args:
+        rows_RLK: The rows of tokens that were fed.
+        options: ``absent`` and ``max_missing_share`` are looked at.
+        call: Named in errors.
+
+    Returns:
+        What ``absent`` declares of a call without ids; None for any other. Raises CaptureError (CAPTURE_OFF) for a call
+        without ids where nothing is declared, DataError (ROUTES_MISSING) for more MISSING rows than may be.
+
+    >>> require_presence(np.full((3, 1, 2), -1, np.int16), CaptureOptions(absent="lost"), call="c")
+    'lost'
+    """
+    absent_R = (rows_RLK[:, :, 0] == MISSING).any(axis=1)
+    absent, rows = int(absent_R.sum()), len(rows_RLK)
+    if absent == rows > 0 and bool((rows_RLK == MISSING).all()):
+        if options.absent is not None:
+            return options.absent
+        raise CaptureError(
+            f"expected rows with ids, got {rows} rows that are all {MISSING}: the field came without content, so the "
+            f"engine captured nothing or a hop between filled it in (absent='not_captured' declares it) @ call {call}",
+            kind=ErrorKind.CAPTURE_OFF,
+        )
+    if options.max_missing_share is not None and absent > options.max_missing_share * rows:
+        raise DataError(
+            f"expected at most {options.max_missing_share:.4f} of the rows missing, got {absent} of {rows} "
+            f"@ call {call}",
+            kind=ErrorKind.ROUTES_MISSING,
+        )
+    return None
 
 
 def _logprobs(choice: Choice) -> NDArray[np.float32] | None:

@@ -245,8 +245,7 @@ class _Fill:
         call = self._segment[position]
         if call.routes is not None and len(call.routes):
             self._take(position, call, keep_last=keep_last)
-        # A call that generated nothing fed its whole prompt; otherwise its last token was only sampled.
-        fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
+        fed = call.num_fed
         unexplained_S = np.flatnonzero((self._rank_S[:fed] == _ABSENT) & (self._state_S[:fed] == _UNKNOWN))
         self._state_S[unexplained_S] = _CODE[call.loss or "not_captured"]
         if position > 0 and call.loss is None and _brings_rows(call):
