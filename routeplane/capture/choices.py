@@ -45,6 +45,7 @@ __all__ = [
     "records_of_calls",
     "require_presence",
     "sample_names",
+    "versions_of",
 ]
 
 #: What a row for the call's last token is: absent (no engine made it, so it may only be MISSING), the engine's own, or
@@ -303,7 +304,7 @@ def call_of_choice(
     loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
     if rows_RLK is not None and loss is None:
         loss = require_presence(rows_RLK, options, call=choice.call_id)
-    version, versions = _versions(choice, weights_version, options, prompt=len(prompt_P))
+    version, versions = versions_of(choice, weights_version=weights_version, numbers=options.version_numbers)
     cached = choice.cached if options.cached is None else options.cached
     # what was generated comes from no prefix cache, whatever a server's count says
     bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
@@ -336,20 +337,37 @@ def call_of_choice(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _versions(
-    choice: Choice, weights_version: int | None, options: CaptureOptions, *, prompt: int
+def versions_of(
+    choice: Choice, *, weights_version: int | None, numbers: Mapping[str, int] | None
 ) -> tuple[int | None, tuple[VersionSpan, ...]]:
-    """The version of the call, or its versions by spans of sampled tokens, from the caller and from the answer."""
-    spans = _spans_of(choice)
+    """Tell which weights sampled the tokens of a choice, by what the caller and the answer say.
+
+    Args:
+        choice: What the server said: ``weight_version``, or ``weight_versions`` by spans of generated tokens.
+        weights_version: Of the policy, as the caller says; None where unknown.
+        numbers: The number of each version that the server names by text.
+
+    Returns:
+        The version of the call, or its versions by spans. Raises DataError (SPANS) for spans that do not cover the
+        tokens, or an answer of other weights than the caller says.
+
+    >>> said = Choice(
+    ...     call_id="c", prompt_ids=[5], generation_ids=[7, 8], finish_reason="stop",
+    ...     weight_versions=[{"version": "7", "start": 0, "end": 1}, {"version": "v8", "start": 1, "end": 2}],
+    ... )
+    >>> versions_of(said, weights_version=None, numbers={"v8": 8})
+    (None, ((1, 2, 7), (2, 3, 8)))
+    """
+    spans, prompt = _spans_of(choice), len(choice.prompt_ids)
     if not spans:
         return weights_version, ()
-    numbers = {name: _number(name, options) for _, _, name in spans}
-    known = set(numbers.values())
-    if len(known) == 1 and (len(numbers) == 1 or None not in known):
+    named = {name: _number(name, numbers) for _, _, name in spans}
+    known = set(named.values())
+    if len(known) == 1 and (len(named) == 1 or None not in known):
         [number] = known
         number = weights_version if number is None else number
     elif weights_version is None:
-        return None, tuple((prompt + start, prompt + stop, numbers[name]) for start, stop, name in spans)
+        return None, tuple((prompt + start, prompt + stop, named[name]) for start, stop, name in spans)
     else:
         number = None
     if weights_version is not None and number != weights_version:
@@ -392,11 +410,10 @@ def _name(version: object, where: str) -> int | str:
     return version
 
 
-def _number(name: int | str, options: CaptureOptions) -> int | None:
+def _number(name: int | str, numbers: Mapping[str, int] | None) -> int | None:
     if isinstance(name, int):
         return name
-    known = options.version_numbers or {}
-    return known.get(name, int(name) if name.isdecimal() and name.isascii() else None)
+    return (numbers or {}).get(name, int(name) if name.isdecimal() and name.isascii() else None)
 
 
 def _may_have_changed(choice: Choice, versions: Sequence[VersionSpan]) -> bool:
