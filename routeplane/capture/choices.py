@@ -41,6 +41,7 @@ __all__ = [
     "cached_rows",
     "call_of_choice",
     "check_requests",
+    "loss_of_rows",
     "read_rows",
     "records_of_calls",
     "require_presence",
@@ -530,21 +531,12 @@ def _loss(
             kind=ErrorKind.CAPTURE_OFF,
         )
     least, got = prompt + max(generated - 1, 0) - first_row, len(rows_RLK)
-    if got == least or (last == "captured" and got == least + 1):
+    if last == "captured" and got == least + 1:
         return None
-    if declared is not None and got < least:
-        return declared
-    if choice.short_prefill and generated == 0 and got == least - 1:
+    if choice.short_prefill and declared is None and generated == 0 and got == least - 1:
         return "not_captured"
-    said = (
-        "is first_row what the request asked for (routed_experts_prompt_start, or SGLang's routed_experts_start_len)?"
-        if got
-        else "the field is there and holds no row, so the engine captured nothing or a hop between emptied it"
-    )
-    raise DataError(
-        f"expected {least} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the last "
-        f"fed), got {got}: {said} @ call {choice.call_id}",
-        kind=ErrorKind.ROW_COUNT,
+    return loss_of_rows(
+        got, prompt=prompt, generated=generated, first_row=first_row, declared=declared, call=choice.call_id
     )
 
 
@@ -656,6 +648,49 @@ def check_requests(
         raise refused("a finite temperature of at least 0", repr(temperature))
     if seed < 0:
         raise refused("a seed of at least 0", repr(seed))
+
+
+def loss_of_rows(
+    got: int, *, prompt: int, generated: int, first_row: int, declared: RowLoss | None, call: str
+) -> RowLoss | None:
+    """Say why rows of a call are absent, by the number that came.
+
+    An engine feeds the prompt and all generated tokens but the last. One row too many or too few means that rows are
+    not where they are thought to be: a request that was trimmed, or answered from a prefix cache, would have the rows
+    of other tokens.
+
+    Args:
+        got: Rows that came, of tokens ``[first_row, first_row + got)``.
+        prompt: Prompt tokens.
+        generated: Generated tokens.
+        first_row: The token of row 0, as the request asked.
+        declared: What the engine said of rows that are not there.
+        call: The call's name, for the message.
+
+    Returns:
+        None where all rows came, else ``declared``. Raises DataError (ROW_COUNT) for fewer rows that nothing explains,
+        and for more.
+
+    >>> loss_of_rows(3, prompt=4, generated=2, first_row=2, declared=None, call="c")
+    >>> loss_of_rows(1, prompt=4, generated=2, first_row=2, declared="aborted", call="c")
+    'aborted'
+    """
+    expected = prompt + max(generated - 1, 0) - first_row
+    if got == expected:
+        return None
+    if declared is not None and got < expected:
+        return declared
+    said = (
+        "is first_row what the request asked for (routed_experts_prompt_start, or SGLang's routed_experts_start_len), "
+        "and is this the whole answer, not a DELTA?"
+        if got
+        else "the field is there and holds no row, so the engine captured nothing or a hop between emptied it"
+    )
+    raise DataError(
+        f"expected {expected} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the "
+        f"last fed), got {got}: {said} @ call {call}",
+        kind=ErrorKind.ROW_COUNT,
+    )
 
 
 def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) -> int:

@@ -57,9 +57,9 @@ from routeplane.stream.blocks import (
     SealedBlock,
     check_name,
 )
-from routeplane.stream.pool import BufferPool
+from routeplane.stream.buffers import BufferPool
 
-__all__ = ["FolderReader", "FolderWriter", "open_reader", "open_writer"]
+__all__ = ["FolderReader", "FolderWriter", "open_reader", "open_writer", "producers_of"]
 
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
@@ -161,6 +161,26 @@ def open_reader(
     except BaseException:
         store.release()
         raise
+
+
+def producers_of(place: str | os.PathLike[str]) -> list[str]:
+    """List the producers that ever opened a place.
+
+    Args:
+        place: the folder of a place.
+
+    Returns their names, sorted. Raises FileNotFoundError for a folder that is not a place.
+
+    >>> producers_of("/nowhere")
+    Traceback (most recent call last):
+    FileNotFoundError: expected the folder of a place of blocks, got none @ /nowhere
+    """
+    if not (Path(place) / "manifest.json").exists():
+        raise FileNotFoundError(f"expected the folder of a place of blocks, got none @ {place}")
+    try:
+        return sorted(entry.name for entry in os.scandir(Path(place) / "producers") if entry.is_dir())
+    except FileNotFoundError:
+        return []
 
 
 class FolderWriter(BlockWriter):
@@ -568,10 +588,7 @@ class FolderStore(BlockStore):
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
-        try:
-            return sorted(entry.name for entry in os.scandir(self._root / "producers") if entry.is_dir())
-        except FileNotFoundError:
-            return []
+        return producers_of(self._root)
 
     def _producer_home(self, producer: str) -> Path:
         return self._root / "producers" / check_name(producer, "producer")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,16 +22,9 @@ from routeplane.capture.vllm import OutputOptions, generate_records, start_engin
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.calls import ModelCall
 from tests.capture.test_servers import MATRIX
-from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, reference_rows, running_engine, states
+from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, reference_rows, states
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine for all tests here."""
-    with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def test_rows_of_a_prefix_cache_have_no_version() -> None:
     ] == [(each.start, each.stop, each.state, each.weights_version) for each in record.captures]
 
 
-def test_columns_nobody_knows_go_with_their_tokens() -> None:
+def test_unknown_columns_go_with_their_tokens() -> None:
     """Kind of report 21: a token column of the calls is in the record, each value from the call of its token."""
     calls = [turn(0, 2, 1, columns={"mask": np.arange(3)}), turn(1, 4, 1, columns={"mask": 10 + np.arange(5)})]
     (record,) = assemble(calls, SPEC, sample_id="s").records
