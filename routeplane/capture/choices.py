@@ -306,9 +306,7 @@ def call_of_choice(
     if rows_RLK is not None and loss is None:
         loss = require_presence(rows_RLK, options, call=choice.call_id)
     version, versions = versions_of(choice, weights_version=weights_version, numbers=options.version_numbers)
-    cached = choice.cached if options.cached is None else options.cached
-    # what was generated comes from no prefix cache, whatever a server's count says
-    bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
+    bound = _cached_bound(choice.cached if options.cached is None else options.cached, prompt=len(prompt_P))
     if choice.retractions and rows_RLK is not None and _may_have_changed(choice, versions):
         # what was computed again replaced the rows of the first time, by weights that nothing names
         bound = begin + len(rows_RLK)
@@ -420,6 +418,11 @@ def _number(name: int | str, numbers: Mapping[str, int] | None) -> int | None:
 def _may_have_changed(choice: Choice, versions: Sequence[VersionSpan]) -> bool:
     """Whether what was computed again may be of other weights than the tokens: unless spans say one version for all."""
     return bool(versions) or choice.weight_versions is None
+
+
+def _cached_bound(cached: int | None, *, prompt: int) -> int:
+    """Up to which token rows may come from a prefix cache: never what was generated, whatever a server's count says."""
+    return max(prompt - 1, 0) if cached is None else min(cached, prompt)
 
 
 def _is_ticket(routes: Any) -> bool:
