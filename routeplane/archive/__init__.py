@@ -146,6 +146,7 @@ def add_blocks(
     blocks_per_run: int = 16,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
 ) -> AddReport:
     """Add the blocks of a carrier to an archive, whole, and acknowledge them once they are committed.
 
@@ -158,6 +159,7 @@ def add_blocks(
             come.
         store: As in ``new_run``, and so ``shard_bytes`` and ``options``.
         blocks_per_run: Blocks of one run, and so of one acknowledgement. The last run may have fewer.
+        progress: Is told, after each run, how many records were added, and None for a total that is unknown.
 
     Returns:
         What was added.
@@ -165,10 +167,22 @@ def add_blocks(
     Raises:
         Exception: As ``new_run`` and the source; DataError (DUPLICATE_KEY) for a key that the archive has with another
             checksum. Runs that were committed stay.
+
+    >>> import tempfile
+    >>> from routeplane.stream import folder
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> place, spec = tempfile.mkdtemp(), watermarked_spec()
+    >>> with folder.open_writer(place, spec, run="r", producer="engine-0", groups=("archive",)) as writer:
+    ...     writer.write(watermarked_record(0, num_tokens=20, spec=spec))
+    >>> with folder.open_reader(place, group="archive", producers=1) as reader:
+    ...     add_blocks(reader, tempfile.mkdtemp())
+    AddReport(runs=1, blocks=1, records=1, repeats=0)
     """
     if blocks_per_run < 1:
         raise refused("blocks_per_run of at least 1", str(blocks_per_run))
-    return add_from(_place(store, options), source, blocks_per_run=blocks_per_run, shard_bytes=shard_bytes)
+    return add_from(
+        _place(store, options), source, blocks_per_run=blocks_per_run, shard_bytes=shard_bytes, progress=progress
+    )
 
 
 def open_archive(

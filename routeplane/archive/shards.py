@@ -10,6 +10,7 @@ Axes: T rows of a shard, L layers, K top-k slots, N chunks.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from routeplane.archive.layout import ArrayLayout, Shard
 from routeplane.errors import ErrorKind, FormatError, MissingExtraError
@@ -44,6 +46,7 @@ __all__ = ["ChunkReader", "Range", "ShardWriter", "encode_shard"]
 _ABSENT = 2**64 - 1
 #: Indices that a reader keeps: at most 128 KiB each.
 _INDICES = 128
+_ZSTD = pa.Codec("zstd")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,17 +190,18 @@ class ChunkReader:
         blocks = range(wanted.start // layout.chunk_rows, -(-wanted.stop // layout.chunk_rows))
         if wanted.start == wanted.stop:
             blocks = range(0)
-        inner = layout.chunk_shape[1:]
-        chunks_N = np.empty((len(blocks) * len(slots), layout.chunk_rows, *inner), dtype=layout.dtype.newbyteorder("<"))
+        inner = layout.trailing[1:] if layout.split else layout.trailing
+        rows_T = np.empty((wanted.stop - wanted.start, len(slots), *inner), dtype=layout.dtype.newbyteorder("<"))
         for shard, part, first in _shards(blocks, layout):
             numbers = [block * layout.columns + slot for block in part for slot in slots]
-            self._fill(chunks_N[first * len(slots) :][: len(numbers)], wanted.array, shard, numbers)
-        base = blocks.start * layout.chunk_rows
-        rows_T = _laid(chunks_N, len(slots), layout)[wanted.start - base : wanted.stop - base]
-        return np.ascontiguousarray(rows_T)
+            chunks_N = np.frombuffer(self._decoded(wanted.array, shard, numbers), dtype=rows_T.dtype)
+            chunks_N = chunks_N.reshape(len(part), len(slots), layout.chunk_rows, *inner)
+            for base, chunk in zip(blocks[first:], chunks_N, strict=False):
+                _place(chunk, rows_T, start=base * layout.chunk_rows - wanted.start)
+        return rows_T if layout.split else rows_T.reshape(-1, *layout.trailing)
 
-    def _fill(self, out_N: NDArray[Any], array: str, shard: int, numbers: Sequence[int]) -> None:
-        """Decode chunks of one shard, numbered within it, into ``out_N``."""
+    def _decoded(self, array: str, shard: int, numbers: Sequence[int]) -> pa.Buffer:
+        """Decode chunks of one shard, numbered within it, one behind the other."""
         places_N = self._index(array, shard)[numbers]
         starts = places_N[:, 0].astype(np.int64)
         stops = starts + places_N[:, 1].astype(np.int64)
@@ -205,21 +209,27 @@ class ChunkReader:
         edges = np.flatnonzero(np.append(True, starts[1:] != stops[:-1]))
         ranges = list(zip(starts[edges].tolist(), np.append(stops[edges[1:] - 1], stops[-1]).tolist(), strict=True))
         pieces = self._bytes(array, shard, ranges)
-        out_NB = out_N.reshape(len(out_N), -1).view(np.uint8)
+        bodies: list[bytes] = []
         for piece, first, last in zip(pieces, edges, [*edges[1:], len(numbers)], strict=True):
             origin = int(starts[first])
-            for number in range(first, last):
-                chunk = piece[int(starts[number]) - origin : int(stops[number]) - origin]
-                self._decode(chunk, out_NB[number], array)
+            bodies += (
+                self._body(piece[start - origin : stop - origin], array)
+                for start, stop in zip(starts[first:last].tolist(), stops[first:last].tolist(), strict=True)
+            )
+        layout = self.layout(array)
+        size = len(numbers) * math.prod(layout.chunk_shape) * layout.dtype.itemsize
+        # zstd frames behind each other are decoded as one: per call it makes a context that costs more than 4 KiB do
+        try:
+            return _ZSTD.decompress(b"".join(bodies), size)
+        except (OSError, ValueError) as error:
+            raise self._corrupt(f"{len(bodies)} chunks of {size} bytes, got {error}", array) from error
 
-    def _decode(self, chunk: bytes, out: NDArray[np.uint8], array: str) -> None:
+    def _body(self, chunk: bytes, array: str) -> bytes:
+        """A chunk without its crc32c, compared with it."""
         body = chunk[:-4]
         if len(chunk) < 5 or int(google_crc32c.value(body)) != int.from_bytes(chunk[-4:], "little"):
             raise self._corrupt("a chunk that its crc32c stands for, got another", array)
-        try:
-            zstd.decompress(body, out)
-        except (RuntimeError, ValueError) as error:
-            raise self._corrupt(f"a chunk of {len(out)} bytes, got {error}", array) from error
+        return body
 
     def _index(self, array: str, shard: int) -> NDArray[np.uint64]:
         """Where the chunks of a shard stand: uint64 ``[N, 2]``, first byte and length."""
@@ -275,11 +285,11 @@ def _shards(blocks: range, layout: ArrayLayout) -> Iterator[tuple[int, range, in
         block = stop
 
 
-def _laid(chunks_N: NDArray[Any], width: int, layout: ArrayLayout) -> NDArray[Any]:
-    """Rows ``[T, width, ...]`` of whole chunks, or ``[T, ...]`` where the second axis is not split."""
-    rows = len(chunks_N) // max(width, 1) * layout.chunk_rows
-    if not layout.split:
-        return chunks_N.reshape(rows, *layout.trailing)
-    inner = layout.trailing[1:]
-    blocks = chunks_N.reshape(-1, width, layout.chunk_rows, *inner)
-    return blocks.swapaxes(1, 2).reshape(rows, width, *inner)
+def _place(chunk: NDArray[Any], rows_T: NDArray[Any], *, start: int) -> None:
+    """Copy chunks beside each other, ``[slots, chunk_rows, ...]``, to rows ``[T, slots, ...]`` from ``start`` on."""
+    first, last = max(start, 0), min(start + chunk.shape[1], len(rows_T))
+    source, target = chunk[:, first - start : last - start], rows_T[first:last]
+    if source.ndim == 3:  # one copy of K ids, not K copies
+        whole = np.dtype((np.void, source.shape[2] * source.itemsize))
+        source, target = source.view(whole), target.view(whole)
+    target[:] = source.swapaxes(0, 1)

@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import xxhash
@@ -49,6 +49,7 @@ from routeplane.archive.shards import Range
 from routeplane.archive.writer import ArchiveWriter, RunFiles, drop_commits, publish
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, Problem, UsageError
 from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn
+from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage, partial_states
 from routeplane.record.record import RecordKey
 from routeplane.record.spans import PRESENT_STATES, STATES, Capture
@@ -76,14 +77,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ArchiveCheck:
+class ArchiveCheck(Counts):
     """The verdict on an archive. ``records`` and ``tokens`` count what is intact, ``damaged`` the records that are not.
 
     ``problems``: errors, and alarms for what is merely left over (files of a run that no commit names).
     """
 
-    problems: tuple[Problem, ...]
-    records: int = 0
+    SCOPE: ClassVar[str] = "archive_"
+
+    problems: tuple[Problem, ...] = ()
+    records: int = field(default=0, metadata=rule(scalar=None))  # the coverage's own
     damaged: int = 0
     tokens: int = 0
     coverage: Coverage = field(default_factory=Coverage)
@@ -309,14 +312,16 @@ def _refusal(run: Run, wanted: Range) -> FormatError | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recovery:
+class Recovery(Counts):
     """What was copied. ``intact``: records as they were; ``partial``: those of which some rows are kept; ``lost``:
     those of which nothing is."""
 
-    intact: int
-    partial: int
-    lost: int
-    problems: tuple[Problem, ...]
+    SCOPE: ClassVar[str] = "archive_recovered_"
+
+    intact: int = 0
+    partial: int = 0
+    lost: int = 0
+    problems: tuple[Problem, ...] = ()
 
 
 def recover_records(store: ArchiveStore, target: ArchiveStore) -> Recovery:
@@ -516,15 +521,21 @@ def _shortened(run: Run, positions: set[int]) -> RunEntry | None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compaction:
-    """What was removed. ``rewritten``: names of runs that lost records; ``records``: those records; ``folders``: run
-    folders that were deleted, those of dead writers among them; ``snapshot``: the archive's since."""
+def _last(_: str, later: str) -> str:
+    return later
 
-    rewritten: tuple[str, ...]
-    records: int
-    folders: tuple[str, ...]
-    snapshot: str
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compaction(Counts):
+    """What was removed. ``rewritten``: names of runs that lost records; ``records``: those records; ``folders``: run
+    folders that were deleted, those of dead writers among them; ``snapshot``: the archive's since, of the last call."""
+
+    SCOPE: ClassVar[str] = "archive_compacted_"
+
+    rewritten: tuple[str, ...] = ()
+    records: int = 0
+    folders: tuple[str, ...] = ()
+    snapshot: str = field(default="", metadata=rule(scalar=None, merge=_last))
 
 
 def compact_archive(store: ArchiveStore, *, grace_s: float) -> Compaction:

@@ -438,7 +438,12 @@ class AddReport(Counts):
 
 
 def add_from(
-    store: ArchiveStore, source: BlockSource, *, blocks_per_run: int, shard_bytes: int = DEFAULT_SHARD_BYTES
+    store: ArchiveStore,
+    source: BlockSource,
+    *,
+    blocks_per_run: int,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[int, int | None], None] | None = None,
 ) -> AddReport:
     """Add blocks as runs, and acknowledge each run's once it is committed; see ``routeplane.archive.add_blocks``."""
     position = _committed(store, source)
@@ -451,6 +456,8 @@ def add_from(
             position = position.after(name)
         total = total.merge(_add_run(store, source, names, position, shard_bytes=shard_bytes))
         source.acknowledge(position)
+        if progress is not None:
+            progress(total.records, None)
     return total
 
 

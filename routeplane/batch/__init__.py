@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from routeplane.batch.collation import BatchOptions, collate, microbatches
     from routeplane.batch.columns import prompt_tokens
     from routeplane.batch.dataset import RecordDataset, Shuffle
-    from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout, to_layout
+    from routeplane.batch.layout_writing import to_layout
+    from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
-    from routeplane.batch.pool import BatchBuffers
+    from routeplane.batch.reuse import BatchBuffers
     from routeplane.batch.shard import Shard, stage_layers
 
 __all__ = [
@@ -54,8 +55,8 @@ _HOMES = {
     "StackLayout": "layouts",
     "StepVerdict": "admission",
     "from_layout": "layouts",
-    "to_layout": "layouts",
-    "BatchBuffers": "pool",
+    "to_layout": "layout_writing",
+    "BatchBuffers": "reuse",
     "BatchOptions": "collation",
     "PlanOptions": "plan",
     "RecordDataset": "dataset",

@@ -10,20 +10,20 @@ slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routeplane.batch.columns import NO_STATE, count_states, settle_states
-from routeplane.batch.layouts import Fill, balanced_rows, check_fill
+from routeplane.batch.layouts import Fill, balanced_rows, check_fill, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
+from routeplane.record.aligned import ColumnType
 from routeplane.record.coverage import Coverage
-from routeplane.record.rows import survey
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal, find_problems
@@ -42,10 +42,76 @@ if TYPE_CHECKING:
 
     from routeplane.record.record import RecordKey
 
-__all__ = ["RouteBatch", "check_rows", "count_first_tokens", "filler", "owned_tensor", "pinned_bytes", "token_logprobs"]
+__all__ = [
+    "ColumnParts",
+    "RouteBatch",
+    "check_rows",
+    "count_first_tokens",
+    "owned_tensor",
+    "pinned_bytes",
+    "token_logprobs",
+]
 
 # Rows whose logits are widened to float32 at a time: bounds what `token_logprobs` allocates without gradients.
 _LOGIT_ROWS = 2_048
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ColumnParts:
+    """The tensors of a column whose entries are lists, or may be unknown. The batch owns them.
+
+    ``values``: ``[..., *shape]``; of lists ``[V]``, one after the other in gate order. ``offsets``: int64 ``[N + 1]``,
+    for lists alone: the list of row n is ``values[offsets[n]:offsets[n + 1]]``, empty at padding. ``valid``: bool
+    ``[...]``, for a nullable column alone: False where the entry is unknown, and at padding; ``values`` hold 0 there,
+    or the list is empty.
+
+    >>> import torch
+    >>> parts = ColumnParts(values=torch.tensor([7, 8, 9]), offsets=torch.tensor([0, 1, 1, 3]))
+    >>> parts.row(2).tolist(), parts.counts().tolist()
+    ([8, 9], [1, 0, 2])
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        return [each for each in (self.values, self.offsets, self.valid) if each is not None]
+
+    def counts(self) -> torch.Tensor:
+        """Values of each row's list: int64 ``[N]``. Raises UsageError (ARGUMENT) for a column of no lists."""
+        if self.offsets is None:
+            raise refused("a column whose entries are lists", "one of numbers or arrays")
+        return self.offsets.diff()
+
+    def row(self, number: int) -> torch.Tensor | None:
+        """The entry of a row in gate order, a view; None where it is unknown, and at padding of a nullable column."""
+        if self.valid is not None and not bool(self.valid.reshape(-1)[number]):
+            return None
+        if self.offsets is not None:
+            return self.values[int(self.offsets[number]) : int(self.offsets[number + 1])]
+        axes = 1 if self.valid is None else self.valid.ndim
+        return self.values.reshape(-1, *self.values.shape[axes:])[number]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ColumnParts:
+        """The column with each of its tensors changed."""
+        return ColumnParts(
+            values=change(self.values),
+            offsets=None if self.offsets is None else change(self.offsets),
+            valid=None if self.valid is None else change(self.valid),
+        )
+
+    def take(self, rows: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]) -> ColumnParts:
+        """The entries of the rows with these numbers, in memory of their own; ``cut`` takes them of a ``[...]``."""
+        valid = None if self.valid is None else cut(self.valid)
+        if self.offsets is None:
+            return ColumnParts(values=cut(self.values), valid=valid)
+        counts = self.offsets.diff()[rows]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
+        values = self.values[shift + torch.arange(len(shift), device=shift.device)]
+        return ColumnParts(values=values, offsets=offsets, valid=valid)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +128,9 @@ class RouteBatch:
     * ``logprobs``: float32 ``[...]``, of each token given those before it, NaN where there is none; None if no record
       has any
     * ``lengths`` int64 ``[B]``, ``cu_seqlens`` and ``cu_seqlens_padded`` int32 ``[B+1]``: as in ``TokenPlan``
-    * ``columns``: the records' token columns ``[...]``, in their types; 0, False or NaN at padding
+    * ``columns``: the records' aligned columns by name, ``[..., *shape]`` in their types; 0, False or NaN at padding
+    * ``column_parts``: those whose entries are lists or may be unknown, as ``ColumnParts``; ``column_types``: what each
+      column declares, of both
     * ``states``: int8 ``[...]``, capture state of each row over the layers of ``spec``, as its place in
       ``spans.STATES``; -1 at padding
     * ``keys``: the record behind each sequence; ``counts``: rows by capture state, padding not counted
@@ -89,6 +157,8 @@ class RouteBatch:
     keys: tuple[RecordKey, ...]
     counts: Coverage
     fill: Fill = "missing"
+    column_parts: Mapping[str, ColumnParts] = field(default_factory=lambda: MappingProxyType({}))
+    column_types: Mapping[str, ColumnType] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def from_tensors(
@@ -113,9 +183,10 @@ class RouteBatch:
         are MISSING. ``generation_mask``: bool, tokens that the policy sampled; default none.
 
         Returns a batch with int16 routes of its own, MISSING at padding; token ids are shared where they are int64.
-        The last token of a sequence counts as not_fed where its row is MISSING, other MISSING rows as lost, or as
-        not_captured where ``captured`` excludes them. Raises UsageError for arguments that disagree, and DataError
-        with every finding (sequence, token, layer) for rows that are not legal.
+        MISSING rows at the end of a sequence count as not_fed from its last sampled token on (without any, its last
+        token alone), other MISSING rows as lost, or as not_captured where ``captured`` excludes them. Raises UsageError
+        for arguments that disagree, and DataError with every finding (sequence, token, layer) for rows that are not
+        legal.
 
         >>> import torch
         >>> from routeplane import RouteSpec
@@ -130,11 +201,11 @@ class RouteBatch:
             nested: Any = token_ids
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
         plan = plan_of_rows(token_ids, lengths=lengths, cu_seqlens=cu_seqlens, pad_mask=pad_mask)
-        rows = _own_rows(routes, spec, plan, captured)
-        absent = _check_own(rows, spec, plan)
+        rows, absent = _own_rows(routes, spec, plan, captured)
         real = torch.from_numpy(~plan.padding()).to(rows.device)
-        states = _own_states(rows, absent, spec, plan, excluded=captured is not None)
         generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
+        ends = _sampled_ends(generated.reshape(-1).cpu().numpy(), plan)
+        states = _own_states(rows, absent, spec, plan, fed=ends, excluded=captured is not None)
         return cls(
             spec=spec,
             plan=plan,
@@ -191,6 +262,12 @@ class RouteBatch:
         """The batch in page-locked memory; itself where torch sees no accelerator to pin it for."""
         return self._map(torch.Tensor.pin_memory) if torch.accelerator.is_available() else self
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of the batch, those of its columns too."""
+        own = [value for item in fields(self) if isinstance(value := getattr(self, item.name), torch.Tensor)]
+        parts = [tensor for column in self.column_parts.values() for tensor in column.tensors()]
+        return [*own, *self.columns.values(), *parts]
+
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RouteBatch:
         changed: dict[str, Any] = {
             item.name: change(value)
@@ -198,7 +275,8 @@ class RouteBatch:
             if isinstance(value := getattr(self, item.name), torch.Tensor)
         }
         columns = MappingProxyType({name: change(value) for name, value in self.columns.items()})
-        return replace(self, columns=columns, **changed)
+        parts = MappingProxyType({name: column.map(change) for name, column in self.column_parts.items()})
+        return replace(self, columns=columns, column_parts=parts, **changed)
 
     def shard(
         self,
@@ -231,7 +309,8 @@ class RouteBatch:
         rows = torch.from_numpy(self.plan.shard_rows(shard)).to(self.routes.device)
 
         def cut(values: torch.Tensor) -> torch.Tensor:
-            return values.reshape(-1)[rows].view(plan.shape) if shard.cuts_rows else values
+            further = values.shape[len(self.plan.shape) :]
+            return values.reshape(-1, *further)[rows].view(*plan.shape, *further) if shard.cuts_rows else values
 
         slots = torch.tensor([self.spec.slot(layer) for layer in spec.layer_ids], device=self.routes.device)
         flat_NLK = self.routes.view(self.num_rows, *self.spec.row_shape)
@@ -253,8 +332,35 @@ class RouteBatch:
             pad_mask=cut(self.pad_mask),
             generation_mask=cut(self.generation_mask),
             logprobs=None if self.logprobs is None else cut(self.logprobs),
-            columns=MappingProxyType({name: cut(values) for name, values in self.columns.items()}),
+            **self._cut_columns(rows, cut, None if shard.layers is None else slots),
         )
+
+    def _cut_columns(
+        self, rows: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor], slots: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """The fields that hold columns, for some rows and some layers."""
+        types = dict(self.column_types)
+
+        def pick(name: str, values: torch.Tensor) -> torch.Tensor:
+            kind = types[name]
+            if slots is None or "layers" not in kind.axes:
+                return values
+            axis = len(self.plan.shape) + kind.axes.index("layers")
+            return values[(slice(None),) * axis + (slots,)]
+
+        columns = {name: pick(name, cut(values)) for name, values in self.columns.items()}
+        parts = {}
+        for name, column in self.column_parts.items():
+            taken = column.take(rows, cut)
+            parts[name] = taken if taken.offsets is not None else replace(taken, values=pick(name, taken.values))
+        for name, values in (*columns.items(), *((name, column.values) for name, column in parts.items())):
+            if not types[name].ragged:
+                types[name] = replace(types[name], shape=tuple(values.shape[len(self.plan.shape) :]))
+        return {
+            "columns": MappingProxyType(columns),
+            "column_parts": MappingProxyType(parts),
+            "column_types": MappingProxyType(types),
+        }
 
     def fill_padding(self, *, expert_parallel: int = 1) -> RouteBatch:
         """The batch with balanced ids at padding (``layout.balanced_rows``), in routes of its own.
@@ -306,11 +412,14 @@ class RouteBatch:
     def __reduce__(self) -> tuple[object, ...]:
         # a mappingproxy does not pickle, and loader workers send batches to their trainer
         content = {item.name: getattr(self, item.name) for item in fields(self)}
-        return _rebuild_batch, ({**content, "columns": dict(self.columns)},)
+        return _rebuild_batch, ({**content, **{name: dict(content[name]) for name in _MAPPINGS}},)
+
+
+_MAPPINGS = ("columns", "column_parts", "column_types")
 
 
 def _rebuild_batch(content: dict[str, Any]) -> RouteBatch:
-    return RouteBatch(**{**content, "columns": MappingProxyType(content["columns"])})
+    return RouteBatch(**{**content, **{name: MappingProxyType(content[name]) for name in _MAPPINGS}})
 
 
 def owned_tensor(values: NDArray[Any]) -> torch.Tensor:
@@ -346,8 +455,13 @@ def check_rows(routes_NLK: torch.Tensor, spec: RouteSpec, *, plan: TokenPlan | N
     raise DataError.from_problems(problems, what="illegal routes")
 
 
-def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: Any) -> torch.Tensor:
-    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``."""
+def _own_rows(
+    routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: Any
+) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``; the rows that lack a layer.
+
+    Raises DataError unless every row is legal.
+    """
     expected = (*plan.shape, *spec.row_shape)
     if tuple(routes.shape) != expected or routes.is_floating_point() or routes.dtype == torch.bool:
         depth = f" (axis {len(plan.shape)} is the layers {list(spec.layer_ids)})"
@@ -355,6 +469,20 @@ def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: 
     kept = ~plan.padding()
     if captured is not None:
         kept &= _captured_rows(captured, plan)
+    if routes.device.type != "cpu":
+        return _rows_on_device(routes, spec, plan, kept)
+    out = np.empty((plan.num_rows, *spec.row_shape), dtype=np.int16)
+    given_NLK = routes.detach().numpy().reshape(out.shape)
+    absent = take_rows(given_NLK, spec, out=out, kept=kept.reshape(-1))
+    if absent is None:
+        check_rows(torch.from_numpy(out), spec, plan=plan)
+        absent = np.flatnonzero((out[..., 0] == MISSING).any(axis=1))
+    return torch.from_numpy(out).view(expected), absent
+
+
+def _rows_on_device(
+    routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, kept: NDArray[np.bool_]
+) -> tuple[torch.Tensor, NDArray[np.int64]]:
     if routes.dtype not in (torch.int16, torch.uint8, torch.int8):
         real = routes[torch.from_numpy(kept).to(routes.device)]
         low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
@@ -362,19 +490,10 @@ def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: 
             raise DataError(f"expected ids that int16 holds, got {low} to {high}", kind=ErrorKind.VALUE_RANGE)
     rows = routes.to(torch.int16, copy=True, memory_format=torch.contiguous_format)
     others = torch.from_numpy(np.flatnonzero(~kept.reshape(-1))).to(routes.device)
-    rows.view(plan.num_rows, -1).index_fill_(0, others, MISSING)
-    return rows
-
-
-def _check_own(rows: torch.Tensor, spec: RouteSpec, plan: TokenPlan) -> NDArray[np.int64]:
-    """The rows that lack a layer, by number; raises DataError unless every row is legal. One pass on the CPU."""
     rows_NLK = rows.view(plan.num_rows, *spec.row_shape)
-    if rows.device.type == "cpu":
-        absent = survey(rows_NLK.numpy(), spec)
-        if absent is not None:
-            return absent
+    rows_NLK.index_fill_(0, others, MISSING)
     check_rows(rows_NLK, spec, plan=plan)
-    return np.flatnonzero((rows_NLK[..., 0] == MISSING).any(dim=1).cpu().numpy())
+    return rows, np.flatnonzero((rows_NLK[..., 0] == MISSING).any(dim=1).cpu().numpy())
 
 
 def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
@@ -394,25 +513,42 @@ def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
     return rows_N.reshape(plan.shape)
 
 
+def _sampled_ends(generated_N: NDArray[np.bool_], plan: TokenPlan) -> NDArray[np.int64]:
+    """The last sampled token of each sequence, its last token where none was sampled: int64 ``[B]``."""
+    ends_B = np.full(plan.num_sequences, -1, dtype=np.int64)
+    rows = np.flatnonzero(generated_N)
+    np.maximum.at(ends_B, plan.record_N[rows], plan.token_N[rows])
+    return np.where(ends_B < 0, plan.sources - 1, ends_B)
+
+
 def _own_states(
-    rows: torch.Tensor, absent: NDArray[np.int64], spec: RouteSpec, plan: TokenPlan, *, excluded: bool
+    rows: torch.Tensor,
+    absent: NDArray[np.int64],
+    spec: RouteSpec,
+    plan: TokenPlan,
+    *,
+    fed: NDArray[np.int64],
+    excluded: bool,
 ) -> NDArray[np.int8]:
-    """The capture state of each row, int8 ``[N]``, from what is there and where it stands."""
+    """The capture state of each row, int8 ``[N]``, from what is there and where it stands.
+
+    ``fed``: tokens of each sequence that the engine had to be fed.
+    """
     some_NL = rows.view(plan.num_rows, *spec.row_shape)[torch.from_numpy(absent).to(rows.device), :, 0]
     partial = (some_NL != MISSING).any(dim=1).cpu().numpy()
     states_N = np.full(plan.num_rows, STATES.index("captured"), dtype=np.int8)
     states_N[absent] = STATES.index("not_captured" if excluded else "lost")
     states_N[absent[partial]] = STATES.index("partial")
     gone = absent[~partial]
-    last = plan.token_N[gone] == plan.sources[plan.record_N[gone]] - 1
-    states_N[gone[last]] = STATES.index("not_fed")
+    gone = gone[plan.record_N[gone] != PADDING]
+    # a row that is there was fed, and so was every token before it
+    there_N = plan.record_N != PADDING
+    there_N[gone] = False
+    ends_B = fed.copy()
+    np.maximum.at(ends_B, plan.record_N[there_N], plan.token_N[there_N] + 1)
+    states_N[gone[plan.token_N[gone] >= ends_B[plan.record_N[gone]]]] = STATES.index("not_fed")
     states_N[plan.record_N == PADDING] = NO_STATE
     return states_N
-
-
-def filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a token column holds at padding, as a fresh tensor: NaN, False or 0."""
-    return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
 
 
 def pinned_bytes(size: int) -> NDArray[np.uint8]:

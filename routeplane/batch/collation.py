@@ -10,7 +10,7 @@ slots, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.batch.batch import RouteBatch, count_first_tokens, filler, owned_tensor
+from routeplane.batch.batch import ColumnParts, RouteBatch, count_first_tokens, owned_tensor
 from routeplane.batch.columns import (
     NO_STATE,
+    batch_columns,
     check_fits,
     check_pad_token,
-    check_token_columns,
     check_whole,
-    column_arrays,
+    column_fill,
     count_states,
     generated_tokens,
     layer_slots,
@@ -40,13 +40,14 @@ from routeplane.batch.plan import Layout, PlanOptions, RankCounts, TokenPlan, bu
 from routeplane.batch.shard import RankOf, Shard, records_of_rank
 from routeplane.batch.slots import require_positive
 from routeplane.errors import ErrorKind, UsageError, refused
+from routeplane.record.aligned import AlignedColumn, ColumnType
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from routeplane.batch.pool import BatchBuffers
+    from routeplane.batch.reuse import BatchBuffers
     from routeplane.record.interfaces import Admission, RouteSource
     from routeplane.record.record import RouteRecord
 
@@ -283,13 +284,12 @@ def _dealing_of(source: object, data_parallel: RankOf) -> tuple[RankOf, bool]:
 class _TensorTypes:
     """What a batch of padding has in common with one before it: the same tensors are there, in the same types."""
 
-    columns: dict[str, torch.dtype]
+    columns: Mapping[str, ColumnType]
     logprobs: bool
 
     @classmethod
     def of(cls, batch: RouteBatch) -> _TensorTypes:
-        types = {name: values.dtype for name, values in batch.columns.items()}
-        return cls(columns=types, logprobs=batch.logprobs is not None)
+        return cls(columns=batch.column_types, logprobs=batch.logprobs is not None)
 
 
 def _admitted(group: tuple[RouteRecord, ...], admit: Callable[..., Admission] | None) -> tuple[RouteRecord, ...]:
@@ -349,7 +349,7 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         if plan is None:
             _check_record(record, target.options)
     slots = layer_slots(records, target.spec)
-    fills = check_token_columns(records)
+    columns = batch_columns(records, slots=slots)
     if plan is None:
         lengths = [record.num_tokens for record in records]
         plan = target.options.plan(lengths, layout=target.layout, shard=target.cut)
@@ -358,8 +358,14 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
     lease = None if buffers is None else buffers.lease()
     gather = plan.gather if lease is None else partial(lease.gather, plan)
 
-    def lay_out(columns: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
-        return owned_tensor(gather(columns, fill=fill, **more))
+    def lay_out(arrays: Sequence[NDArray[Any]], fill: float, **more: Any) -> torch.Tensor:
+        return owned_tensor(gather(arrays, fill=fill, **more))
+
+    def lists(parts: Sequence[AlignedColumn]) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        allocate = np.empty if lease is None else lease.array
+        values, ends = plan.gather_lists([part.values for part in parts], offsets, allocate=allocate)
+        return owned_tensor(values), owned_tensor(ends)
 
     laid = plan.gather_routes if lease is None else partial(lease.gather_routes, plan)
     routes = laid(stored_rows(records), spec=records[0].spec, slots=slots)
@@ -381,15 +387,44 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         lengths=owned_tensor(plan.lengths.copy()),
         cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
         cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
-        columns=MappingProxyType(
-            {name: lay_out(column_arrays(records, name, slots=slots), fill) for name, fill in fills.items()}
-        ),
+        **_lay_columns(columns, lay_out, lists),
         states=owned_tensor(settled_N.reshape(plan.shape)),
         keys=tuple(record.key for record in records),
         counts=count_states(settled_N, records=count_first_tokens(plan)),
         fill=target.options.fill,
     )
     return batch if buffers is None or lease is None else buffers.lend(lease, batch)
+
+
+def _lay_columns(
+    columns: Mapping[str, Sequence[AlignedColumn]],
+    lay_out: Callable[[Sequence[NDArray[Any]], float], torch.Tensor],
+    lists: Callable[[Sequence[AlignedColumn]], tuple[torch.Tensor, torch.Tensor]],
+) -> dict[str, Any]:
+    """The fields of a batch that hold columns: one tensor where that says all of a column, else its parts."""
+    whole: dict[str, torch.Tensor] = {}
+    parted: dict[str, ColumnParts] = {}
+    for name, parts in columns.items():
+        kind = parts[0].type
+        valid = lay_out([_known(part) for part in parts], False) if kind.nullable else None
+        if kind.ragged:
+            values, offsets = lists(parts)
+            parted[name] = ColumnParts(values=values, offsets=offsets, valid=valid)
+        else:
+            values = lay_out([part.values for part in parts], column_fill(name, kind))
+            if valid is None:
+                whole[name] = values
+            else:
+                parted[name] = ColumnParts(values=values, valid=valid)
+    return {
+        "columns": MappingProxyType(whole),
+        "column_parts": MappingProxyType(parted),
+        "column_types": MappingProxyType({name: parts[0].type for name, parts in columns.items()}),
+    }
+
+
+def _known(column: AlignedColumn) -> NDArray[np.bool_]:
+    return np.ones(len(column), dtype=np.bool_) if column.valid is None else column.valid
 
 
 def _padding_batch(target: _Target, like: _TensorTypes | None) -> RouteBatch:
@@ -413,10 +448,31 @@ def _padding_batch(target: _Target, like: _TensorTypes | None) -> RouteBatch:
         lengths=owned_tensor(plan.lengths.copy()),
         cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
         cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
-        columns=MappingProxyType({name: filler(plan.shape, kind) for name, kind in kept.columns.items()}),
+        **_padding_columns(plan, kept.columns),
         states=owned_tensor(states),
         keys=(),
         counts=count_states(states.reshape(-1), records=0),
         fill=target.options.fill,
     )
     return batch if buffers is None else buffers.lend(buffers.lease(), batch)
+
+
+def _padding_columns(plan: TokenPlan, types: Mapping[str, ColumnType]) -> dict[str, Any]:
+    """Columns of these types without a token."""
+    none = {
+        name: AlignedColumn(
+            type=kind,
+            values=np.empty((0, *kind.shape), dtype=kind.dtype),
+            offsets=np.zeros(1, dtype=np.int64) if kind.ragged else None,
+            valid=np.empty(0, dtype=np.bool_) if kind.nullable else None,
+        )
+        for name, kind in types.items()
+    }
+
+    def lay_out(arrays: Sequence[NDArray[Any]], fill: float) -> torch.Tensor:
+        return owned_tensor(np.full((*plan.shape, *arrays[0].shape[1:]), fill, dtype=arrays[0].dtype))
+
+    def lists(parts: Sequence[AlignedColumn]) -> tuple[torch.Tensor, torch.Tensor]:
+        return owned_tensor(parts[0].values.copy()), owned_tensor(np.zeros(plan.num_rows + 1, dtype=np.int64))
+
+    return _lay_columns({name: [column] for name, column in none.items()}, lay_out, lists)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn, ColumnType
 from routeplane.record.coverage import Coverage, partial_states
 from routeplane.record.spans import STATES
 
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_STATE",
+    "batch_columns",
     "check_fits",
     "check_pad_token",
-    "check_token_columns",
     "check_whole",
-    "column_arrays",
+    "column_fill",
     "count_states",
     "generated_tokens",
     "layer_slots",
@@ -84,34 +85,37 @@ def layer_slots(records: Sequence[RouteRecord], spec: RouteSpec) -> list[int] | 
     return [theirs.slot(layer) for layer in spec.layer_ids] if subset else None
 
 
-def check_token_columns(records: Sequence[RouteRecord]) -> dict[str, float]:
-    """The fill of every token column; raises DataError unless all records have the same columns in the same types."""
-    types = {name: values.dtype for name, values in records[0].columns.items()}
+def batch_columns(records: Sequence[RouteRecord], *, slots: list[int] | None) -> dict[str, list[AlignedColumn]]:
+    """Each aligned column of every record, by name; raises DataError unless all records have the same, of one type.
+
+    ``slots``: positions on axis L of the layers that the batch takes, None for all; an axis ``layers`` is cut likewise.
+    """
+    types = {name: column.type for name, column in records[0].columns.items()}
     for record in records:
-        found = {name: values.dtype for name, values in record.columns.items()}
+        found = {name: column.type for name, column in record.columns.items()}
         if found != types:
-            expected, got = (", ".join(f"{name} {kind}" for name, kind in each.items()) for each in (types, found))
+            expected, got = (", ".join(_declared(*each) for each in kinds.items()) for kinds in (types, found))
             raise DataError(
                 f"expected the token columns of the batch's first record ({expected or 'none'}), got ({got or 'none'}) "
                 f"@ sample {record.key}",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
-    return {name: np.nan if kind.kind == "f" else 0 for name, kind in types.items()}
+    columns = {name: [record.columns[name] for record in records] for name in types}
+    if slots is None:
+        return columns
+    return {name: [column.pick_layers(slots) for column in each] for name, each in columns.items()}
 
 
-def column_arrays(records: Sequence[RouteRecord], name: str, *, slots: list[int] | None) -> list[NDArray[Any]]:
-    """The entries of one column of every record, each ``[S, *shape]``; raises DataError for lists and nulls.
+def _declared(name: str, kind: ColumnType) -> str:
+    entry = "list" if kind.ragged else str(list(kind.shape)) if kind.shape else ""
+    return " ".join(filter(None, (name, kind.dtype, entry, kind.aligned, "nullable" if kind.nullable else "")))
 
-    ``slots``: positions on axis L of the layers that the batch takes, None for all; an axis ``layers`` is cut likewise.
-    """
-    found = []
-    for record in records:
-        column = record.columns[name]
-        try:
-            found.append((column if slots is None else column.pick_layers(slots)).array())
-        except DataError as error:
-            raise DataError(f"column {name!r}: {error} @ sample {record.key}", kind=ErrorKind.TOKEN_COLUMN) from None
-    return found
+
+def column_fill(name: str, kind: ColumnType) -> float:
+    """What a column holds at padding: NaN where its type has one and no mask says what is known, else 0."""
+    if kind.nullable:
+        return 0
+    return BFLOAT16_NAN if (name, kind.dtype) == ("route_weights", "uint16") else np.nan if "float" in kind.dtype else 0
 
 
 def generated_tokens(record: RouteRecord) -> NDArray[np.bool_]:

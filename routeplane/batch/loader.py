@@ -181,5 +181,4 @@ class _Queue:
 
 
 def _nbytes(batch: RouteBatch) -> int:
-    tensors = [value for value in vars(batch).values() if hasattr(value, "untyped_storage")]
-    return sum(tensor.nbytes for tensor in (*tensors, *batch.columns.values()))
+    return sum(tensor.nbytes for tensor in batch.tensors())

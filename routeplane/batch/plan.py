@@ -11,7 +11,7 @@ Axes: B sequences, S positions of a padded row, T packed rows, N rows of the pla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -318,6 +318,39 @@ class TokenPlan:
         """
         columns = self._check_columns(columns)
         return _gather_routes(self._runs, columns, spec=spec, shape=self.shape, slots=slots, out=out)
+
+    def gather_lists(
+        self,
+        values: Sequence[NDArray[Any]],
+        offsets: Sequence[NDArray[np.int64]],
+        *,
+        allocate: Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] = np.empty,
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Lists of any length, one per token, laid out by the plan: no list is longer for it, and padding has none.
+
+        ``values``: per sequence ``[its values]``, all of one dtype; ``offsets``: int64 ``[length + 1]`` into them, the
+        lists' ends. ``allocate``: makes arrays of a shape and dtype. Returns the values one after the other in the
+        order of the rows, and int64 ``[num_rows + 1]``: the list of row n is ``values[offsets[n]:offsets[n + 1]]``.
+        Raises UsageError (ARGUMENT) for lists that disagree with the plan.
+
+        >>> import numpy as np
+        >>> from routeplane.batch import PlanOptions, TokenPlan
+        >>> plan = TokenPlan.padded([2], options=PlanOptions(seq_len=3, padding_side="left"))
+        >>> [each.tolist() for each in plan.gather_lists([np.array([7, 8, 9])], [np.array([0, 1, 3])])]
+        [[7, 8, 9], [0, 0, 1, 3]]
+        """
+        counts_N = self.gather([np.diff(each) for each in offsets], fill=0).reshape(-1)
+        edges: NDArray[np.int64] = allocate((self.num_rows + 1,), np.dtype(np.int64))
+        edges[0] = 0
+        np.cumsum(counts_N, out=edges[1:])
+        out = allocate((int(edges[-1]),), values[0].dtype)
+        given = range(self.num_sequences) if len(values) == self.num_sequences else np.flatnonzero(self.sources > 0)
+        place = {int(record): index for index, record in enumerate(given)}
+        for record, token, row, count in self._runs:
+            if record != PADDING:
+                lists, ends = values[place[record]], offsets[place[record]]
+                out[edges[row] : edges[row + count]] = lists[ends[token] : ends[token + count]]
+        return out, edges
 
     def _continues(self) -> NDArray[np.bool_]:
         """Whether a row goes on where the row before it stopped: same record and next token, or both padding."""

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from routeplane import __version__
-from routeplane.cli.audit import add_audit
+from routeplane.cli.commands import add_audit, add_commands, require_report, write_comparison
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
-from routeplane.cli.inspect import add_commands, require_report, write_comparison
 from routeplane.cli.output import Progress, complain, flush, show, show_error
-from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, RouteplaneError, UsageError
+from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, RouteplaneError, UsageError, refused
 
 __all__ = ["main"]
 
@@ -30,6 +29,7 @@ _EPILOG = """examples:
   routeplane explain run.arrows s-17 96   every hop of one token's rows
   routeplane report run.arrows            one interactive HTML file: what is wrong first
   routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
+  routeplane archive add blocks run.zarr  take the sealed blocks of a folder, each record once
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
 exit status: 0 good, 1 data invalid or different, 2 could not run, 130 interrupted"""
 
@@ -63,7 +63,7 @@ def main(*, arguments: Sequence[str] | None = None) -> int:
         flush()
         return 2
     except KeyboardInterrupt:
-        again = "; the same command goes on where it stopped" if given[:1] == ["convert"] else ""
+        again = "; the same command goes on where it stopped" if given[:1] in (["convert"], ["archive"]) else ""
         print(f"routeplane: interrupted{again}", file=sys.stderr)
         return _INTERRUPTED
     return status
@@ -85,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"routeplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    made = [*add_commands(commands), add_audit(commands), _convert_parser(commands), _demo_parser(commands)]
+    moving = [_convert_parser(commands), _archive_parser(commands), _demo_parser(commands)]
+    made = [*add_commands(commands), add_audit(commands), *moving]
     for command in made:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     completion = commands.add_parser("completion", help="print the shell's completion script")
@@ -151,6 +152,41 @@ def _convert(options: argparse.Namespace) -> int:
         lines=[f"{done.records:,} records ({done.resumed:,} of an earlier call{damage}), {done.bytes:,} bytes"],
     )
     return 1 if done.damaged else 0
+
+
+def _archive_parser(commands: Any) -> argparse.ArgumentParser:
+    archive = commands.add_parser("archive", help="take the blocks of a folder into an archive")
+    archive.add_argument("action", choices=("add",), help="add: take what is sealed, acknowledge what is committed")
+    archive.add_argument("place", help="the folder of blocks that producers write")
+    archive.add_argument("store", help="the archive: a path or a URL; made where there is none")
+    archive.add_argument("--group", default="archive", help="the place's group that is read")
+    archive.add_argument(
+        "--producers", type=int, metavar="N", help="how many producers are expected; default: those that are there"
+    )
+    archive.add_argument("--follow", action="store_true", help="wait for blocks until all N producers closed")
+    archive.add_argument("--blocks-per-run", type=int, default=16, metavar="N", help="blocks of one commit")
+    archive.set_defaults(run=_archive)
+    return archive  # type: ignore[no-any-return]
+
+
+def _archive(options: argparse.Namespace) -> int:
+    from routeplane.archive import add_blocks
+    from routeplane.stream import folder
+
+    if options.follow and options.producers is None:
+        raise refused("--producers with --follow, to know when all have closed", "none")
+    producers = options.producers or folder.producers_of(options.place)
+    with (
+        folder.open_reader(options.place, producers=producers, group=options.group, follow=options.follow) as reader,
+        Progress("archive add") as progress,
+    ):
+        done = add_blocks(reader, options.store, blocks_per_run=options.blocks_per_run, progress=progress.tell)
+    figures = {name: getattr(done, name) for name in ("runs", "blocks", "records", "repeats")}
+    line = (
+        f"{done.records:,} records of {done.blocks:,} blocks in {done.runs:,} runs, {done.repeats:,} repeats left out"
+    )
+    show(options, figures, lines=[line])
+    return 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

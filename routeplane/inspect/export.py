@@ -13,15 +13,16 @@ Axes: S tokens, L layers, K top-k slots.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from routeplane.errors import ErrorKind, FormatError, MissingExtraError, refused
+from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, refused
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import polars
     from numpy.typing import NDArray
 
+    from routeplane.record.aligned import AlignedColumn
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["Form", "ParquetReader", "ParquetWriter", "tables", "to_arrow", "to_pandas", "to_polars", "write_tables"]
@@ -107,12 +109,13 @@ def tables(records: Iterable[RouteRecord], *, form: Form) -> Iterator[pa.Table]:
         form: ``nested`` or ``flat``.
 
     Returns:
-        Tables with memory of their own.
+        Tables with memory of their own. Raises UsageError (ARGUMENT) for an aligned column that has a name of the
+        table's own.
     """
     if form not in ("nested", "flat"):
         raise refused("form of ('nested', 'flat')", repr(form))
     make = _nested if form == "nested" else _flat
-    return (make(record) for record in records)
+    return (_with_columns(make(record), record, form) for record in records)
 
 
 def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat") -> pa.Table:
@@ -123,7 +126,7 @@ def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat
         form: ``flat``: one row a token and layer; ``nested``: one row a record.
 
     Returns:
-        A table with memory of its own; MISSING rows are null.
+        A table with memory of its own; MISSING rows are null, and so are columns that a record does not have.
 
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
     >>> table = to_arrow(watermarked_record(0, num_tokens=3, spec=watermarked_spec(layers=(1, 2, 5))))
@@ -132,7 +135,7 @@ def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat
     """
     several = [records] if isinstance(records, RouteRecord) else records
     schema = _NESTED if form == "nested" else _FLAT
-    return pa.concat_tables([schema.empty_table(), *tables(several, form=form)])
+    return pa.concat_tables([schema.empty_table(), *tables(several, form=form)], promote_options="default")
 
 
 def to_polars(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat") -> polars.DataFrame:
@@ -159,14 +162,23 @@ def to_pandas(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "fla
 def write_tables(records: Iterable[RouteRecord], path: str | os.PathLike[str], *, form: Form) -> int:
     """Write a Parquet file for analysis, record by record; it appears when it is whole. Returns how many records.
 
-    Raises OSError, UsageError, and what the iteration raises.
+    All records have the aligned columns of the first. Raises OSError, UsageError, DataError (TOKEN_COLUMN) for other
+    columns, and what the iteration raises.
     """
-    schema = _NESTED if form == "nested" else _FLAT
     target = PublishedPath(os.fspath(path))
+    made = tables(records, form=form)
+    first = next(made, None)
+    schema = (_NESTED if form == "nested" else _FLAT) if first is None else first.schema
     count = 0
     try:
         with pq.ParquetWriter(target.file, schema, compression="zstd", compression_level=1) as writer:
-            for table in tables(records, form=form):
+            for table in () if first is None else chain([first], made):
+                if table.schema != schema:
+                    raise DataError(
+                        f"expected the columns of the first record, {schema.names}, got {table.schema.names} @ record "
+                        f"{count}",
+                        kind=ErrorKind.TOKEN_COLUMN,
+                    )
                 writer.write_table(table)
                 count += 1
         target.publish()
@@ -189,7 +201,7 @@ def _nested(record: RouteRecord) -> pa.Table:
             [record.segment],
             [record.group],
             [record.routes_start],
-            pa.ListArray.from_arrays(pa.array([0, record.num_tokens], pa.int32()), pa.array(record.token_ids)),
+            pa.ListArray.from_arrays(pa.array([0, len(record.token_ids)], pa.int32()), pa.array(record.token_ids)),
             pa.ListArray.from_arrays(one, routes),
             [list(spec.layer_ids)],
             [_logprobs(record)],
@@ -244,6 +256,50 @@ def _flat(record: RouteRecord) -> pa.Table:
         ],
         schema=_FLAT,
     )
+
+
+def _with_columns(table: pa.Table, record: RouteRecord, form: Form) -> pa.Table:
+    """The table of a record with its aligned columns behind the table's own."""
+    taken = sorted(set(record.columns) & set(table.schema.names))
+    if taken:
+        raise refused(f"aligned columns outside the table's own {table.schema.names}", f"{taken}")
+    own, layers = record.routes_start - record.tokens_start, record.spec.num_layers
+    for name, column in record.columns.items():
+        if form == "nested":
+            found = _column_entries(column, column.values, column.type.shape)
+            one = pa.array([0, len(found)], type=pa.int32())
+            table = table.append_column(name, pa.ListArray.from_arrays(one, found))
+            continue
+        part = column[own:]
+        if "layers" in part.type.axes:
+            axis = part.type.axes.index("layers")
+            values = np.moveaxis(part.values, axis + 1, 1)
+            shape = (*part.type.shape[:axis], *part.type.shape[axis + 1 :])
+            valid = None if part.valid is None else np.repeat(part.valid, layers)
+            each = replace(part, valid=valid)
+            table = table.append_column(name, _column_entries(each, values.reshape(-1, *shape), shape))
+        else:
+            repeated = part.take(np.repeat(np.arange(len(part)), layers))
+            table = table.append_column(name, _column_entries(repeated, repeated.values, part.type.shape))
+    return table
+
+
+def _column_entries(column: AlignedColumn, values: NDArray[Any], shape: Sequence[int]) -> pa.Array:
+    """An Arrow array of entries, of lists where they are lists or arrays; null where one is unknown."""
+    mask = None if column.valid is None else pa.array(~column.valid)
+    if column.offsets is not None:
+        ends = pa.array(column.offsets.astype(np.int32))
+        return pa.ListArray.from_arrays(ends, pa.array(values), mask=mask)
+    if not shape:
+        return pa.array(values, mask=None if column.valid is None else ~column.valid)
+    found = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for size in shape[:0:-1]:
+        found = _in_lists(found, size, None)
+    return _in_lists(found, shape[0], mask)
+
+
+def _in_lists(values: pa.Array, size: int, mask: pa.Array | None) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(np.arange(0, len(values) + 1, size, dtype=np.int32)), values, mask=mask)
 
 
 def _spread(intervals: Iterable[Any], name: str, start: int, stop: int) -> NDArray[np.object_]:

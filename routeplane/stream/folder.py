@@ -62,7 +62,7 @@ from routeplane.stream.blocks import (
 )
 from routeplane.stream.files import BufferPool
 
-__all__ = ["open_reader", "open_writer"]
+__all__ = ["open_reader", "open_writer", "producers_of"]
 
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
@@ -143,6 +143,26 @@ def open_reader(
     """
     store = FolderStore(found_place(place, options.timeout_s if follow else 0.0), group=group)
     return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
+
+
+def producers_of(place: str | os.PathLike[str]) -> list[str]:
+    """List the producers that ever opened a place.
+
+    Args:
+        place: the folder of a place.
+
+    Returns their names, sorted. Raises FileNotFoundError for a folder that is not a place.
+
+    >>> producers_of("/nowhere")
+    Traceback (most recent call last):
+    FileNotFoundError: expected the folder of a place of blocks, got none @ /nowhere
+    """
+    if not (Path(place) / "manifest.json").exists():
+        raise FileNotFoundError(f"expected the folder of a place of blocks, got none @ {place}")
+    try:
+        return sorted(entry.name for entry in os.scandir(Path(place) / "producers") if entry.is_dir())
+    except FileNotFoundError:
+        return []
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -544,10 +564,7 @@ class FolderStore(BlockStore):
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
-        try:
-            return sorted(entry.name for entry in os.scandir(self._root / "producers") if entry.is_dir())
-        except FileNotFoundError:
-            return []
+        return producers_of(self._root)
 
     def _blocks_of(self, producer: str) -> BlockFiles:
         """Where the bytes of a producer's blocks lie; carriers that keep them elsewhere override this."""

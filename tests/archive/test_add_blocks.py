@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from routeplane.archive import AddReport, add_blocks, open_archive, verify
+from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.interfaces import Admission, BlockName, BlockSource, Position, RouteSource, admit
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import folder
 from tests.archive.archives import SPEC, sized
 from tests.archive.places import Place
+from tests.archive.writers import start
 from tests.stream.streams import contents
 
 
@@ -149,3 +156,101 @@ def test_a_run_holds_at_least_one_block(place: Place) -> None:
         added(blocks(1), place, blocks_per_run=0)
     with pytest.raises(FileNotFoundError):
         open_archive(place.where, options=place.options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A real folder of blocks, and processes that are killed
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def written(where: Path, *, blocks: int) -> list[RouteRecord]:
+    """A place of two producers that closed, each with that many blocks of one record; returns all records."""
+    found = []
+    for index in range(2):
+        records = sized([6] * blocks, first=100 * index)
+        producer = f"engine-{index}"
+        with folder.open_writer(where, SPEC, run="r", producer=producer, groups=("archive", "trainer")) as writer:
+            for record in records:
+                writer.write(record)
+                writer.flush()
+        found += records
+    return found
+
+
+def add_by_command(place: Path, where: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, int]:
+    """What ``routeplane archive add`` says."""
+    capsys.readouterr()
+    assert 0 == main(arguments=["archive", "add", str(place), where, "--json", *more])
+    found: dict[str, int] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_command_adds_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks of both producers; the second call finds nothing; another group of the place keeps its blocks."""
+    records = written(tmp_path / "blocks", blocks=3)
+    where = str(tmp_path / "a.zarr")
+    done = add_by_command(tmp_path / "blocks", where, capsys, "--blocks-per-run", "4", "--follow", "--producers", "2")
+
+    assert {"runs": 2, "blocks": 6, "records": 6, "repeats": 0} == done
+    assert contents(records) == contents(open_archive(where)[record.key] for record in records)
+    assert 0 == add_by_command(tmp_path / "blocks", where, capsys)["records"]
+    with folder.open_reader(tmp_path / "blocks", group="trainer", producers=2, follow=False) as reader:
+        assert 6 == len(list(reader))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--follow"], "--producers"),
+        (["--group", "none"], "none"),
+        (["--producers", "1"], "expected 1 producers"),
+    ],
+    ids=["an end that is unknown", "a group that is unknown", "a producer too many"],
+)
+def test_the_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    """Before anything is committed."""
+    written(tmp_path / "blocks", blocks=1)
+    assert 2 == main(arguments=["archive", "add", str(tmp_path / "blocks"), str(tmp_path / "a.zarr"), *arguments])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "a.zarr").exists()
+    assert 2 == main(arguments=["archive", "add", str(tmp_path / "nowhere"), str(tmp_path / "a.zarr")])
+
+
+@pytest.mark.parametrize("dies_at", [0, 2])
+def test_killed_between_a_commit_and_its_acknowledgement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dies_at: int
+) -> None:
+    """The next call acknowledges what is committed and goes on: no record twice, none lost."""
+    records = written(tmp_path / "blocks", blocks=3)
+    where = str(tmp_path / "a.zarr")
+    process = start("add", where, tmp_path / "blocks", dies_at)
+    out, _ = process.communicate(timeout=60)
+
+    assert (-9, dies_at) == (process.returncode, out.count("acknowledged"))
+    assert 2 * dies_at + 2 == len(open_archive(where))  # the commit that was not acknowledged is there
+    done = add_by_command(tmp_path / "blocks", where, capsys)
+    assert (6 - 2 * dies_at - 2, 0) == (done["records"], done["repeats"])
+    assert contents(records) == contents(open_archive(where)[record.key] for record in records)
+    assert 6 == len(open_archive(where))
+    assert verify(where).intact
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_adds_each_record_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten processes in a row, each killed at a random moment; the last call goes to the end."""
+    records = written(tmp_path / "blocks", blocks=60)
+    where, random = str(tmp_path / "a.zarr"), Random(0)
+    for _ in range(10):
+        process = start("add", where, tmp_path / "blocks", -1)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
+        time.sleep(random.uniform(0, 0.2))
+        process.kill()
+        process.communicate()
+    add_by_command(tmp_path / "blocks", where, capsys)
+
+    assert 120 == len(open_archive(where)) == len(set(open_archive(where)))
+    assert contents(records) == contents(open_archive(where)[record.key] for record in records)
+    assert verify(where).intact

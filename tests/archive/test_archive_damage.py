@@ -35,6 +35,7 @@ from tests.archive.archives import (
     shard_files,
     sized,
 )
+from tests.archive.test_aligned_columns import made
 from tests.stream.streams import content, contents
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,14 +82,13 @@ def test_flipped_bits_are_refused_or_harmless(tmp_path: Path, made: str) -> None
 
 @pytest.mark.slow
 def test_every_bit_of_every_shard(tmp_path: Path) -> None:
-    """All bits of chunks, checksums and indices."""
+    """All bits of chunks, checksums and indices: routes, tokens, log-probabilities, and every kind of column."""
     where = saved(tmp_path / "a", rich_records())
+    save_archive([made(9, 5)], where, spec=SPEC, run="columns")
+    shards = [path for path in files(where) if "c" in path.relative_to(where).parts[2:-1]]
+    assert 14 <= len(shards)
     places = [
-        (path, position, 1 << bit)
-        for array in ("routes", "token_ids", "logprobs")
-        for path in shard_files(where, array)
-        for position in range(path.stat().st_size)
-        for bit in range(8)
+        (path, position, 1 << bit) for path in shards for position in range(path.stat().st_size) for bit in range(8)
     ]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         outcomes = pool.submit(flip_outcomes, where, places).result()

@@ -2,7 +2,9 @@
 
 Programs: ``python writers.py write WHERE FIRST COUNT TOKENS RUN`` appends one run of COUNT records (0: without end),
 and prints a line after each and one after the commit. ``python writers.py commit WHERE FIRST COUNT`` saves COUNT runs
-of one record, and prints the keys that were acknowledged. ``OPTIONS`` in the environment: JSON for an object store.
+of one record, and prints the keys that were acknowledged. ``python writers.py add WHERE PLACE DIES_AT`` adds the blocks
+of a folder, two a run, and kills itself where it would send acknowledgement DIES_AT (-1: never). ``OPTIONS`` in the
+environment: JSON for an object store.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import io
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from routeplane.archive import new_run, save_archive
+from routeplane.archive import add_blocks, new_run, save_archive
+from routeplane.record.interfaces import Position
+from routeplane.stream import folder
 from tests.archive.archives import SPEC
 from tests.stream.streams import record
 
@@ -51,6 +56,21 @@ def commit(where: str, *, first: int, count: int, options: Any) -> None:
         sys.stdout.write(f"{index}\n")
 
 
+def add(where: str, *, place: str, dies_at: int, options: Any) -> None:
+    """Add blocks, and die behind a commit."""
+    with folder.open_reader(place, group="archive", producers=2, follow=False) as reader:
+        acknowledge, sent = reader.acknowledge, itertools.count()
+
+        def acknowledge_or_die(position: Position) -> None:
+            if next(sent) == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            acknowledge(position)
+            sys.stdout.write("acknowledged\n")
+
+        setattr(reader, "acknowledge", acknowledge_or_die)  # noqa: B010  mypy refuses to assign to a method
+        add_blocks(reader, where, blocks_per_run=2, options=options)
+
+
 def main() -> None:
     """Run what the arguments say."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
@@ -59,6 +79,8 @@ def main() -> None:
     program, where, *rest = sys.argv[1:]
     if program == "commit":
         commit(where, first=int(rest[0]), count=int(rest[1]), options=options)
+    elif program == "add":
+        add(where, place=rest[0], dies_at=int(rest[1]), options=options)
     else:
         first, count, tokens = map(int, rest[:3])
         write(where, first=first, count=count, tokens=tokens, run=rest[3], options=options)

@@ -26,7 +26,7 @@ from routeplane.record.interfaces import BlockName
 from routeplane.record.record import RouteRecord
 from routeplane.stream import StreamReport, folder
 from routeplane.stream.blocks import BlockLimits, BlockReader
-from routeplane.testing.contracts.samples import SPEC, facts, sample
+from routeplane.testing.builders import SPEC, facts, sample
 from tests.feeding import NUMBERS, TOTAL, MemoryOpener, indices, save, take, worker, write_all
 
 EACH = BlockLimits(block_bytes=1, sync=False)

@@ -16,7 +16,7 @@ from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.actors import ActorOptions, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import EnvironmentConfig, build_config
-from routeplane.fleet.gym import check_routes, gym_config, make_environment
+from routeplane.fleet.gym_environment import check_routes, gym_config, make_environment
 from routeplane.fleet.processes import children_of
 from routeplane.record.spec import RouteSpec
 from tests.capture.reading import gym_rollout
@@ -197,7 +197,7 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
             handle = await build_environment_actor(
                 gym_settings(tmp_path),
                 Endpoints.of([f"{server.url}/v1"]),
-                factory="routeplane.fleet.gym:make_environment",
+                factory="routeplane.fleet.gym_environment:make_environment",
                 captured=SPEC,
                 options=ActorOptions(venv=str(GYM)),
             )
@@ -228,6 +228,14 @@ def test_rows_that_are_all_missing_are_not_routes(rows: object) -> None:
     item = {"generation_token_ids": [7], "routed_experts": rows}
     with pytest.raises(DataError, match=r"only MISSING rows @ items \[0\]"):
         check_routes({"response": {"output": [item]}})
+
+
+def test_a_row_of_the_last_token_is_not_content() -> None:
+    """A harness fills the row that no engine made; the rows of the tokens that were fed are what counts."""
+    item = {"prompt_token_ids": [5], "generation_token_ids": [7], "routed_experts": [[[-1, -1]], [[0, 1]]]}
+    with pytest.raises(DataError, match=r"only MISSING rows @ items \[0\]"):
+        check_routes({"response": {"output": [item]}})
+    check_routes({"response": {"output": [{**item, "routed_experts": [[[0, 1]], [[-1, -1]]]}]}})
 
 
 def test_a_call_without_the_field_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import polars
 import pyarrow.parquet as pq
 import pytest
 
-from routeplane.errors import UsageError
+from routeplane.errors import DataError, UsageError
 from routeplane.inspect.export import tables, to_arrow, to_pandas, to_polars, write_tables
+from routeplane.record.prefixes import as_delta
 from tests.inspect.runs import SPEC, run
+from tests.plain_columns import KINDS, column_record
 
 RECORDS = run(3, lost=5)
 #: Layer, expert -> rows, counted from the records themselves.
@@ -91,3 +94,39 @@ def test_another_form_is_refused() -> None:
     form: Any = "wide"
     with pytest.raises(UsageError):
         tables(RECORDS, form=form)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Aligned columns
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_every_kind_are_in_the_frames(tmp_path: Path) -> None:
+    """Lists, arrays and unknown entries, one record a row or one token and layer a row; a lean delta has its own."""
+    base, record = column_record(0, 4), column_record(0, 7)
+    base = replace(base, segment=1, logprobs=None, checksum=None)
+    record = replace(record, logprobs=None, checksum=None)
+    delta = as_delta(record, base)
+    nested = to_polars([record, delta], form="nested")
+    write_tables([record, delta], tmp_path / "flat.parquet", form="flat")
+    flat = polars.read_parquet(tmp_path / "flat.parquet")
+
+    assert 7 - len(delta.token_ids) == delta.tokens_start
+    for kind in KINDS:
+        held = [record.columns[kind].tolist(), delta.columns[kind].tolist()]
+        assert held == nested[kind].to_list(), kind
+        own = delta.columns[kind].tolist()[delta.routes_start - delta.tokens_start :]
+        assert [
+            one if one is None or kind != "layers" else one[slot] for one in [*held[0], *own] for slot in range(2)
+        ] == flat[kind].to_list(), kind
+
+
+def test_columns_that_the_table_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """A name of the table's own; and records with other columns, in one file."""
+    record = column_record(0, 4)
+    with pytest.raises(UsageError, match="experts"):
+        to_arrow(replace(record, columns={"experts": [0, 1, 2, 3]}, checksum=None))
+    with pytest.raises(DataError, match="first record"):
+        write_tables([record, replace(record, columns={}, checksum=None)], tmp_path / "x.parquet", form="flat")
+    assert [] == list(tmp_path.iterdir())
+    assert 4 * 2 == to_arrow([record, replace(record, columns={}, checksum=None)])["maybe"].slice(8).null_count

@@ -18,7 +18,7 @@ import vl_convert
 
 from routeplane.inspect.charts import draw_charts, draw_timeline, encode
 from routeplane.inspect.overview import GAP_EDGES, REPLAY_LOGPROBS, Overview, survey
-from routeplane.inspect.report import (
+from routeplane.inspect.page import (
     MAX_TOKENS,
     STYLES,
     SampleView,

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
-from routeplane.archive import AddReport
+from routeplane.archive import AddReport, ArchiveCheck, Compaction, Recovery
 from routeplane.batch.loader import PrefetchReport
 from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
@@ -137,6 +137,9 @@ REPORTS: dict[str, Report] = {
     "EngineReport": EngineReport(),
     "StreamReport": StreamReport(),
     "AddReport": AddReport(),
+    "ArchiveCheck": ArchiveCheck(),
+    "Recovery": Recovery(),
+    "Compaction": Compaction(),
     "PromptReport": PromptReport(),
     "AuditReport": AuditReport(),
     "JoinReport": JoinReport(),

@@ -19,69 +19,9 @@ from routeplane.record.assembly import UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.prefixes import as_delta, resolve
 from routeplane.record.record import RouteRecord
-from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
 from routeplane.testing.builders import watermark, watermarked_record
-
-SPEC = RouteSpec(num_experts=200, top_k=2, layer_ids=(1, 4), model="aligned")
-WIDE = RouteSpec(num_experts=32_749, top_k=2, layer_ids=(1, 4), model="aligned")
-
-
-def entry(seed: int, kind: str, token: int) -> Any:
-    """The plain entry of one token."""
-    known = (seed + token) % 4 != 1
-    if kind == "number":
-        return seed + token / 8
-    if kind == "maybe":
-        return seed + token if known else None
-    if kind == "layers":
-        return [[[seed + token, layer, slot] for slot in range(2)] for layer in (1, 4)]
-    lists = [seed * 100 + token] * ((seed + token) % 3)
-    return lists if kind == "lists" or known else None
-
-
-KINDS = ("number", "maybe", "layers", "lists", "maybe_lists")
-
-
-def column(seed: int, kind: str, tokens: range) -> AlignedColumn:
-    """The column of the plain entries."""
-    plain = [entry(seed, kind, token) for token in tokens]
-    if kind == "number":
-        return AlignedColumn.of(np.asarray(plain, dtype=np.float64), aligned="sampled")
-    if kind == "maybe":
-        known = np.asarray([one is not None for one in plain], dtype=np.bool_)
-        return AlignedColumn.of(
-            np.asarray([7 if one is None else one for one in plain], dtype=np.int64), aligned="fed", valid=known
-        )
-    if kind == "layers":
-        values = np.asarray(plain, dtype=np.float32).reshape(len(plain), 2, 2, 3)
-        return AlignedColumn.of(values, aligned="fed", axes=("layers", "topk", "feature"))
-    return AlignedColumn.of_lists(plain, dtype="int32", aligned="sampled", nullable=kind == "maybe_lists")
-
-
-def columns(seed: int, tokens: range) -> dict[str, AlignedColumn]:
-    """One column of every kind."""
-    return {kind: column(seed, kind, tokens) for kind in KINDS}
-
-
-def plain(seed: int, tokens: range) -> dict[str, list[Any]]:
-    """The same as lists."""
-    return {kind: [entry(seed, kind, token) for token in tokens] for kind in KINDS}
-
-
-def lists_of(record: RouteRecord) -> dict[str, list[Any]]:
-    """All columns of a record as lists."""
-    return {
-        name: found.tolist() for name, found in sorted(record.columns.items(), key=lambda item: KINDS.index(item[0]))
-    }
-
-
-def a_record(seed: int, size: int, *, spec: RouteSpec = WIDE) -> RouteRecord:
-    """A record of ``size`` tokens with every kind of column."""
-    wide = watermarked_record(seed, num_tokens=size, spec=WIDE)
-    routes_SLK = wide.routes if spec is WIDE else np.where(wide.routes < 0, -1, [[0, 199], [7, 3]]).astype(np.int16)
-    return replace(wide, spec=spec, routes=routes_SLK, columns=columns(seed, range(size)), checksum=None)
-
+from tests.plain_columns import KINDS, NARROW, WIDE, column, column_record, columns, entry, lists_of, plain
 
 sizes = st.integers(2, 9)
 seeds = st.integers(0, 6)
@@ -92,7 +32,7 @@ def test_cuts_and_selections_are_those_of_lists(seed: int, size: int, data: st.D
     """Slice and select, alone and together, also after a pickle."""
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
-    record = pickle.loads(pickle.dumps(a_record(seed, size)))
+    record = pickle.loads(pickle.dumps(column_record(seed, size)))
     part = record.slice(start, stop)
     chosen = part.select([4])
 
@@ -112,11 +52,11 @@ def test_cuts_and_selections_are_those_of_lists(seed: int, size: int, data: st.D
 def test_a_stream_gives_them_back(made: list[tuple[int, int]], encoding: str, max_bytes: int) -> None:
     """Any batching, both encodings: the same entries and checksums; cut and selected by the reader too."""
     given_ = [
-        replace(a_record(seed, size, spec=SPEC), segment=place, checksum=None)
+        replace(column_record(seed, size, spec=NARROW), segment=place, checksum=None)
         for place, (seed, size) in enumerate(made)
     ]
     sink = io.BytesIO()
-    with new_stream(sink, SPEC, encoding=encoding, max_bytes=max_bytes * 400) as writer:  # type: ignore[arg-type]
+    with new_stream(sink, NARROW, encoding=encoding, max_bytes=max_bytes * 400) as writer:  # type: ignore[arg-type]
         for record in given_:
             writer.write(record)
     found = list(open_stream(sink.getvalue()))
@@ -147,7 +87,8 @@ def test_parts_join_to_the_whole(seed: int, first: int, second: int) -> None:
 def test_a_lean_delta_resolves_to_the_record(seed: int, size: int, more: int) -> None:
     """A longer record as a delta repeats no token, no entry and no row; resolved it is the record, in a chain too."""
     records = [
-        replace(a_record(seed, size + step * more), segment=step, logprobs=None, checksum=None) for step in range(3)
+        replace(column_record(seed, size + step * more), segment=step, logprobs=None, checksum=None)
+        for step in range(3)
     ]
     records = [replace(one, token_ids=np.arange(one.num_tokens), checksum=None) for one in records]
     stored = [records[0]]
@@ -245,9 +186,9 @@ def test_versions_inside_a_call_follow_the_forward() -> None:
 def test_flipped_bits_are_found() -> None:
     """Bits of a stream with every kind of column: refused, or what is read is the same."""
     sink = io.BytesIO()
-    with new_stream(sink, SPEC, encoding="narrow") as writer:
+    with new_stream(sink, NARROW, encoding="narrow") as writer:
         for seed in (1, 2):
-            writer.write(a_record(seed, 5 + seed, spec=SPEC))
+            writer.write(column_record(seed, 5 + seed, spec=NARROW))
     data, rng = sink.getvalue(), np.random.default_rng(7)
     expected = [record.checksum for record in open_stream(data)]
     silent = 0
@@ -285,9 +226,9 @@ def test_weights_that_contradict_the_rows(name: str) -> None:
     good = AlignedColumn.of(WEIGHTS, aligned="fed", axes=("layers", "topk"))
     replace(record, columns={"route_weights": good}, attributes=meaning, checksum=None).without_routes().verify()
     bad = AlignedColumn.of(np.asarray(values, dtype=np.float32), aligned="fed", axes=axes)
-    for column, attributes in ((bad, meaning), (good, {})):
+    for weights, attributes in ((bad, meaning), (good, {})):
         with pytest.raises(DataError) as caught:
-            replace(record, columns={"route_weights": column}, attributes=attributes, checksum=None)
+            replace(record, columns={"route_weights": weights}, attributes=attributes, checksum=None)
         assert caught.value.kind is ErrorKind.TOKEN_COLUMN
 
 

@@ -23,8 +23,8 @@ from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportEr
 from routeplane.record.interfaces import BlockName
 from routeplane.stream import flight as carrier
 from routeplane.stream import folder
+from routeplane.testing.builders import SPEC, facts, sample
 from routeplane.testing.contracts import CarrierContract
-from routeplane.testing.contracts.samples import SPEC, facts, sample
 
 
 class TestFlight(CarrierContract):

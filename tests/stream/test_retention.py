@@ -20,9 +20,9 @@ def test_what_is_needed_stays(data: st.DataObject, count: int) -> None:
     below = data.draw(st.integers(0, count))
     waiting = data.draw(st.sets(st.integers(0, count - 1)))
     gone = []
-    while (number := held.next_to_delete(below=below, leans=waiting)) is not None:
-        held.drop(number)
-        gone.append(number)
+    while (found := held.next_to_delete(below=below, leans=waiting)) is not None:
+        held.drop(found)
+        gone.append(found)
     needed = set(range(below, count)) | waiting | {base for n in (*range(below, count), *waiting) for base in leans[n]}
     assert needed == set(held.sizes)
     assert sorted(gone) == gone

@@ -32,7 +32,8 @@ class BatchBuffers:
     """A pool for ``collate(buffers=)`` and ``microbatches(buffers=)``. Safe for several threads; of one process.
 
     What the records' own arrays are laid out into is pooled: ``routes``, ``token_ids``, ``generation_mask``,
-    ``logprobs`` and ``columns``. The rest (positions, pad mask, offsets: some hundredth of the routes) is fresh.
+    ``logprobs``, ``columns`` and ``column_parts``. The rest (positions, pad mask, offsets: some hundredth of the
+    routes) is fresh.
 
     A batch made with a pool is valid until ``release(batch)``, and no other live batch shares its memory. Releasing
     empties every tensor of the batch: a late use, a backward pass included, is an error of torch, and never another
@@ -82,8 +83,7 @@ class BatchBuffers:
             lease = self._lent.pop(batch, None)
         if lease is None:
             raise UsageError("expected a batch that holds memory of this pool, got another", kind=ErrorKind.CLOSED)
-        tensors = [*batch.columns.values(), *(value for value in vars(batch).values() if hasattr(value, "set_"))]
-        for tensor in tensors:
+        for tensor in batch.tensors():
             _empty(tensor)
         lease.rewind()
         with self._lock:
@@ -131,7 +131,7 @@ class Lease:
         first = columns[0]
         target = np.dtype(first.dtype if dtype is None else dtype).newbyteorder("=")
         trailing = first.shape[1:] if slots is None else (len(slots), *first.shape[2:])
-        out = self._array((*plan.shape, *trailing), target)
+        out = self.array((*plan.shape, *trailing), target)
         return plan.gather(columns, fill=fill, dtype=dtype, slots=slots, out=out)
 
     def gather_routes(
@@ -139,10 +139,11 @@ class Lease:
     ) -> NDArray[np.int16]:
         """``plan.gather_routes`` into the next block. Raises as it does."""
         layers = spec.num_layers if slots is None else len(slots)
-        out = self._array((*plan.shape, layers, spec.top_k), np.dtype(np.int16))
+        out = self.array((*plan.shape, layers, spec.top_k), np.dtype(np.int16))
         return plan.gather_routes(columns, spec=spec, slots=slots, out=out)
 
-    def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """An array over the next block, not yet written."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._used == len(self._blocks):
             self._blocks.append(self._allocate(size))
