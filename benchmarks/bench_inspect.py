@@ -27,7 +27,7 @@ from benchmarks.measure import Result, relative_rates
 from routeplane.archive import Archive, open_archive, save_archive
 from routeplane.archive.shards import Range
 from routeplane.inspect import collect
-from routeplane.inspect.report import render_report
+from routeplane.inspect.page import render_report
 from routeplane.record.record import RouteRecord
 
 #: Samples drawn, in all, and of the smaller archive whose memory is compared.

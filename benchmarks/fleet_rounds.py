@@ -17,8 +17,8 @@ from typing import Any
 import ray
 
 from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo.engine import demo_prompts
-from routeplane.cli.demo.fleet import fleet_plan, prepare
+from routeplane.cli.demo.ray_fleet import fleet_plan, prepare
+from routeplane.cli.demo.rollout import demo_prompts
 from routeplane.fleet.startup import Plan, start_async
 
 

@@ -7,6 +7,7 @@ The names below need numpy, pyarrow and xxhash only. Stages with heavier needs a
 """
 
 from routeplane.errors import ErrorKind, Problem, RouteplaneError
+from routeplane.record.alarms import find_alarms
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.assembly import Assembly, AssemblyReport, UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
@@ -49,6 +50,7 @@ __all__ = [
     "as_delta",
     "assemble",
     "check_routes",
+    "find_alarms",
     "find_problems",
     "merge_layers",
     "new_stream",

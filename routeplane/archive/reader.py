@@ -48,6 +48,7 @@ from routeplane.archive.shards import ChunkReader, Range
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
 from routeplane.record.aligned import blank_weights, read_column
 from routeplane.record.codec import widen
+from routeplane.record.counts import html_table
 from routeplane.record.coverage import Coverage, lose_rows, settle_partial
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
@@ -619,6 +620,16 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         for run in self.runs:
             found.update(run.digest.encode())
         return found.hexdigest()
+
+    def __repr__(self) -> str:
+        return (
+            f"Archive({self.catalog.store.where}, commit {self.commit}: {len(self)} records, {self.num_tokens} tokens "
+            f"in {len(self.runs)} runs)"
+        )
+
+    def _repr_html_(self) -> str:
+        runs = {run.name: f"{run.records:,} records, {run.tokens:,} tokens, {run.bytes:,} bytes" for run in self.runs}
+        return html_table(repr(self), runs)
 
     def attributes(self, run: str) -> Mapping[str, str]:
         """Return what was said of a run when it was saved. Raises KeyError."""

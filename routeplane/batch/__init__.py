@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
-    from routeplane.batch.pool import BatchBuffers
+    from routeplane.batch.reuse import BatchBuffers
     from routeplane.batch.shard import Shard, stage_layers
 
 __all__ = [
@@ -54,7 +54,7 @@ _HOMES = {
     "StepVerdict": "admission",
     "from_layout": "layouts",
     "to_layout": "layouts",
-    "BatchBuffers": "pool",
+    "BatchBuffers": "reuse",
     "BatchOptions": "collation",
     "PlanOptions": "plan",
     "RecordDataset": "dataset",

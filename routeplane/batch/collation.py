@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from routeplane.batch.pool import BatchBuffers
+    from routeplane.batch.reuse import BatchBuffers
     from routeplane.record.interfaces import Admission, RouteSource
     from routeplane.record.record import RouteRecord
 

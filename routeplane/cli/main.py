@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from routeplane import __version__
-from routeplane.cli.audit import add_audit
+from routeplane.cli.commands import add_audit, add_commands, require_report, write_comparison
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
-from routeplane.cli.inspect import add_commands, require_report, write_comparison
 from routeplane.cli.output import Progress, complain, flush, show, show_error
 from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, RouteplaneError, UsageError, refused
 

@@ -1,7 +1,8 @@
 """An engine as an actor: reserved in milliseconds, loaded in minutes, probed before its first request.
 
-``EngineWorker`` runs in the actor's process and event loop; ``EngineConfig`` is what it is told. Knows no plan and no
-other actor. Ray makes an actor of it in ``actors``.
+``EngineWorker`` runs in the actor's process and event loop; ``EngineConfig`` is what it is told. ``serve_app`` serves
+an ASGI application on a reserved endpoint, by uvicorn. Knows no plan and no other actor. Ray makes an actor of it in
+``actors``.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
+
 from routeplane.errors import ErrorKind, FleetError, UsageError
 from routeplane.fleet.endpoints import WILDCARDS, Endpoint, EndpointState, ServerState, reserve
 from routeplane.fleet.processes import Process, children_of
-from routeplane.fleet.serving import ServedApp, serve_app
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["EngineConfig", "EngineStatus", "EngineWorker"]
+__all__ = ["EngineConfig", "EngineStatus", "EngineWorker", "ServedApp", "serve_app"]
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -169,3 +171,47 @@ def _find(name: str) -> Any:
     if not module or not attribute:
         raise UsageError(f"expected a name like package.module:function, got {name!r}", kind=ErrorKind.ARGUMENT)
     return getattr(importlib.import_module(module), attribute)
+
+
+async def serve_app(app: Any, endpoint: Endpoint, *, timeout: float = 60.0) -> ServedApp:
+    """Hand the endpoint's socket to a server of ``app`` and wait until it accepts; marks the endpoint serving.
+
+    Raises FleetError: NOT_READY where that takes longer than ``timeout`` seconds or the application ends first.
+    """
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    task = asyncio.create_task(server.serve(sockets=[endpoint.hand_over()]))
+    served = ServedApp(server, task)
+    try:
+        async with asyncio.timeout(timeout):
+            while not server.started and not task.done():
+                await asyncio.sleep(0.01)
+    except TimeoutError as error:
+        await served.close()
+        raise FleetError(
+            f"expected a server on {endpoint.url} within {timeout} s, got none", kind=ErrorKind.NOT_READY
+        ) from error
+    if not server.started:
+        raise FleetError(
+            f"expected a server on {endpoint.url}, got an application that ended at its start",
+            kind=ErrorKind.NOT_READY,
+        ) from (None if task.cancelled() else task.exception())
+    endpoint.mark_serving()
+    return served
+
+
+class ServedApp:
+    """A server that accepts, as a task of the event loop that made it."""
+
+    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+        self._server = server
+        self._task = task
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server is gone."""
+        return self._task.done()
+
+    async def close(self) -> None:
+        """Accept no more, let what is in flight finish for a few seconds, and end. Idempotent."""
+        self._server.should_exit = True
+        await asyncio.wait([self._task])

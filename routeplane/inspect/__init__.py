@@ -21,8 +21,8 @@ from routeplane.inspect.statistics import Collector, RouteStatistics, collect
 
 if TYPE_CHECKING:
     from routeplane.inspect.charts import draw_charts, draw_timeline, encode
+    from routeplane.inspect.page import render_report, view_sample, write_report
     from routeplane.inspect.ray_data import collect_on_ray, dataset, filter_batches, records_of
-    from routeplane.inspect.report import render_report, view_sample, write_report
 
 __all__ = [
     "OWN_LAYOUT",
@@ -70,7 +70,7 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("collect_on_ray", "dataset", "filter_batches", "records_of"), "routeplane.inspect.ray_data"),
     **dict.fromkeys(("draw_charts", "draw_timeline", "encode"), "routeplane.inspect.charts"),
-    **dict.fromkeys(("render_report", "view_sample", "write_report"), "routeplane.inspect.report"),
+    **dict.fromkeys(("render_report", "view_sample", "write_report"), "routeplane.inspect.page"),
 }
 
 

@@ -26,6 +26,7 @@ from pyarrow.fs import FileSystem
 from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, TruncatedError, UsageError, refused
 from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
+from routeplane.record.counts import html_table
 from routeplane.record.policy import Quarantine, QuarantineEntry, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.validate import find_problems
@@ -177,9 +178,20 @@ def _remote(url: str) -> Source:
         return Source(name=url, path=url, kind="archive")
     try:
         system, path = FileSystem.from_uri(url)
-    except (pa.ArrowException, ValueError) as error:
-        raise refused("a URL that pyarrow opens (s3, gs, abfs, hdfs)", f"{url}: {error}") from error
+    except (pa.ArrowException, ValueError):  # https://, hf://, memory:// and what else fsspec knows
+        return _copied(url, lambda: _fsspec_file(url))
     return _copied(url, lambda: system.open_input_stream(path))
+
+
+def _fsspec_file(url: str) -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise refused("a URL of s3, gs, abfs or hdfs, or fsspec installed for others", url) from error
+    try:
+        return fsspec.open(url, "rb").open()
+    except (ValueError, ImportError) as error:
+        raise refused("a URL that pyarrow or fsspec opens", f"{url}: {error}") from error
 
 
 def _copied(name: str, opening: Callable[[], Any]) -> Source:
@@ -234,6 +246,25 @@ class SourceSet:
     sources: tuple[Source, ...]
     spec: RouteSpec
     policy: ReadPolicy = LOOK
+
+    def __len__(self) -> int:
+        """How many streams, archives and files."""
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[SourceSet]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> SourceSet:
+        """Some of the sources, as a set; ``find`` gives a record by its sample."""
+        chosen = self.sources[index]
+        return replace(self, sources=chosen if isinstance(chosen, tuple) else (chosen,))
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.paths[:3]) + (f" and {len(self) - 3} more" if len(self) > 3 else "")
+        return f"SourceSet({names}; {self.spec.model!r})"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), {source.name: source.kind for source in self.sources})
 
     @property
     def paths(self) -> tuple[str, ...]:

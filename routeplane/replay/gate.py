@@ -4,6 +4,9 @@ A gate selects over a dense ``[N, E]`` matrix of scores (``routeplane.capture.ga
 answers that one selection with the recorded ids and with ``scores.gather(-1, ids)``: weights, normalisation, scaling
 and gradients stay the family's own code, computed on live scores. A MISSING row keeps the live selection.
 
+Where the selection goes through an object on the gate (Megatron-Core's replay seam), a ``StandIn`` takes that object's
+place while a handle is attached.
+
 Knows torch and a gate's geometry. Knows no model library, no hooks and no checkpointing: ``handle`` decides when a gate
 is forced, and with which rows.
 
@@ -12,10 +15,11 @@ Axes: N token rows of one gate call (``b*S + s`` padded, or packed), E experts, 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,10 +28,23 @@ from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-
-__all__ = ["ForcedTopK", "Forcing", "Gate", "GateRows", "GateSite", "RecordedRows", "TracedRows"]
+__all__ = [
+    "SEAM",
+    "ForcedTopK",
+    "Forcing",
+    "Gate",
+    "GateRows",
+    "GateSite",
+    "RecordedRows",
+    "SeamForcing",
+    "StandIn",
+    "TracedRows",
+    "install",
+    "uninstaller",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,3 +247,69 @@ class ForcedTopK(SelectionMode, Forcing):
     def close(self) -> None:
         """Pop what ``open`` pushed; nothing that was pushed later may be left."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+#: The instance attribute that both frameworks ask.
+SEAM = "router_replay"
+
+
+class StandIn:
+    """At ``module.router_replay``; ``original`` (None where the framework's own replay is off) comes back on detach.
+
+    What it does not answer itself it leaves to the original, so that other holders of that object see no difference.
+    """
+
+    def __init__(self, module: nn.Module, /) -> None:
+        self.module = module
+        self.original: Any = getattr(module, SEAM)
+        #: of the call of the gate that is running; None where the gate is live
+        self.forcing: Forcing | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # the copy of an attached model (a teacher) is not attached: it gets what was here before
+        return copy.deepcopy(self.original, memo)
+
+
+class SeamForcing(Forcing):
+    """Reaches a selection that the gate asks a stand-in for."""
+
+    def __init__(self, rows: GateRows, stand_in: StandIn, /) -> None:
+        super().__init__(rows)
+        self.stand_in = stand_in
+        #: whether the gate has its ids
+        self.settled = False
+        self._outer: Forcing | None = None
+
+    def answer(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """As ``Forcing.answer``."""
+        chosen_NK = super().answer(scores_NE, live)
+        self.settled = True
+        return chosen_NK
+
+    def open(self) -> None:
+        """Answer the gate's next question."""
+        self._outer, self.stand_in.forcing = self.stand_in.forcing, self
+
+    def close(self) -> None:
+        """Restore the forcing that was open before."""
+        self.stand_in.forcing = self._outer
+
+
+def install(stand_ins: Sequence[StandIn], /) -> None:
+    """Put them at their gates."""
+    for stand_in in stand_ins:
+        setattr(stand_in.module, SEAM, stand_in)
+
+
+def uninstaller(stand_ins: Sequence[StandIn], /) -> Callable[[], None]:
+    """What puts the originals back; an attribute that somebody else has set since is left alone."""
+
+    def uninstall() -> None:
+        for stand_in in stand_ins:
+            if getattr(stand_in.module, SEAM) is stand_in:
+                setattr(stand_in.module, SEAM, stand_in.original)
+
+    return uninstall

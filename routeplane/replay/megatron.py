@@ -2,8 +2,8 @@
 
 Megatron's own replay keeps targets per router, and a list from which recomputations take the first: with two
 microbatches in flight the order of backward passes decides what they get. Here each forward has its rows, and a
-recomputation gets those of its forward (``recompute``), in any order. Rows, MISSING ones and recomputation are decided
-before Megatron's code sees ids, so its own checks, of which there are none, are not needed.
+recomputation gets those of its forward (``RegionHooks``), in any order. Rows, MISSING ones and recomputation are
+decided before Megatron's code sees ids, so its own checks, of which there are none, are not needed.
 
 Routers are found by walking the modules that are there; ``moe_enable_routing_replay`` need not be set, and the list of
 all routers of the process is neither read nor written. Routers of multi-token prediction are left out. Reads class
@@ -15,18 +15,22 @@ Axes: N token rows of one router call (``s*B + b`` padded, ``t`` packed), E expe
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from routeplane.batch.shard import RankOf, Shard
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
-from routeplane.replay.binding import Wiring
-from routeplane.replay.gate import GateRows, GateSite
+from routeplane.replay.binding import Wiring, in_backward
+from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, uninstaller
 from routeplane.replay.handle import (
     DEFAULT_LIMITS,
     AuxChoice,
@@ -36,14 +40,16 @@ from routeplane.replay.handle import (
     ReplayLimits,
     ReplayPolicy,
 )
-from routeplane.replay.recompute import RegionHooks
 from routeplane.replay.recording import spec_of_gates
-from routeplane.replay.router_replay import SEAM, SeamForcing, StandIn, install, uninstaller
 
 if TYPE_CHECKING:
-    from routeplane.record.spec import RouteSpec
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
-__all__ = ["attach", "check_setup", "find_gates", "local_spec", "rank_shard", "record", "row_order"]
+    from routeplane.record.spec import RouteSpec
+    from routeplane.replay.binding import Binding, Wiring
+
+__all__ = ["RegionHooks", "attach", "check_setup", "find_gates", "local_spec", "rank_shard", "record", "row_order"]
 
 _ROUTER = "TopKRouter"
 _ROUTER_LIKE = re.compile(r"Router$")
@@ -377,3 +383,149 @@ def _graphed(implementation: object, scope: object) -> str:
 def _rank_of(group: Any) -> RankOf:
     """``(rank, world)`` of a process group; of none, (0, 1)."""
     return (0, 1) if group is None else (int(group.rank()), int(group.size()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Note:
+    """The binding (None: live) under which a module was given a storage."""
+
+    storage: StorageWeakRef
+    binding: Binding | None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Site:
+    """One module where a checkpointed region may begin, by the storage of its input."""
+
+    module: nn.Module
+    notes: dict[int, _Note] = field(default_factory=dict)
+    hooks: tuple[RemovableHandle, ...] = ()
+
+    def purge(self) -> None:
+        self.notes = {key: note for key, note in self.notes.items() if not _dead(note)}
+
+    def add(self, tensor: torch.Tensor, binding: Binding | None) -> None:
+        self.purge()
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.notes[storage.cdata] = _Note(storage=storage, binding=binding)
+
+    def find(self, tensor: torch.Tensor) -> _Note | None:
+        note = self.notes.get(tensor.untyped_storage()._cdata)
+        return None if note is None or _dead(note) else note
+
+    def drop(self, note: _Note) -> None:
+        self.notes.pop(note.storage.cdata, None)
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OpenRegion:
+    site: _Site
+    task: int
+    frame: AbstractContextManager[None]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.opened: list[_OpenRegion] = []
+
+
+class RegionHooks:
+    """Two hooks on each module where a checkpointed region may begin: a layer, a router. One instance per handle."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.wiring = wiring
+        self._sites: dict[int, _Site] = {}
+        self._thread = _Thread()
+
+    def install(self, modules: Iterable[nn.Module]) -> None:
+        """Hook onto these modules, outside of hooks that are there already."""
+        for module in modules:
+            site = _Site(module=module)
+            self._sites[id(module)] = site
+            site.hooks = (
+                module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+
+    def remove(self) -> None:
+        """Take the hooks off, but for modules whose forward under a binding may yet be recomputed.
+
+        There they stay as guards, which raise ReplayError (DETACHED) for that recomputation, and go with the next
+        forward once it cannot come any more.
+        """
+        for site in self._sites.values():
+            self._retire(site)
+
+    def _retire(self, site: _Site) -> None:
+        site.purge()
+        if all(note.binding is None for note in site.notes.values()):
+            site.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionHooks:
+        # inert in a copied model: its modules are others
+        return self
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        site = self._sites.get(id(module))
+        if site is None or site.module is not module:
+            return
+        if self.wiring.detached and not in_backward():
+            self._retire(site)
+            return
+        tensor = next(_tensors(args, kwargs), None)
+        if tensor is None:
+            return
+        self._drop_stale()
+        if in_backward() and not self.wiring.thread.frames and not self._reopen(site, tensor):
+            return  # not known: nothing to note either
+        if not torch.is_grad_enabled():
+            site.add(tensor, self.wiring.here())
+
+    def _reopen(self, site: _Site, tensor: torch.Tensor) -> bool:
+        """Open the frame of the forward that runs again; False where no note of it exists."""
+        node: Any = torch._C._current_autograd_node()
+        known = node is not None and self in node.metadata
+        if known:
+            binding = node.metadata[self]
+        else:
+            note = site.find(tensor)
+            if note is None:
+                return False
+            binding = note.binding
+            if node is not None:
+                # kept there for a second pass over a retained graph; the note has served, and what Megatron's
+                # dispatchers keep of the last microbatch must not keep it
+                node.metadata[self] = binding
+                site.drop(note)
+        frame = self.wiring.frame(binding, rerun=True)
+        frame.__enter__()
+        self._thread.opened.append(_OpenRegion(site=site, task=torch._C._current_graph_task_id(), frame=frame))
+        return True
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        opened = self._thread.opened
+        if opened and opened[-1].site.module is module:
+            opened.pop().frame.__exit__(None, None, None)
+
+    def _drop_stale(self) -> None:
+        # a KeyboardInterrupt in a recomputation runs no hooks; what it left open belongs to a pass that is over
+        opened = self._thread.opened
+        while opened and opened[-1].task != torch._C._current_graph_task_id():
+            opened.pop().frame.__exit__(None, None, None)
+
+
+def _dead(note: _Note) -> bool:
+    expired: bool = note.storage.expired()  # type: ignore[no-untyped-call]
+    return expired
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a call, hidden states first: Megatron gives them by position or by this name."""
+    for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value

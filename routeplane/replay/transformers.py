@@ -2,29 +2,36 @@
 
 Gates are found by what they do (``routeplane.capture.gates``): the model is probed once, and a gate whose selection
 obeys is accepted, whatever its class. Gates of multi-token-prediction layers are left out; others can be left live by
-name. The package is not imported, so a model of any release, or of a user's own code, can be attached to.
+name. The package is not imported, so a model of any release, or of a user's own code, can be attached to. The auxiliary
+(load-balancing) loss follows the forced choice (``AuxiliaryHook``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from routeplane.capture.gates import Gate
+from routeplane.capture.gates import Gate, selection
 from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.errors import ErrorKind, ReplayError, UsageError, refused
 from routeplane.record.spec import RouteSpec
-from routeplane.replay.aux_loss import AuxiliaryHook
 from routeplane.replay.binding import GateHook, Wiring
-from routeplane.replay.gate import ForcedTopK, GateSite
+from routeplane.replay.gate import ForcedTopK, GateRows, GateSite
 from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
 from routeplane.replay.recording import spec_of_gates
 
-__all__ = ["Probe", "ReplayLimits", "attach", "checkpoint_sites", "find_gates", "record"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from routeplane.replay.binding import Wiring
+
+__all__ = ["AuxiliaryHook", "Probe", "ReplayLimits", "attach", "checkpoint_sites", "find_gates", "record"]
 
 #: Instance attributes that hold a checkpoint function: Transformers' layers, and torch's CheckpointWrapper.
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -175,3 +182,93 @@ def checkpoint_sites(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name in _CHECKPOINT_ATTRIBUTES:
             if callable(vars(module).get(name)):
                 yield module, name
+
+
+class AuxiliaryHook:
+    """The two hooks of the module whose forward computes the loss: they answer its selections under a binding."""
+
+    def __init__(self, module: nn.Module, *, wiring: Wiring) -> None:
+        self.module = module
+        self.wiring = wiring
+        self._installed = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, prepend=True, always_call=True),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
+        return self
+
+    def remove(self) -> None:
+        """Take both hooks off. Idempotent."""
+        for handle in self._installed:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        binding = self.wiring.here()
+        if module is not self.module or binding is None:
+            return
+        mode = _ForcedAuxiliary([binding.rows[layer] for layer in sorted(binding.rows)], wiring=self.wiring)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self.wiring.thread.around.append((module, mode))
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        around = self.wiring.thread.around
+        if module is not self.module or not around or around[-1][0] is not module:
+            return
+        mode = around.pop()[1]
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None and isinstance(mode, _ForcedAuxiliary):
+            mode.require_whole()
+
+
+class _ForcedAuxiliary(TorchFunctionMode):
+    """Answers every ``topk`` over ``[N, E]``, or over all gates' ``[L*N, E]``, of no gate's own forward."""
+
+    def __init__(self, rows: Sequence[GateRows], *, wiring: Wiring) -> None:
+        super().__init__()
+        self.rows = rows
+        self.wiring = wiring
+        self.answered = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Every torch call of the model comes by here; all but those selections go on unchanged."""
+        kwargs = kwargs or {}
+        if self.wiring.thread.open:
+            return func(*args, **kwargs)  # a gate's own selection, whose forcing has seen it
+        rows = self.rows[self.answered % len(self.rows)]
+        scores = selection(rows.gate, func, args=args, kwargs=kwargs)
+        if scores is None:
+            return func(*args, **kwargs)
+        ids = self._ids(rows, scores)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _ids(self, rows: GateRows, scores: torch.Tensor) -> torch.Tensor:
+        chosen_NK = rows.chosen_NK
+        if len(scores) == len(chosen_NK):
+            self.answered += 1
+            return chosen_NK.to(scores.device)
+        joined = torch.cat([each.chosen_NK.to(scores.device) for each in self.rows])
+        if len(scores) != len(joined):
+            raise ReplayError(
+                f"expected an auxiliary loss over {len(chosen_NK)} rows of one gate or {len(joined)} of all, "
+                f"got {len(scores)} @ {rows.gate}",
+                kind=ErrorKind.ROW_COUNT,
+            )
+        self.answered += len(self.rows)
+        return joined
+
+    def require_whole(self) -> None:
+        """Raise ReplayError (GATE_FIRED) where the loss counted some gates and not the others."""
+        if self.answered % len(self.rows):
+            raise ReplayError(
+                f"expected an auxiliary loss over {len(self.rows)} gates, got {self.answered} selections "
+                f"@ {self.rows[self.answered % len(self.rows)].gate}",
+                kind=ErrorKind.GATE_FIRED,
+            )

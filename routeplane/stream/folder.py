@@ -57,7 +57,7 @@ from routeplane.stream.blocks import (
     SealedBlock,
     check_name,
 )
-from routeplane.stream.pool import BufferPool
+from routeplane.stream.buffers import BufferPool
 
 __all__ = ["FolderReader", "FolderWriter", "open_reader", "open_writer", "producers_of"]
 

@@ -29,8 +29,8 @@ from routeplane.stream.blocks import (
     ReadOptions,
     SealedBlock,
 )
+from routeplane.stream.buffers import BufferPool
 from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place
-from routeplane.stream.pool import BufferPool
 
 __all__ = ["MooncakeReader", "MooncakeWriter", "open_reader", "open_writer"]
 

@@ -22,7 +22,7 @@ from routeplane import new_stream, open_stream
 from routeplane.batch import BatchOptions, RouteBatch, microbatches
 from routeplane.batch.dataset import RecordDataset
 from routeplane.batch.plan import RankCounts, budget_groups
-from routeplane.batch.pool import BatchBuffers
+from routeplane.batch.reuse import BatchBuffers
 from routeplane.batch.shard import Shard
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.record import RouteRecord

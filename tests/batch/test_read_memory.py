@@ -16,7 +16,7 @@ import pytest
 
 from routeplane import Capture, RouteRecord, Span, new_stream, open_stream
 from routeplane.batch import BatchOptions, microbatches
-from routeplane.batch.pool import BatchBuffers
+from routeplane.batch.reuse import BatchBuffers
 from routeplane.batch.shard import Shard
 from routeplane.record.spec import RouteSpec
 

@@ -21,8 +21,8 @@ from transformers import Qwen3MoeForCausalLM
 
 from routeplane.batch import collate
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
-from routeplane.cli.demo import engine as demo_engine
-from routeplane.cli.demo import transformers as demo_trainer
+from routeplane.cli.demo import rollout as demo_engine
+from routeplane.cli.demo import transformers_trainer as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 from routeplane.inspect.look import check as check_streams
@@ -170,7 +170,7 @@ def test_a_stage_without_figures_is_an_error_that_names_it(
     python.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(RouteplaneError, match=r"routeplane\.cli\.demo\.engine") as caught:
+    with pytest.raises(RouteplaneError, match=r"routeplane\.cli\.demo\.rollout") as caught:
         run_demo(DemoOptions(out=str(tmp_path / "out"), progress=False))
     assert ErrorKind.CHILD_FAILED == caught.value.kind
 
@@ -188,7 +188,7 @@ def test_a_trainer_runs_in_the_environment_that_is_named(tmp_path: Path, monkeyp
     Path(options.stream).write_bytes(b"four")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     figures = run_demo(options)
-    assert "routeplane.cli.demo.megatron" == (tmp_path / "module").read_text().strip()
+    assert "routeplane.cli.demo.megatron_trainer" == (tmp_path / "module").read_text().strip()
     assert ("megatron", 1, 3, 4) == tuple(figures[key] for key in ("trainer", "records", "tokens", "stream_bytes"))
 
 

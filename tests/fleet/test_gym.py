@@ -16,7 +16,7 @@ from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.actors import ActorOptions, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import EnvironmentConfig, build_config
-from routeplane.fleet.gym import check_routes, gym_config, make_environment
+from routeplane.fleet.gym_environment import check_routes, gym_config, make_environment
 from routeplane.fleet.processes import children_of
 from routeplane.record.spec import RouteSpec
 from tests.capture.reading import gym_rollout
@@ -197,7 +197,7 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
             handle = await build_environment_actor(
                 gym_settings(tmp_path),
                 Endpoints.of([f"{server.url}/v1"]),
-                factory="routeplane.fleet.gym:make_environment",
+                factory="routeplane.fleet.gym_environment:make_environment",
                 captured=SPEC,
                 options=ActorOptions(venv=str(GYM)),
             )

@@ -31,12 +31,12 @@ BARS: dict[str, float] = {
     "root entries": 14,
     "root python files": 3,
     # one of them is `__main__.py`, two lines that `python -m routeplane` needs
-    "modules": 154,
+    "modules": 144,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
-    "duplicate basenames": 13,
+    "duplicate basenames": 0,
     "public names": 200,
-    "import paths in docs": 19,
+    "import paths in docs": 15,
     "public functions with more than 8 parameters": 1,
     "function lines, median": 8,
     "function lines, p90": 25,
@@ -46,13 +46,16 @@ BARS: dict[str, float] = {
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
     "modules": 140,
-    "duplicate basenames": 3,
-    "import paths in docs": 15,
     "public functions with more than 8 parameters": 0,
 }
 
 #: Basenames that two modules share, and why both keep the name.
-EXPLAINED_DUPLICATES: dict[str, str] = {}
+EXPLAINED_DUPLICATES: dict[str, str] = {
+    "transformers": "capture and replay name an adapter after the library that it adapts to",
+}
+
+#: Packages behind a face: the compiled loops, and the demo that the command runs.
+PRIVATE_PACKAGES = {"kernels", "demo"}
 
 #: Files that name the expressions to say that they are ruled out.
 NAMES_WORDS = {"tests/meta/house.py", "tests/meta/test_house.py"}
@@ -130,9 +133,12 @@ def duplicate_basenames(paths: list[str]) -> list[str]:
 
 
 def public_names(sources: Mapping[str, str]) -> set[str]:
-    """What the package faces export: ``__all__`` of every ``__init__.py``."""
+    """What the package faces export: ``__all__`` of every ``__init__.py``, but of those that no user imports."""
     return {
-        name for path, text in sources.items() if path.endswith("__init__.py") for name in _exported(ast.parse(text))
+        name
+        for path, text in sources.items()
+        if path.endswith("__init__.py") and Path(path).parent.name not in PRIVATE_PACKAGES
+        for name in _exported(ast.parse(text))
     }
 
 

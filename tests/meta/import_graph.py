@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["STAGES", "Edge", "find_graph_problems", "module_name", "read_edges"]
+__all__ = ["STAGES", "THIRD_PARTY", "Edge", "find_graph_problems", "module_name", "read_edges"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The contract
@@ -54,9 +54,12 @@ ALSO_KNOWS = {
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
-_DEMO = tuple(f"cli.demo.{name}" for name in ("engine", "fleet", "scoring", "transformers", "automodel", "megatron"))
+_DEMO = tuple(
+    f"cli.demo.{name}"
+    for name in ("rollout", "ray_fleet", "scoring", "transformers_trainer", "automodel_trainer", "megatron_trainer")
+)
 # the contract of replay adapters runs models
-_REPLAY_SUITE = ("testing.contracts.replay", "testing.contracts.replay_harness")
+_REPLAY_SUITE = ("testing.contracts.replay_contract",)
 
 #: Third party -> the files (or folders) that may import it. Anything that is neither here nor in the standard library
 #: is refused.
@@ -67,7 +70,7 @@ THIRD_PARTY = {
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
     "torch": (
-        *(f"batch.{name}" for name in ("batch", "collation", "dataset", "pool")),
+        *(f"batch.{name}" for name in ("batch", "collation", "dataset", "reuse")),
         "replay",
         "capture.gates",
         "capture.transformers",
@@ -80,29 +83,29 @@ THIRD_PARTY = {
         "capture.transformers",
         "record.meta_model",
         "replay.transformers",
-        *(f"cli.demo.{name}" for name in ("engine", "fleet", "transformers", "automodel")),
+        *(f"cli.demo.{name}" for name in ("rollout", "ray_fleet", "transformers_trainer", "automodel_trainer")),
     ),
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.text64",),
     "mooncake": ("stream.mooncake",),
-    "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.fleet"),
+    "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.ray_fleet"),
     "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),
-    "vl_convert": ("inspect.charts", "inspect.report", "cli.demo.fleet"),
+    "vl_convert": ("inspect.charts", "inspect.page", "cli.demo.ray_fleet"),
     "polars": ("inspect.export",),
     "pandas": ("inspect.export",),
     "shtab": ("cli.main",),
     # their adapters read class names and attributes, and import neither
-    "nemo_automodel": ("cli.demo.automodel",),
-    "megatron": ("cli.demo.megatron",),
+    "nemo_automodel": ("cli.demo.automodel_trainer",),
+    "megatron": ("cli.demo.megatron_trainer",),
     "nemo_gym": ("fleet.gym_servers",),
     "omegaconf": ("fleet.gym_servers",),  # comes with nemo_gym, which takes its mappings
-    "safetensors": ("cli.demo.automodel", "cli.demo.megatron"),
-    "jinja2": ("inspect.report",),
+    "safetensors": ("cli.demo.automodel_trainer", "cli.demo.megatron_trainer"),
+    "jinja2": ("inspect.page",),
     "tqdm": _DEMO,
-    "tokenizers": ("cli.demo.fleet",),  # come with transformers
-    "uvicorn": ("fleet", "cli.demo.fleet"),
+    "tokenizers": ("cli.demo.ray_fleet",),  # come with transformers
+    "uvicorn": ("fleet", "cli.demo.ray_fleet"),
     "hypothesis": ("testing",),
     "pytest": ("testing",),
 }

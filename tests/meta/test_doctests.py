@@ -15,7 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 _FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 #: Files that only an environment of its own can import; their examples run there.
-_OWN_ENVIRONMENT = ("routeplane/capture/vllm/", "routeplane/cli/demo/automodel.py", "routeplane/cli/demo/megatron.py")
+_OWN_ENVIRONMENT = (
+    "routeplane/capture/vllm/",
+    "routeplane/cli/demo/automodel_trainer.py",
+    "routeplane/cli/demo/megatron_trainer.py",
+)
 
 FILES = [
     path.relative_to(ROOT).as_posix()

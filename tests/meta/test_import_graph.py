@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.meta.import_graph import find_graph_problems
+from tests.meta.import_graph import THIRD_PARTY, find_graph_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ LEGAL = {
     "routeplane/replay/transformers.py": "import transformers\nfrom routeplane.replay.gate import F\n",
     "routeplane/inspect/__init__.py": "from routeplane.batch.layouts import D\n",
     "routeplane/cli/demo/__init__.py": "from routeplane import __version__\n",
-    "routeplane/cli/demo/transformers.py": "import torch\nfrom routeplane.replay import transformers\n",
+    "routeplane/cli/demo/transformers_trainer.py": "import torch\nfrom routeplane.replay import transformers\n",
     "routeplane/cli/main.py": "def main():\n    from routeplane.cli import demo\n    import routeplane.capture.vllm\n",
 }
 
@@ -109,19 +109,11 @@ ILLEGAL = {
     ),
     "third_party_inside_a_function": (
         _changed("routeplane/record/validate.py", "def check():\n    import torch\n"),
-        "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
-        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.gates', "
-        "'capture.transformers', 'inspect.audit', 'record.meta_model', "
-        "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
-        "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
+        f"routeplane/record/validate.py:2: routeplane.record.validate may not import torch; {THIRD_PARTY['torch']} may",
     ),
     "third_party_by_name": (
         _changed("routeplane/record/validate.py", "import importlib\ntorch = importlib.import_module('torch')\n"),
-        "routeplane/record/validate.py:2: routeplane.record.validate may not import torch; "
-        "('batch.batch', 'batch.collation', 'batch.dataset', 'batch.pool', 'replay', 'capture.gates', "
-        "'capture.transformers', 'inspect.audit', 'record.meta_model', "
-        "'testing.contracts.replay', 'testing.contracts.replay_harness', 'cli.demo.engine', 'cli.demo.fleet', "
-        "'cli.demo.scoring', 'cli.demo.transformers', 'cli.demo.automodel', 'cli.demo.megatron') may",
+        f"routeplane/record/validate.py:2: routeplane.record.validate may not import torch; {THIRD_PARTY['torch']} may",
     ),
     "third_party_by_a_detour": (
         _changed("routeplane/cli/main.py", "import routeplane.capture.vllm\n"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from routeplane.testing.contracts.replay import ReplayContract
+from routeplane.testing.contracts.replay_contract import ReplayContract
 from tests.replay.feature_table import FEATURES, PAGE, TITLES, Run, load, render
 
 TESTS = Path(__file__).parents[1] / "replay"

@@ -130,7 +130,7 @@ _HEAD = """# What replays
 
 Made by `make replay-table` of the tests that ran; do not edit.
 Every family here is a tiny model with random weights, on a CPU.
-Adapters inherit one suite, [`ReplayContract`](../../routeplane/testing/contracts/replay.py), which is public:
+Adapters inherit one suite, [`ReplayContract`](../../routeplane/testing/contracts/replay_contract.py), which is public:
 a router of your own can be held to it too.
 
 **yes**: all tests of the feature passed, in every version named.

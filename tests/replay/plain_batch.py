@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from routeplane.testing.contracts.replay_harness import RowsBatch, rows_batch
+from routeplane.testing.contracts.replay_contract import RowsBatch, rows_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

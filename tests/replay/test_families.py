@@ -22,7 +22,7 @@ from routeplane.capture.transformers import taping
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
-from routeplane.testing.contracts.replay_harness import RowsBatch, feature, unlike_rows
+from routeplane.testing.contracts.replay_contract import RowsBatch, feature, unlike_rows
 from tests.replay.families import FAMILIES, FamilyCase, build
 
 #: B=2 sequences of S=6 tokens

@@ -15,7 +15,7 @@ from torch import nn
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
-from routeplane.testing.contracts.replay_harness import rows_batch, unlike_rows
+from routeplane.testing.contracts.replay_contract import rows_batch, unlike_rows
 
 EXPERTS, TOP_K, WIDTH = 8, 2, 16
 TOKENS = torch.arange(3, 11)[None]

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import transformers as gates
 from routeplane.replay.handle import ReplayHandle
-from routeplane.testing.contracts.replay_harness import feature
+from routeplane.testing.contracts.replay_contract import feature
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import BY_NAME, MAIN_FAMILIES, Family, checkpoint_layers, token_ids
 

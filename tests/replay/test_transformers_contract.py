@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from routeplane.replay.transformers import attach
-from routeplane.testing.contracts.replay import ReplayContract
-from routeplane.testing.contracts.replay_harness import Firing
+from routeplane.testing.contracts.replay_contract import Firing, ReplayContract
 from tests.replay.tiny_models import (
     BY_NAME,
     NUM_ROWS,

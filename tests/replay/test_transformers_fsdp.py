@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from routeplane.replay import transformers as gates
-from routeplane.testing.contracts.replay_harness import feature
+from routeplane.testing.contracts.replay_contract import feature
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import BY_NAME, MAIN_FAMILIES, NUM_ROWS, Family, checkpoint_layers, token_ids
 

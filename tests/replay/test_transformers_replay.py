@@ -13,7 +13,7 @@ import torch
 
 from routeplane.errors import DataError, ErrorKind, ReplayError
 from routeplane.replay import transformers as gates
-from routeplane.testing.contracts.replay_harness import feature
+from routeplane.testing.contracts.replay_contract import feature
 from tests.replay.plain_batch import random_routes
 from tests.replay.tiny_models import (
     FAMILIES,

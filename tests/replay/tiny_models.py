@@ -18,7 +18,7 @@ from routeplane.capture.gates import Gate
 from routeplane.record.geometry import gate_paths
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.transformers import attach
-from routeplane.testing.contracts.replay_harness import Firing
+from routeplane.testing.contracts.replay_contract import Firing
 from tests.replay.plain_batch import PlainBatch, plain_batch
 
 __all__ = [

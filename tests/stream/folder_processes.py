@@ -14,7 +14,7 @@ from pathlib import Path
 
 from routeplane.stream import folder
 from routeplane.stream.blocks import BlockLimits, ReadOptions
-from routeplane.testing.contracts.samples import SPEC, sample
+from routeplane.testing.builders import SPEC, sample
 
 __all__ = ["Actor", "name_of", "read", "write"]
 

@@ -105,7 +105,7 @@ def trailer_of(
     for _ in range(batches):
         counter.add_batch()
     for item in found:
-        counter.add_record(item.checksum, item.num_tokens)
+        counter.add_record(item.checksum, len(item.token_ids))
     return counter.trailer()
 
 

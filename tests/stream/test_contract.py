@@ -9,8 +9,8 @@ from typing import Any
 from routeplane.record.interfaces import BlockName
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, folder, listen, new_stream, open_stream
+from routeplane.testing.builders import SPEC
 from routeplane.testing.contracts import CarrierContract, LiveContract, StreamContract
-from routeplane.testing.contracts.samples import SPEC
 
 
 class TestMemory(LiveContract):

@@ -14,7 +14,7 @@ from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageE
 from routeplane.record.interfaces import BlockName
 from routeplane.stream import folder
 from routeplane.stream.blocks import BlockLimits, ReadOptions
-from routeplane.testing.contracts.samples import SPEC, facts, sample
+from routeplane.testing.builders import SPEC, facts, sample
 from tests.stream.folder_processes import Actor, name_of, read, write
 
 COUNT, TOKENS = 40, 400

@@ -17,8 +17,8 @@ from routeplane.errors import ErrorKind, StoreError, TransportError, UsageError
 from routeplane.record.interfaces import BlockName
 from routeplane.stream import mooncake as carrier
 from routeplane.stream.blocks import BlockLimits
+from routeplane.testing.builders import SPEC, sample
 from routeplane.testing.contracts import CarrierContract
-from routeplane.testing.contracts.samples import SPEC, sample
 
 # one master for the file
 pytestmark = pytest.mark.xdist_group("mooncake")

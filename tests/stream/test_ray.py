@@ -16,8 +16,8 @@ import ray
 from routeplane.errors import ErrorKind, TransportError
 from routeplane.record.interfaces import BlockName
 from routeplane.stream import ray as carrier
+from routeplane.testing.builders import SPEC, facts, sample
 from routeplane.testing.contracts import CarrierContract
-from routeplane.testing.contracts.samples import SPEC, facts, sample
 from tests.ray_cluster import local_cluster
 
 # one worker for all files that start a cluster: at most one at a time

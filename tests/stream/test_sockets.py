@@ -18,7 +18,7 @@ from routeplane.errors import ErrorKind, FormatError, RouteplaneError, Transport
 from routeplane.stream import MemoryStream, QuarantineOptions, listen, new_stream, open_stream
 from routeplane.stream.files import frames_of
 from routeplane.stream.sockets import GREETING, Listener, parse_address
-from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
+from routeplane.testing.builders import SPEC, beside, facts, sample
 
 SENT = [sample(index) for index in range(4)]
 

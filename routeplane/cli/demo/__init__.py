@@ -1,10 +1,10 @@
 """The main job on a small real model: generate and record, stream, read back in another process, score with replay.
 
 Three stages, each a process of its own that knows the others by files alone: ``engine`` writes the route stream,
-``trainer`` reads it and writes figures, and the parent prints them. Where no file carries the stream, a third process
-(``routeplane.cli.demo.carrier``) does. Arguments travel as JSON on the command line of the child. Figures are computed
-in ``routeplane.cli.demo.engine`` and, for every trainer, in ``routeplane.cli.demo.scoring``, in an own environment
-where the trainer needs one.
+``trainer`` reads it and writes figures, and the parent prints them. A file, or a folder of sealed blocks, carries the
+stream. Arguments travel as JSON on the command line of the child. Figures are computed in
+``routeplane.cli.demo.rollout`` and, for every trainer, in ``routeplane.cli.demo.scoring``, in an own environment where
+the trainer needs one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from routeplane.cli.demo.carrier import carried_bytes
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
+from routeplane.stream import folder, new_stream, open_stream
+
+if TYPE_CHECKING:
+    from routeplane.record.interfaces import RouteSink
+    from routeplane.record.spec import RouteSpec
+    from routeplane.record.transfer import RecordReader
 
 __all__ = ["DemoOptions", "format_table", "run_demo"]
 
@@ -41,9 +46,9 @@ _RAY_SETTINGS = ("RAY_USAGE_STATS_ENABLED=0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZER
 
 #: Trainer -> the module that loads it.
 _TRAINERS = {
-    "transformers": "routeplane.cli.demo.transformers",
-    "automodel": "routeplane.cli.demo.automodel",
-    "megatron": "routeplane.cli.demo.megatron",
+    "transformers": "routeplane.cli.demo.transformers_trainer",
+    "automodel": "routeplane.cli.demo.automodel_trainer",
+    "megatron": "routeplane.cli.demo.megatron_trainer",
 }
 # No network, and no compiler: Megatron's and Automodel's fused functions would be compiled for one forward each.
 _TRAINER_SETTINGS = ("HF_HUB_OFFLINE=1", "TORCHDYNAMO_DISABLE=1")
@@ -107,14 +112,14 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     if options.fleet:
-        found = _stage("routeplane.cli.demo.fleet", options, settings=_RAY_SETTINGS)
+        found = _stage("routeplane.cli.demo.ray_fleet", options, settings=_RAY_SETTINGS)
         seconds = {**found.pop("seconds"), "total": time.perf_counter() - started}
         chosen = {"engine": "vllm", "trainer": "transformers", "transport": "folder", "seed": options.seed}
         return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
     if options.engine == "vllm-scheduler":
         options = replace(options, transport="folder")  # the writer inside an engine seals blocks
     own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
-    engine = _stage("routeplane.cli.demo.engine", options, settings=own)
+    engine = _stage("routeplane.cli.demo.rollout", options, settings=own)
     trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
     return {
@@ -200,3 +205,31 @@ def _timeline_lines(timeline: Mapping[str, Any] | None) -> list[str]:
     ]
     serial = timeline["serial_seconds"]
     return [f"fleet up in {timeline['seconds']:.1f} s; one after another: {serial:.1f} s", *lines, ""]
+
+
+_RUN, _PRODUCER = "demo", "engine"
+
+
+def open_sink(path: str, spec: RouteSpec, *, transport: str) -> RouteSink:
+    """Open the sink that the engine's stage writes to."""
+    if transport == "folder":
+        return folder.open_writer(path, spec, run=_RUN, producer=_PRODUCER)
+    return new_stream(path, spec, encoding="auto")
+
+
+def open_source(path: str, *, transport: str) -> RecordReader:
+    """Open the source that the trainer's stage reads."""
+    if transport == "folder":
+        return folder.open_reader(path, producers=1)
+    return open_stream(path)
+
+
+def engine_writer(path: str) -> dict[str, Any]:
+    """Return what the writer inside an engine is told."""
+    return {"place": path, "run": _RUN, "producer": _PRODUCER}
+
+
+def carried_bytes(stream: str) -> int:
+    """Return the bytes of the stream's files."""
+    path = Path(stream)
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*.arrows")))

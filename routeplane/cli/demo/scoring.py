@@ -24,8 +24,7 @@ from tqdm import tqdm
 
 from routeplane.batch.batch import RouteBatch, token_logprobs
 from routeplane.batch.collation import microbatches
-from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo.carrier import open_source
+from routeplane.cli.demo import DemoOptions, open_source
 from routeplane.inspect.overview import REPLAY_LOGPROBS
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows

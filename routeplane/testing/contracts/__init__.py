@@ -9,18 +9,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from routeplane.testing.contracts.delivery import CarrierContract
-    from routeplane.testing.contracts.replay import ReplayContract
-    from routeplane.testing.contracts.stream import LiveContract, StreamContract
+    from routeplane.testing.contracts.carrier_contract import CarrierContract
+    from routeplane.testing.contracts.replay_contract import ReplayContract
+    from routeplane.testing.contracts.stream_contract import LiveContract, StreamContract
 
 __all__ = ["CarrierContract", "LiveContract", "ReplayContract", "StreamContract"]
 
 #: public name -> the module that defines it
 _HOMES = {
-    "CarrierContract": "routeplane.testing.contracts.delivery",
-    "LiveContract": "routeplane.testing.contracts.stream",
-    "ReplayContract": "routeplane.testing.contracts.replay",
-    "StreamContract": "routeplane.testing.contracts.stream",
+    "CarrierContract": "routeplane.testing.contracts.carrier_contract",
+    "LiveContract": "routeplane.testing.contracts.stream_contract",
+    "ReplayContract": "routeplane.testing.contracts.replay_contract",
+    "StreamContract": "routeplane.testing.contracts.stream_contract",
 }
 
 

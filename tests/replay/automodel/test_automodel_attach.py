@@ -29,7 +29,7 @@ from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import automodel as gates
 from routeplane.replay.automodel import ParallelSetup
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from routeplane.testing.contracts.replay_harness import feature, unlike_rows
+from routeplane.testing.contracts.replay_contract import feature, unlike_rows
 from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
 from tests.replay.reads import reads_of
 

@@ -14,8 +14,7 @@ import torch
 from nemo_automodel.components.moe.parallelizer import apply_ac
 
 from routeplane.replay import automodel as gates
-from routeplane.testing.contracts.replay import ReplayContract
-from routeplane.testing.contracts.replay_harness import Firing
+from routeplane.testing.contracts.replay_contract import Firing, ReplayContract
 from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
 
 if TYPE_CHECKING:

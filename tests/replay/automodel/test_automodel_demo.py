@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo import automodel as demo_automodel
-from routeplane.cli.demo import engine as demo_engine
-from routeplane.cli.demo import transformers as demo_trainer
+from routeplane.cli.demo import automodel_trainer as demo_automodel
+from routeplane.cli.demo import rollout as demo_engine
+from routeplane.cli.demo import transformers_trainer as demo_trainer
 
 pytestmark = pytest.mark.automodel
 

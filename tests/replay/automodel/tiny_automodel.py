@@ -23,7 +23,7 @@ from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import automodel as gates
-from routeplane.testing.contracts.replay_harness import Firing
+from routeplane.testing.contracts.replay_contract import Firing
 
 __all__ = ["FAMILIES", "NUM_ROWS", "Family", "recorded", "tokens_of"]
 

@@ -16,7 +16,7 @@ def one_rank() -> Iterator[None]:
     # not at the top: this file is read in every environment
     import torch
 
-    from routeplane.cli.demo import megatron as demo_megatron
+    from routeplane.cli.demo import megatron_trainer as demo_megatron
 
     with demo_megatron.cpu_stand_ins():
         demo_megatron.one_rank()

@@ -21,7 +21,7 @@ from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import megatron as gates
 from routeplane.replay.handle import ReplayHandle
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from routeplane.testing.contracts.replay_harness import unlike_rows
+from routeplane.testing.contracts.replay_contract import unlike_rows
 from tests.replay.megatron.tiny_megatron import FAMILIES, HIDDEN, TokenBatch, build, config_of, inputs_of, recorded
 from tests.replay.reads import reads_of
 

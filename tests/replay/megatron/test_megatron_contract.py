@@ -15,8 +15,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from routeplane.replay import megatron as gates
-from routeplane.testing.contracts.replay import ReplayContract
-from routeplane.testing.contracts.replay_harness import Firing
+from routeplane.testing.contracts.replay_contract import Firing, ReplayContract
 from tests.replay.megatron.tiny_megatron import (
     BATCH,
     FAMILIES,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayBatch, ReplayHandle
-    from routeplane.testing.contracts.replay_harness import RowsBatch
+    from routeplane.testing.contracts.replay_contract import RowsBatch
 
 pytestmark = pytest.mark.megatron
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from routeplane.batch import collate
 from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo.megatron import convert_weights, load
+from routeplane.cli.demo.megatron_trainer import convert_weights, load
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.handle import ReplayHandle
 from routeplane.testing.builders import watermarked_record, watermarked_spec

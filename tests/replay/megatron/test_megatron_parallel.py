@@ -18,7 +18,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from routeplane.batch import BatchOptions, collate
 from routeplane.replay import megatron as gates
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from routeplane.testing.contracts.replay_harness import feature
+from routeplane.testing.contracts.replay_contract import feature
 from tests.replay.megatron.tiny_megatron import FAMILIES, build
 from tests.replay.megatron.two_ranks import LENGTHS, mark
 

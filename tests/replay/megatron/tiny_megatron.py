@@ -19,10 +19,10 @@ from torch import nn
 
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import megatron as gates
-from routeplane.testing.contracts.replay_harness import Firing
+from routeplane.testing.contracts.replay_contract import Firing
 
 if TYPE_CHECKING:
-    from routeplane.testing.contracts.replay_harness import RowsBatch
+    from routeplane.testing.contracts.replay_contract import RowsBatch
 
 __all__ = ["FAMILIES", "Family", "Inputs", "TokenBatch", "batch_order", "build", "inputs_of", "recorded"]
 

@@ -24,13 +24,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random as tensor_random
 
 from routeplane.batch import BatchOptions, collate
-from routeplane.cli.demo.megatron import cpu_stand_ins
+from routeplane.cli.demo.megatron_trainer import cpu_stand_ins
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import megatron as gates
 from routeplane.replay.handle import ReplayHandle
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from routeplane.testing.contracts.replay_harness import unlike_rows
+from routeplane.testing.contracts.replay_contract import unlike_rows
 from tests.replay.megatron.tiny_megatron import EXPERTS, TOP_K, Inputs, TokenBatch, build, inputs_of, recorded
 
 LAYERS, MICROBATCHES = 4, 4

@@ -1,6 +1,6 @@
 """Stage two of the demo with Transformers as the trainer: packed batches, no checkpoint to convert.
 
-Run as ``python -m routeplane.cli.demo.transformers OPTIONS_JSON``; what it prints is ``demo_scoring``'s.
+Run as ``python -m routeplane.cli.demo.transformers_trainer OPTIONS_JSON``; what it prints is ``demo_scoring``'s.
 """
 
 from __future__ import annotations

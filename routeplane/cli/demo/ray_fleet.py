@@ -1,16 +1,19 @@
 """The demo as a fleet on Ray: engine, environment and trainer come up together; rollouts go over HTTP.
 
-Run as ``python -m routeplane.cli.demo.fleet OPTIONS_JSON``; figures go to stdout as one line of JSON, the timeline to
-stderr. Everything real is elsewhere: this file only says who needs whom.
+Run as ``python -m routeplane.cli.demo.ray_fleet OPTIONS_JSON``; figures go to stdout as one line of JSON, the timeline
+to stderr. The plan says what depends on what; engine, environment and trainer are the library's own actors. The
+environment is a conversation with a tool that returns random bytes, over the engine's HTTP interface.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +25,10 @@ from transformers import PreTrainedTokenizerFast
 
 from routeplane.capture import CaptureOptions
 from routeplane.capture.http import openai
-from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo.carrier import carried_bytes, open_sink
-from routeplane.cli.demo.engine import build_model, demo_prompts
-from routeplane.cli.demo.environment import TURNS
+from routeplane.cli.demo import DemoOptions, carried_bytes, open_sink
+from routeplane.cli.demo.rollout import build_model, demo_prompts
 from routeplane.cli.demo.scoring import TrainerModel, score_stream
-from routeplane.cli.demo.transformers import load
+from routeplane.cli.demo.transformers_trainer import load
 from routeplane.fleet.actors import (
     ActorHandle,
     ActorOptions,
@@ -45,9 +46,20 @@ from routeplane.record.assembly import assemble
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
+    from routeplane.fleet.environment import EnvironmentConfig
     from routeplane.fleet.startup import Timeline
 
-__all__ = ["TrainerWorker", "fleet_plan", "main", "prepare"]
+__all__ = [
+    "TOOL_TOKENS",
+    "TURNS",
+    "TURN_TOKENS",
+    "Conversations",
+    "TrainerWorker",
+    "fleet_plan",
+    "main",
+    "make_environment",
+    "prepare",
+]
 
 #: What vLLM reads at start-up, in the engine's process alone.
 _ENGINE_ENV = {
@@ -111,7 +123,7 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
 
     async def environment(context: TaskContext) -> Any:
         _, endpoints = context.results["reserved"]
-        factory = "routeplane.cli.demo.environment:make_environment"
+        factory = "routeplane.cli.demo.ray_fleet:make_environment"
         build = partial(build_environment_actor, {}, endpoints, factory=factory, captured=spec)
         return await context.acquire(build, EnvironmentHandle.close)
 
@@ -213,3 +225,72 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+#: Turns of one rollout, tokens that the engine adds in each, and tokens that the "tool" answers with.
+TURNS, TURN_TOKENS, TOOL_TOKENS = 3, 24, 8
+
+
+class Conversations:
+    """Asks the engine over HTTP, TURNS times, each time with all that was said and a tool's answer."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._urls = config.endpoints.urls
+        self._require_routes = config.require_routes
+
+    def start(self) -> None:
+        """Load what this environment plays with; here, nothing."""
+
+    def rollout(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The engine's responses, one for each turn."""
+        rng = random.Random(example["seed"])
+        url = self._urls[example["index"] % len(self._urls)]
+        history, responses = list(example["prompt"]), []
+        for turn in range(TURNS):
+            body = {
+                "model": "policy",
+                "prompt": history,
+                "max_tokens": TURN_TOKENS,
+                "temperature": 1.0,
+                "seed": example["seed"] + turn,
+                "logprobs": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            response = _post(f"{url}/completions", body)
+            if self._require_routes and "routed_experts" not in response["choices"][0]:
+                raise RuntimeError("expected routes in the response, got none")
+            responses.append(response)
+            history += response["choices"][0]["token_ids"]
+            history += [rng.randrange(256) for _ in range(TOOL_TOKENS)]
+        return responses
+
+    def is_healthy(self) -> bool:
+        """Whether every engine answers."""
+        return all(_get(f"{url}/models") for url in self._urls)
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+
+def make_environment(config: EnvironmentConfig) -> Conversations:
+    """The factory that the environment's actor is given by name."""
+    return Conversations(config)
+
+
+make_environment.consumes = ()  # type: ignore[attr-defined]
+
+
+def _post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        found: dict[str, Any] = json.loads(response.read())
+        return found
+
+
+def _get(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        found: dict[str, Any] = json.loads(response.read())
+        return found

@@ -4,7 +4,7 @@ Megatron has its own names and layouts for the engine's weights; ``convert_weigh
 both sides. Its code asks for the current CUDA device and for CUDA's random state; where torch has none,
 ``cpu_stand_ins`` answers. Nothing of this is needed on a GPU, and nothing of it is in the library.
 
-Run as ``python -m routeplane.cli.demo.megatron OPTIONS_JSON``; what it prints is ``demo_scoring``'s.
+Run as ``python -m routeplane.cli.demo.megatron_trainer OPTIONS_JSON``; what it prints is ``demo_scoring``'s.
 
 Axes: B sequences, S positions, H hidden size.
 """

@@ -30,7 +30,7 @@ from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.stream.blocks import BlockLimits, ReadOptions
-from routeplane.testing.contracts.samples import SPEC, beside, facts, sample
+from routeplane.testing.builders import SPEC, beside, facts, sample
 
 __all__ = ["CarrierContract"]
 

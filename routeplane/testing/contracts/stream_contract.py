@@ -26,7 +26,7 @@ from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, 
 from routeplane.record.prefixes import resolve
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
-from routeplane.testing.contracts.samples import (
+from routeplane.testing.builders import (
     PATIENCE_S,
     SPEC,
     beforehand,

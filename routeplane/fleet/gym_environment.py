@@ -38,7 +38,7 @@ _STOP_SECONDS = 20.0
 
 
 def make_environment(config: EnvironmentConfig) -> GymEnvironment:
-    """The factory, ``routeplane.fleet.gym:make_environment``. Nothing is started yet."""
+    """The factory, ``routeplane.fleet.gym_environment:make_environment``. Nothing is started yet."""
     return GymEnvironment(config)
 
 

@@ -4,7 +4,7 @@ Automodel reads the engine's checkpoint through its own state-dict adapter. Its 
 device when it is built; where torch has none, ``_without_cuda`` answers for the moment of building, and the rotary
 embedding is moved. Nothing of this is needed on a GPU, and nothing of it is in the library.
 
-Run as ``python -m routeplane.cli.demo.automodel OPTIONS_JSON``; what it prints is ``demo_scoring``'s.
+Run as ``python -m routeplane.cli.demo.automodel_trainer OPTIONS_JSON``; what it prints is ``demo_scoring``'s.
 """
 
 from __future__ import annotations

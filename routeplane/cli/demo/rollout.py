@@ -1,6 +1,6 @@
 """Stage one of the demo: build the small model, generate in bfloat16, write the route stream.
 
-Run as ``python -m routeplane.cli.demo.engine OPTIONS_JSON``; figures go to stdout as one line of JSON, progress to
+Run as ``python -m routeplane.cli.demo.rollout OPTIONS_JSON``; figures go to stdout as one line of JSON, progress to
 stderr.
 """
 
@@ -17,8 +17,7 @@ from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from routeplane.capture import transformers as in_process
-from routeplane.cli.demo import DemoOptions
-from routeplane.cli.demo.carrier import engine_writer, open_sink
+from routeplane.cli.demo import DemoOptions, engine_writer, open_sink
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
