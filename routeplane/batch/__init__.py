@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from routeplane.batch.collation import BatchOptions, collate, microbatches
     from routeplane.batch.columns import prompt_tokens
     from routeplane.batch.dataset import RecordDataset
-    from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout, to_layout
+    from routeplane.batch.layout_writing import to_layout
+    from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout
     from routeplane.batch.loader import prefetch
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
@@ -53,7 +54,7 @@ _HOMES = {
     "StackLayout": "layouts",
     "StepVerdict": "admission",
     "from_layout": "layouts",
-    "to_layout": "layouts",
+    "to_layout": "layout_writing",
     "BatchBuffers": "reuse",
     "BatchOptions": "collation",
     "PlanOptions": "plan",

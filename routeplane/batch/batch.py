@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.batch.columns import NO_STATE, count_states, settle_states
-from routeplane.batch.layouts import Fill, balanced_rows, check_fill
+from routeplane.batch.layouts import Fill, balanced_rows, check_fill, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
@@ -25,7 +25,6 @@ from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageErro
 from routeplane.record.aligned import ColumnType
 from routeplane.record.counts import html_table
 from routeplane.record.coverage import Coverage
-from routeplane.record.rows import survey
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal, find_problems
@@ -217,8 +216,7 @@ class RouteBatch:
             nested: Any = token_ids
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
         plan = plan_of_rows(token_ids, lengths=lengths, cu_seqlens=cu_seqlens, pad_mask=pad_mask)
-        rows = _own_rows(routes, spec, plan, captured)
-        absent = _check_own(rows, spec, plan)
+        rows, absent = _own_rows(routes, spec, plan, captured)
         real = torch.from_numpy(~plan.padding()).to(rows.device)
         generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
         ends = _sampled_ends(generated.reshape(-1).cpu().numpy(), plan)
@@ -472,8 +470,13 @@ def check_rows(routes_NLK: torch.Tensor, spec: RouteSpec, *, plan: TokenPlan | N
     raise DataError.from_problems(problems, what="illegal routes")
 
 
-def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: Any) -> torch.Tensor:
-    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``."""
+def _own_rows(
+    routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: Any
+) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    """A copy as int16 ``[*shape, L, K]``, MISSING at padding and outside of ``captured``; the rows that lack a layer.
+
+    Raises DataError unless every row is legal.
+    """
     expected = (*plan.shape, *spec.row_shape)
     if tuple(routes.shape) != expected or routes.is_floating_point() or routes.dtype == torch.bool:
         depth = f" (axis {len(plan.shape)} is the layers {list(spec.layer_ids)})"
@@ -481,6 +484,20 @@ def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: 
     kept = ~plan.padding()
     if captured is not None:
         kept &= _captured_rows(captured, plan)
+    if routes.device.type != "cpu":
+        return _rows_on_device(routes, spec, plan, kept)
+    out = np.empty((plan.num_rows, *spec.row_shape), dtype=np.int16)
+    given_NLK = routes.detach().numpy().reshape(out.shape)
+    absent = take_rows(given_NLK, spec, out=out, kept=kept.reshape(-1))
+    if absent is None:
+        check_rows(torch.from_numpy(out), spec, plan=plan)
+        absent = np.flatnonzero((out[..., 0] == MISSING).any(axis=1))
+    return torch.from_numpy(out).view(expected), absent
+
+
+def _rows_on_device(
+    routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, kept: NDArray[np.bool_]
+) -> tuple[torch.Tensor, NDArray[np.int64]]:
     if routes.dtype not in (torch.int16, torch.uint8, torch.int8):
         real = routes[torch.from_numpy(kept).to(routes.device)]
         low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
@@ -488,19 +505,10 @@ def _own_rows(routes: torch.Tensor, spec: RouteSpec, plan: TokenPlan, captured: 
             raise DataError(f"expected ids that int16 holds, got {low} to {high}", kind=ErrorKind.VALUE_RANGE)
     rows = routes.to(torch.int16, copy=True, memory_format=torch.contiguous_format)
     others = torch.from_numpy(np.flatnonzero(~kept.reshape(-1))).to(routes.device)
-    rows.view(plan.num_rows, -1).index_fill_(0, others, MISSING)
-    return rows
-
-
-def _check_own(rows: torch.Tensor, spec: RouteSpec, plan: TokenPlan) -> NDArray[np.int64]:
-    """The rows that lack a layer, by number; raises DataError unless every row is legal. One pass on the CPU."""
     rows_NLK = rows.view(plan.num_rows, *spec.row_shape)
-    if rows.device.type == "cpu":
-        absent = survey(rows_NLK.numpy(), spec)
-        if absent is not None:
-            return absent
+    rows_NLK.index_fill_(0, others, MISSING)
     check_rows(rows_NLK, spec, plan=plan)
-    return np.flatnonzero((rows_NLK[..., 0] == MISSING).any(dim=1).cpu().numpy())
+    return rows, np.flatnonzero((rows_NLK[..., 0] == MISSING).any(dim=1).cpu().numpy())
 
 
 def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:

@@ -1,8 +1,9 @@
-"""What other stacks' batches mean: their layouts, read and written; and filler ids for gates that cannot run live rows.
+"""What other stacks' batches mean: their layouts, and their rows read, checked while they are copied.
 
-Owns each stack's filler, layer axis, final row and padding, read from the version that its ``StackLayout`` names, and
-the ids of ``fill="balanced"``. Array code alone, without torch; tensors on the CPU are read as arrays. Knows records
-and their geometry; knows no plan, no stream and no file.
+Owns each stack's filler, layer axis, final row and padding, read from the version that its ``StackLayout`` names; the
+one pass that copies and checks rows of other arrays; and the ids of ``fill="balanced"``. ``layout_writing`` writes
+layouts. Array code alone, without torch; tensors on the CPU are read as arrays. Knows records and their geometry; knows
+no plan, no stream and no file.
 
 Axes: B sequences, S tokens of a sequence, T tokens in all, R rows of a sequence, P padding rows, D layers as a stack
 counts them, L captured layers, K top-k slots, E experts.
@@ -10,7 +11,7 @@ counts them, L captured layers, K top-k slots, E experts.
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,31 +23,34 @@ from numpy.typing import NDArray
 
 from routeplane.batch.columns import check_whole, generated_tokens, layer_slots
 from routeplane.batch.slots import running_sum
-from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
-from routeplane.record.rows import absent_tokens, copy_slots
+from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.record.rows import copy_slots, survey
 from routeplane.record.spec import MISSING, RouteSpec
-from routeplane.record.validate import all_legal, find_problems
+from routeplane.record.validate import find_problems
 
 if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
 
 __all__ = [
     "LAYOUTS",
+    "OWN_LAYOUT",
     "Fill",
+    "Filler",
     "LayoutBatch",
-    "NativeBatch",
     "NativeSequence",
     "StackLayout",
     "balanced_rows",
     "captured_rows",
     "check_fill",
+    "check_legal",
     "copy_rows",
     "filler_rows",
     "from_layout",
     "layer_axis",
     "layout_of",
+    "put_rows",
     "read_sequences",
-    "to_layout",
+    "take_rows",
     "told_by_value",
 ]
 
@@ -90,7 +94,6 @@ def balanced_rows(count: int, spec: RouteSpec, *, expert_parallel: int = 1) -> N
 
 Filler = Literal["zeros", "arange", "missing"]
 LayerAxis = Literal["decoder", "captured"]
-OnLost = Literal["raise", "drop_sample", "mask"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +103,15 @@ class StackLayout:
     ``read_from``: the version whose code this was read from. ``container``: ``"padded"`` is a mapping of ``[B, S]``
     arrays, ``"jagged"`` one of one array a sequence, ``"packed"`` one of ``[T]`` arrays, ``"samples"`` a list of
     mappings. ``routes``, ``tokens``, ``names``: fields. ``real``: the field of what is a token: a mask ``[B, S]``,
-    lengths ``[B]``, or those of a pack. ``generated``: the field of what was sampled, a ``mask`` of all tokens or of
-    the response's. ``axis``: whether D counts all decoder layers or those captured. ``filler``: what stands where no
-    route was captured, in dense layers too; ``at_padding``: what stands at padding. ``last_row``: whether a sequence
-    has a row for its last token. ``padding_side``: ``"both"`` pads prompts left and responses right. ``dtype``: of the
-    ids; ``"narrow"`` is uint8 where all ids fit, else ``wide``; ``"base64"`` is int32 bytes as text.
+    lengths ``[B]``, or those of a pack. ``generated``: the field of what was sampled, a ``mask`` of all tokens or
+    of the response's; ``unsampled`` stands in it for any other token (-100: the field holds labels). ``axis``:
+    whether D counts all decoder layers or those captured. ``filler``: what stands where no route was captured, in
+    dense layers too; ``at_padding``: what stands at padding. ``last_row``: whether a sequence has a row for its
+    last token. ``padding_side``: ``"both"`` pads prompts left and responses right. ``dtype``: of the ids;
+    ``"narrow"`` is uint8 where all ids fit, else ``wide``; ``"base64"`` is int32 bytes as text. ``pack``:
+    ``"flat"`` is ``[T]`` and counts padding to the last sequence, ``"batched"`` is ``[1, T]``, counts it to none,
+    and has ``position_ids``. ``spells_missing``: whether the stack's gates read a row of -1 as MISSING, whatever
+    its filler.
     """
 
     name: str
@@ -122,7 +129,10 @@ class StackLayout:
     real: str | None = None
     generated: str = "loss_mask"
     mask: Literal["all", "response"] = "all"
+    unsampled: int = 0
     names: str | None = None
+    pack: Literal["flat", "batched"] = "flat"
+    spells_missing: bool = False
 
 
 def _layouts(*layouts: StackLayout) -> Mapping[str, StackLayout]:
@@ -151,6 +161,7 @@ _NEMO_RL = StackLayout(
     real="input_lengths",
     generated="token_mask",
     names="sample_ids",
+    spells_missing=True,
 )
 #: The layouts that ``from_layout``, ``to_layout`` and the audit know, by name.
 LAYOUTS: Mapping[str, StackLayout] = _layouts(
@@ -184,6 +195,18 @@ LAYOUTS: Mapping[str, StackLayout] = _layouts(
         real="sequence_lengths",
     ),
     StackLayout(
+        name="ms_swift",
+        read_from="ms-swift 3602360, 2026-08-22: Megatron GRPO, padding_free",
+        container="packed",
+        filler="zeros",
+        at_padding="zeros",
+        dtype="int64",
+        real="seq_lens",
+        generated="labels",
+        unsampled=-100,
+        pack="batched",
+    ),
+    StackLayout(
         name="skyrl",
         read_from="SkyRL with #1910",
         container="padded",
@@ -202,6 +225,7 @@ LAYOUTS: Mapping[str, StackLayout] = _layouts(
         container="padded",
         filler="missing",
         at_padding="missing",
+        spells_missing=True,
         axis="captured",
         padding_side="both",
         dtype="int32",
@@ -210,6 +234,19 @@ LAYOUTS: Mapping[str, StackLayout] = _layouts(
         real="input_mask",
         generated="completion_mask",
     ),
+)
+
+
+#: Records of a stream of ours, as ``inspect.load_batch`` reads them.
+OWN_LAYOUT = StackLayout(
+    name="routeplane",
+    read_from="format 1",
+    container="samples",
+    filler="missing",
+    at_padding="missing",
+    axis="captured",
+    tokens="tokens",
+    names="sample_id",
 )
 
 
@@ -325,8 +362,10 @@ def from_layout(
     counts = captured_rows(sequences, kind, slots=slots, captured=captured)
     offsets = running_sum(np.asarray([len(each.token_ids) for each in sequences], dtype=np.int64))
     routes = np.empty((int(offsets[-1]), *spec.row_shape), dtype=np.int16)
+    legal = True
     for each, start, count in zip(sequences, offsets.tolist(), counts.tolist(), strict=False):
-        copy_rows(each.rows[:count], slots, out=routes[start : start + count])
+        taken = take_rows(each.rows[:count], spec, slots=slots, out=routes[start : start + count])
+        legal = legal and taken is not None
         routes[start + count : start + len(each.token_ids)] = MISSING
     found = LayoutBatch(
         spec=spec,
@@ -337,84 +376,21 @@ def from_layout(
         offsets=offsets,
         captured=counts,
     )
-    if not all_legal(routes, spec):
-        problems = [
-            problem
-            for each, (start, stop) in zip(sequences, pairwise(offsets.tolist()), strict=True)
-            for problem in find_problems(routes[start:stop], spec, sample=each.name)
-        ]
-        raise DataError.from_problems(problems, what=f"illegal routes in a batch of {kind.name}")
+    if not legal:
+        check_legal(found, what=f"illegal routes in a batch of {kind.name}")
     return found
 
 
-def to_layout(
-    batch: LayoutBatch,
-    *,
-    layout: str | StackLayout,
-    decoder_layers: int | None = None,
-    on_lost: OnLost = "raise",
-    prompt_len: int | None = None,
-    response_len: int | None = None,
-    pad_to_multiple_of: int = 1,
-) -> NativeBatch:
-    """Write a stack's batch.
+def check_legal(batch: LayoutBatch, *, what: str) -> None:
+    """Raise DataError with every finding (sample, token, layer) for rows that are not legal."""
+    problems = [
+        problem
+        for name, (start, stop) in zip(batch.names, pairwise(batch.offsets.tolist()), strict=True)
+        for problem in find_problems(batch.routes[start:stop], batch.spec, sample=name)
+    ]
+    if problems:
+        raise DataError.from_problems(problems, what=what)
 
-    ``decoder_layers``: the depth of the model, for a layout whose axis counts all decoder layers. ``on_lost``: what
-    becomes of a sample whose engine lost a row where the layout has no spelling for MISSING: an error (``"raise"``),
-    left out of the batch (``"drop_sample"``), or kept with filler and nothing to train on (``"mask"``: its mask of
-    sampled tokens is all 0). ``prompt_len``, ``response_len``: widths of a batch padded on both sides; together the
-    width of one padded on one side; default: the longest. ``pad_to_multiple_of``: of the width, or of a pack.
-
-    Returns the container in fresh arrays, and which samples were dropped or masked. Raises UsageError for options that
-    do not fit, DataError (ROUTES_MISSING) for lost rows.
-
-    >>> from routeplane.batch import LayoutBatch, to_layout
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> record = watermarked_record(0, num_tokens=3, spec=watermarked_spec())
-    >>> native = to_layout(LayoutBatch.from_records([record], record.spec), layout="tunix").content
-    >>> native["forced_routed_experts"].shape, native["forced_routed_experts"].dtype
-    ((1, 3, 3, 4), dtype('int32'))
-    """
-    kind = layout_of(layout)
-    depth = _depth(batch.spec, kind, decoder_layers)
-    lost = _lost(batch)
-    if len(lost) and kind.filler != "missing" and kind.name not in _SPELLS_MISSING:
-        _check_lost(batch, lost, kind, on_lost)
-    else:
-        lost, on_lost = lost[:0], "raise"
-    kept = [at for at in range(len(batch.names)) if not (on_lost == "drop_sample" and at in lost)]
-    parts = [_Part.of(batch, at, masked=on_lost == "mask" and at in lost) for at in kept]
-    if not parts:
-        raise DataError("expected a sample without lost rows, got none", kind=ErrorKind.ROUTES_MISSING)
-    writer = _Writer(kind, batch.spec, depth, batch.routes)
-    content: Any
-    if kind.container == "padded":
-        content = writer.padded(parts, prompt_len=prompt_len, response_len=response_len, multiple=pad_to_multiple_of)
-    elif kind.container == "packed":
-        content = writer.packed(parts, multiple=pad_to_multiple_of)
-    else:
-        if prompt_len is not None or response_len is not None or pad_to_multiple_of != 1:
-            raise refused(f"no widths for the {kind.container} container of {kind.name}", "some")
-        content = writer.samples(parts) if kind.container == "samples" else writer.jagged(parts)
-    names = [batch.names[at] for at in lost.tolist()]
-    return NativeBatch(
-        content=content,
-        dropped=tuple(names) if on_lost == "drop_sample" else (),
-        masked=tuple(names) if on_lost == "mask" else (),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NativeBatch:
-    """A stack's container, and the samples that ``to_layout`` left out of it or kept with nothing to train on."""
-
-    content: Any
-    dropped: tuple[str, ...]
-    masked: tuple[str, ...]
-
-
-#: Layouts whose gates read a row of -1 as MISSING although their filler is another one.
-_SPELLS_MISSING = ("nemo_rl", "nemo_rl_tq", "nemo_rl_repaired")
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -459,7 +435,7 @@ def _names(batch: Any, kind: StackLayout, count: int) -> list[str]:
 
 def _padded(batch: Any, kind: StackLayout) -> list[NativeSequence]:
     ids, routes = np.asarray(batch[kind.tokens]), np.asarray(batch[kind.routes])
-    mask, generated = np.asarray(batch[kind.real]), np.asarray(batch[kind.generated]) != 0
+    mask, generated = np.asarray(batch[kind.real]), np.asarray(batch[kind.generated]) != kind.unsampled
     if ids.ndim != 2 or routes.shape[:2] != ids.shape or generated.shape[1] > ids.shape[1]:
         raise refused(f"routes and masks of ids {list(ids.shape)}", f"{list(routes.shape)}, {list(generated.shape)}")
     names, width, found = _names(batch, kind, len(ids)), ids.shape[1], []
@@ -484,7 +460,7 @@ def _jagged(batch: Any, kind: StackLayout) -> list[NativeSequence]:
     columns = [_parts(batch[name]) for name in (kind.tokens, kind.generated, kind.routes)]
     names = _names(batch, kind, len(columns[0]))
     return [
-        NativeSequence(name=name, token_ids=ids, generated=mask != 0, rows=rows)
+        NativeSequence(name=name, token_ids=ids, generated=mask != kind.unsampled, rows=rows)
         for name, ids, mask, rows in zip(names, *columns, strict=True)
     ]
 
@@ -493,13 +469,24 @@ def _packed(batch: Any, kind: StackLayout) -> list[NativeSequence]:
     given = batch[kind.routes]
     if isinstance(given, Mapping):
         given = np.frombuffer(given["data"], given["dtype"]).reshape(given["shape"])
-    ids, routes, generated = np.asarray(batch[kind.tokens]), np.asarray(given), np.asarray(batch[kind.generated]) != 0
-    edges = running_sum(np.asarray(batch[kind.real], dtype=np.int64))
-    if edges[-1] != len(ids) or len(routes) != len(ids) or len(generated) != len(ids):
-        raise refused(f"{edges[-1]} tokens, rows and mask entries", f"{len(ids)}, {len(routes)}, {len(generated)}")
+    columns = [np.asarray(batch[kind.tokens]), np.asarray(given), np.asarray(batch[kind.generated])]
+    counts = np.asarray(batch[kind.real], dtype=np.int64)
+    edges = running_sum(counts)
+    if kind.pack == "batched":
+        columns = [each[0] for each in columns if len(each) == 1]
+        starts = np.flatnonzero(np.asarray(batch["position_ids"])[0] == 0)[: len(counts)]
+        found = np.append(starts, len(columns[0])) if columns else starts
+    else:
+        starts, found = edges[:-1], edges
+    lengths = [len(each) for each in columns]
+    if len(found) != len(edges) or np.any(np.diff(found) < counts) or lengths != [found[-1]] * 3:
+        raise refused(f"{edges[-1]} tokens, rows and mask entries of {len(counts)} sequences", f"{lengths}")
+    ids, routes, mask = columns
     return [
-        NativeSequence(name=name, token_ids=ids[a:b], generated=generated[a:b], rows=routes[a:b])
-        for name, (a, b) in zip(_names(batch, kind, len(edges) - 1), pairwise(edges.tolist()), strict=True)
+        NativeSequence(
+            name=name, token_ids=ids[a : a + n], generated=mask[a : a + n] != kind.unsampled, rows=routes[a : a + n]
+        )
+        for name, a, n in zip(_names(batch, kind, len(counts)), starts.tolist(), counts.tolist(), strict=True)
     ]
 
 
@@ -508,7 +495,7 @@ def _sample(sample: Any, kind: StackLayout, at: int) -> NativeSequence:
     sampled = np.zeros(len(ids), dtype=np.bool_)
     if len(mask) > len(ids):
         raise refused(f"a mask of at most {len(ids)} tokens @ sample {at}", f"{len(mask)}")
-    sampled[len(ids) - len(mask) :] = mask != 0
+    sampled[len(ids) - len(mask) :] = mask != kind.unsampled
     given = sample[kind.routes]
     if isinstance(given, str | bytes):
         slots = int(sample["top_k"]) if "top_k" in sample else None
@@ -576,221 +563,125 @@ def filler_rows(rows: NDArray[Any], filler: Filler) -> NDArray[np.bool_]:
     return found_R
 
 
-def copy_rows(rows: NDArray[Any], slots: slice | list[int], *, out: NDArray[np.int16]) -> None:
-    """The captured layers of rows ``[R, D, K]`` of any integer type, as int16. Raises DataError (VALUE_RANGE)."""
-    if rows.dtype.itemsize > 2 or rows.dtype == np.uint16:
-        wanted = rows[:, slots]
-        if wanted.size and (int(wanted.min()) < -(2**15) or int(wanted.max()) >= 2**15):
-            raise DataError(f"expected ids that int16 holds, got {int(wanted.max())}", kind=ErrorKind.VALUE_RANGE)
-    if isinstance(slots, list) and rows.dtype == np.int16:
-        copy_slots(np.ascontiguousarray(rows), np.asarray(slots, dtype=np.int64), out=out)
-    else:
-        out[...] = rows[:, slots]
+# ---- rows of other arrays --------------------------------------------------------------------------------------------
+
+# Rows between two that are taken are checked along with them up to so many bytes: shorter stretches would be checked
+# one by one, and the compiled check is asked about larger ones alone.
+_GAP_BYTES = 2**18
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+def take_rows(
+    rows: NDArray[Any],
+    spec: RouteSpec,
+    *,
+    out: NDArray[np.int16],
+    slots: slice | list[int] | None = None,
+    kept: NDArray[np.bool_] | None = None,
+) -> NDArray[np.int64] | None:
+    """Copy rows of another array as int16 and check them, block by block: memory is read once.
+
+    ``rows``: integers ``[R, D, K]`` of any width; ``slots``: where on axis D the spec's layers stand, default: D is L.
+    ``out``: int16 ``[R, L, K]``, C-contiguous. ``kept``: bool ``[R]``, the rows that are taken; the others become
+    MISSING, whatever they hold. Default: all.
+
+    Returns the rows of ``out`` that lack a layer, int64, ascending; None where one of them is not legal: then all are
+    copied nevertheless, for ``find_problems``. Raises DataError (VALUE_RANGE) for an id that int16 does not hold.
+    """
+    absent: list[NDArray[np.int64]] = []
+    slots, done = slice(None) if slots is None else slots, 0
+    legal = True
+    for start, stop in _stretches(len(rows), kept, spec):
+        out[done:start] = MISSING
+        given, target = rows[start:stop], out[start:stop]
+        gaps = None if kept is None else np.flatnonzero(~kept[start:stop])
+        found = _take_stretch(given, spec, slots, target, None if gaps is None or not len(gaps) else gaps)
+        legal = legal and found is not None
+        absent += [np.arange(done, start)] + ([] if found is None else [found + start])
+        done = stop
+    absent.append(np.arange(done, len(rows)))
+    out[done:] = MISSING
+    return np.concatenate(absent) if legal else None
 
 
-def _depth(spec: RouteSpec, kind: StackLayout, decoder_layers: int | None) -> int:
-    if kind.axis == "captured":
-        return spec.num_layers
-    if decoder_layers is None or decoder_layers <= spec.layer_ids[-1]:
-        raise refused(f"decoder_layers above {spec.layer_ids[-1]} for {kind.name}", f"{decoder_layers}")
-    return decoder_layers
+def _take_stretch(
+    rows: NDArray[Any],
+    spec: RouteSpec,
+    slots: slice | list[int],
+    out: NDArray[np.int16],
+    gaps: NDArray[np.int64] | None,
+) -> NDArray[np.int64] | None:
+    done = 0
 
+    def write(start: int, stop: int) -> None:
+        nonlocal done
+        inside = None if gaps is None else gaps[slice(*np.searchsorted(gaps, (start, stop)))] - start
+        copy_rows(rows[start:stop], slots, out=out[start:stop], gaps=inside)
+        done = stop
 
-def _lost(batch: LayoutBatch) -> NDArray[np.int64]:
-    """The sequences in which a row that was fed is not there in some layer."""
-    absent = absent_tokens(batch.routes)
-    at = np.searchsorted(batch.offsets, absent, side="right") - 1
-    needed = np.minimum(np.maximum(batch.fed, batch.captured), np.diff(batch.offsets))
-    found: NDArray[np.int64] = np.unique(at[absent - batch.offsets[at] < needed[at]])
+    found = survey(out, spec, write=write)
+    if done < len(rows):
+        write(done, len(rows))
     return found
 
 
-def _check_lost(batch: LayoutBatch, lost: NDArray[np.int64], kind: StackLayout, on_lost: str) -> None:
-    if on_lost not in ("raise", "drop_sample", "mask"):
-        raise refused("on_lost of ('raise', 'drop_sample', 'mask')", repr(on_lost))
-    if on_lost != "raise":
-        return
-    problems = []
-    for at in lost.tolist():
-        rows_SL = batch.routes[int(batch.offsets[at]) : int(batch.offsets[at + 1]), :, 0]
-        token, slot = np.argwhere(rows_SL == MISSING)[0]
-        message = f"expected a row, which {kind.name} cannot leave out (on_lost=), got MISSING"
-        layer = batch.spec.layer_ids[int(slot)]
-        problems.append(
-            Problem(
-                kind=ErrorKind.ROUTES_MISSING, message=message, sample=batch.names[at], token=int(token), layer=layer
-            )
-        )
-    raise DataError.from_problems(problems, what=f"rows that a batch of {kind.name} needs")
+def _stretches(count: int, kept: NDArray[np.bool_] | None, spec: RouteSpec) -> list[tuple[int, int]]:
+    """Runs of rows that are taken, with the short gaps between them."""
+    if kept is None:
+        return [(0, count)] if count else []
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8))).reshape(-1, 2)
+    if len(edges) == 0:
+        return []
+    wide = np.flatnonzero((edges[1:, 0] - edges[:-1, 1]) * spec.num_layers * spec.top_k * 2 > _GAP_BYTES)
+    starts, stops = edges[np.append(0, wide + 1), 0], edges[np.append(wide, len(edges) - 1), 1]
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """One sequence to write: its place in the batch, and what is trained on."""
-
-    name: str
-    token_ids: NDArray[np.int32]
-    generated: NDArray[np.bool_]
-    prompt: int
-    rows: slice
-    captured: int
-    masked: bool
-
-    @classmethod
-    def of(cls, batch: LayoutBatch, at: int, *, masked: bool) -> _Part:
-        start, stop = int(batch.offsets[at]), int(batch.offsets[at + 1])
-        generated = batch.generated[start:stop]
-        return cls(
-            name=batch.names[at],
-            token_ids=batch.token_ids[start:stop],
-            generated=np.zeros_like(generated) if masked else generated,
-            prompt=int(np.argmax(generated)) if generated.any() else stop - start,
-            rows=slice(start, stop),
-            captured=int(batch.captured[at]),
-            masked=masked,
-        )
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
+def copy_rows(
+    rows: NDArray[Any],
+    slots: slice | list[int],
+    *,
+    out: NDArray[np.int16],
+    gaps: NDArray[np.int64] | None = None,
+) -> None:
+    """The rows ``[R, D, K]`` of some layers as int16, MISSING at ``gaps``. Raises DataError (VALUE_RANGE)."""
+    if rows.dtype.itemsize > 2 or rows.dtype == np.uint16:
+        wanted = rows[:, slots]
+        if not _fits(wanted) and (gaps is None or not _fits(np.delete(wanted, gaps, axis=0))):
+            got = f"{int(wanted.min())} to {int(wanted.max())}"
+            raise DataError(f"expected ids that int16 holds, got {got}", kind=ErrorKind.VALUE_RANGE)
+        out[...] = wanted
+    elif rows.dtype == np.int16 and rows.flags.c_contiguous and rows.size:
+        _copy_int16(rows, slots, out)
+    else:
+        out[...] = rows[:, slots]
+    if gaps is not None:
+        out[gaps] = MISSING
 
 
-class _Writer:
-    """Writes the parts of one batch; ``depth`` slots on axis D."""
+def _fits(rows: NDArray[Any]) -> bool:
+    return rows.size == 0 or (int(rows.min()) >= -(2**15) and int(rows.max()) < 2**15)
 
-    def __init__(self, kind: StackLayout, spec: RouteSpec, depth: int, routes: NDArray[np.int16]) -> None:
-        self._kind, self._spec, self._depth, self._routes = kind, spec, depth, routes
-        own = range(depth) if kind.axis == "captured" else spec.layer_ids
-        first, last = own[0], own[-1]
-        self._slots = slice(first, last + 1) if last + 1 - first == len(own) else list(own)
-        self._dtype = np.dtype(np.int32 if kind.dtype == "base64" else kind.dtype if kind.dtype != "narrow" else "i2")
-        if kind.dtype == "narrow":
-            fits = kind.wide != "uint16" or max(spec.experts_per_layer) <= 256
-            largest = int(routes.max(initial=0)) if kind.wide == "int16" else 0
-            self._dtype = np.dtype(np.uint8 if fits and largest < 256 else kind.wide)
 
-    def _fresh(self, shape: tuple[int, ...], filler: Filler) -> NDArray[Any]:
-        full = (*shape, self._depth, self._spec.top_k)
-        if filler == "zeros":
-            return np.zeros(full, dtype=self._dtype)
-        out = np.empty(full, dtype=self._dtype)
-        out[...] = MISSING if filler == "missing" else np.arange(self._spec.top_k, dtype=self._dtype)
-        return out
+def put_rows(rows: NDArray[np.int16], slots: slice | list[int], *, out: NDArray[Any]) -> None:
+    """Write rows ``[R, L, K]`` to some layers of ``out`` ``[R, D, K]``, C-contiguous; its type holds the ids."""
+    if rows.dtype != out.dtype or isinstance(slots, list) or not rows.flags.c_contiguous or rows.size == 0:
+        out[:, slots] = rows
+    else:
+        _tokens(out, slots, rows.shape[1])[...] = _tokens(rows, slice(None), rows.shape[1])
 
-    def _write(self, part: _Part, out: NDArray[Any], *, own: bool) -> None:
-        """The part's rows into ``out`` ``[R, D, K]``, which holds the filler of padding unless ``own``."""
-        kind = self._kind
-        count = min(part.captured, len(out))
-        if not own and kind.filler != kind.at_padding:
-            out[count:] = self._fresh((), kind.filler)
-            if kind.axis == "decoder":
-                out[:count] = self._fresh((), kind.filler)
-        rows = self._routes[part.rows][:count]
-        out[:count, self._slots] = rows
-        if not part.masked or kind.filler == "missing" or kind.name in _SPELLS_MISSING:
-            return
-        absent = np.argwhere(rows[:, :, 0] == MISSING)
-        for token, slot in absent.tolist():
-            place = self._slots.start + slot if isinstance(self._slots, slice) else self._slots[slot]
-            out[token, place] = self._fresh((), kind.filler)[0]
 
-    def padded(
-        self, parts: Sequence[_Part], *, prompt_len: int | None, response_len: int | None, multiple: int
-    ) -> dict[str, Any]:
-        kind = self._kind
-        longest = [max(part.prompt for part in parts), max(len(part) - part.prompt for part in parts)]
-        if kind.padding_side == "both":
-            widths = [longest[0] if prompt_len is None else prompt_len]
-            widths.append(longest[1] if response_len is None else response_len)
-            fits = widths[0] >= longest[0] and widths[1] >= longest[1]
-        else:
-            given = None if prompt_len is None and response_len is None else (prompt_len or 0) + (response_len or 0)
-            widths = [0, max(map(len, parts)) if given is None else given]
-            fits = widths[1] >= max(map(len, parts))
-        if not fits:
-            raise UsageError(f"expected widths of at least {longest}, got {widths}", kind=ErrorKind.TOO_LONG)
-        width = sum(widths)
-        width += -width % multiple
-        count = len(parts)
-        ids, real = np.zeros((count, width), dtype=np.int64), np.zeros((count, width), dtype=np.int64)
-        sampled = np.zeros((count, width), dtype=np.int64)
-        routes = self._fresh((count, width), kind.at_padding)
-        for at, part in enumerate(parts):
-            start = {"left": width - len(part), "right": 0, "both": widths[0] - part.prompt}[kind.padding_side]
-            rows = slice(start, start + len(part))
-            ids[at, rows], real[at, rows], sampled[at, rows] = part.token_ids, 1, part.generated
-            self._write(part, routes[at, rows], own=False)
-        if kind.mask == "response" and kind.padding_side == "left":
-            widths[0] = width - (longest[1] if response_len is None else response_len)
-        return self._named(parts, ids, real, sampled[:, widths[0] :], routes)
+def _copy_int16(rows: NDArray[np.int16], slots: slice | list[int], out: NDArray[np.int16]) -> None:
+    if isinstance(slots, list):
+        copy_slots(rows, np.asarray(slots, dtype=np.int64), out=out)
+    elif rows.shape == out.shape:
+        out[...] = rows
+    else:
+        _tokens(out, slice(None), out.shape[1])[...] = _tokens(rows, slots, out.shape[1])
 
-    def _named(
-        self,
-        parts: Sequence[_Part],
-        ids: NDArray[Any],
-        real: NDArray[Any],
-        sampled: NDArray[Any],
-        routes: NDArray[Any],
-    ) -> dict[str, Any]:
-        kind = self._kind
-        lengths = kind.real == "input_lengths"
-        found = {
-            kind.tokens: ids,
-            str(kind.real): real.sum(axis=1) if lengths else real,
-            kind.generated: sampled,
-            kind.routes: routes,
-        }
-        if kind.name == "skyrl":
-            found["router_padding_mask"] = real == 0
-        if kind.names is not None:
-            found[kind.names] = [part.name for part in parts]
-        return found
 
-    def packed(self, parts: Sequence[_Part], *, multiple: int) -> dict[str, Any]:
-        kind = self._kind
-        lengths = [len(part) for part in parts]
-        rest = -sum(lengths) % multiple
-        lengths[-1] += rest  # as prime-rl counts the padding of a pack
-        routes, at = self._fresh((sum(lengths),), kind.at_padding), 0
-        for part in parts:
-            self._write(part, routes[at : at + len(part)], own=False)
-            at += len(part)
-        pads = np.zeros(rest, dtype=np.int64)
-        return {
-            kind.tokens: np.concatenate([*(part.token_ids for part in parts), pads]).astype(np.int64),
-            kind.generated: np.concatenate([*(part.generated for part in parts), pads]) != 0,
-            str(kind.real): lengths,
-            kind.routes: {"data": routes.tobytes(), "shape": list(routes.shape), "dtype": routes.dtype.name},
-        }
-
-    def _own(self, part: _Part) -> NDArray[Any]:
-        out = self._fresh((len(part) - (not self._kind.last_row),), self._kind.filler)
-        self._write(part, out, own=True)
-        return out
-
-    def jagged(self, parts: Sequence[_Part]) -> dict[str, Any]:
-        kind = self._kind
-        found: dict[str, Any] = {
-            kind.tokens: [part.token_ids.astype(np.int64) for part in parts],
-            kind.generated: [part.generated.astype(np.int64) for part in parts],
-            kind.routes: [self._own(part) for part in parts],
-            str(kind.real): np.asarray([len(part) for part in parts]),
-        }
-        return found if kind.names is None else {**found, kind.names: [part.name for part in parts]}
-
-    def samples(self, parts: Sequence[_Part]) -> list[dict[str, Any]]:
-        kind, found = self._kind, []
-        for part in parts:
-            routes: Any = self._own(part)
-            sample: dict[str, Any] = {
-                kind.tokens: part.token_ids.tolist(),
-                "response_length": len(part) - part.prompt,
-                kind.generated: part.generated[part.prompt :].astype(np.int64).tolist(),
-                kind.routes: routes,
-            }
-            if kind.dtype == "base64":
-                sample |= {kind.routes: b64encode(routes.tobytes()).decode(), "top_k": self._spec.top_k}
-            found.append(sample if kind.names is None else {**sample, kind.names: part.name})
-        return found
+def _tokens(rows: NDArray[Any], slots: slice, layers: int) -> NDArray[np.void]:
+    """Neighbouring layers of each token as one opaque element ``[R, 1]``: integers take half as long again to copy."""
+    token = np.dtype((np.void, layers * rows.shape[2] * rows.itemsize))
+    start = slots.indices(rows.shape[1])[0] * rows.shape[2] * rows.itemsize
+    found: NDArray[np.void] = rows.reshape(len(rows), -1).view(np.uint8)[:, start : start + token.itemsize].view(token)
+    return found

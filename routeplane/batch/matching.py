@@ -188,6 +188,8 @@ def plan_of_rows(token_ids: Any, *, lengths: Any, cu_seqlens: Any, pad_mask: Any
     on_host = (each.cpu() if hasattr(each, "cpu") else each for each in (token_ids, lengths, cu_seqlens, pad_mask))
     given, counts, offsets, mask = on_host
     ids, edges = _layout(given, offsets)
+    if ids.ndim == 1 and mask is None and counts is None:
+        return TokenPlan.from_cu_seqlens(edges)  # the same plan, without a mask of its rows
     real_N = _real_rows(ids, edges, pad_mask=mask, lengths=counts)
     return TokenPlan.from_mask(real_N.reshape(ids.shape), edges=edges)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from routeplane.batch.layouts import (
+    OWN_LAYOUT,
     NativeSequence,
     StackLayout,
     captured_rows,
@@ -42,18 +43,6 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
 
 __all__ = ["OWN_LAYOUT", "AuditReport", "audit_batch", "load_batch"]
-
-#: Records of a stream of ours, as ``load_batch`` reads them.
-OWN_LAYOUT = StackLayout(
-    name="routeplane",
-    read_from="format 1",
-    container="samples",
-    filler="missing",
-    at_padding="missing",
-    axis="captured",
-    tokens="tokens",
-    names="sample_id",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,8 @@ __all__ = [
 # Bytes of int16 rows that are processed per block: well below the size of a second-level cache. A call costs some 5 us,
 # so smaller blocks are measurably slower.
 _BLOCK_BYTES = 2**20
+# Tokens that are looked at closely where a row is not there; four times as many each time that the next is not either.
+_FEW_TOKENS = 16
 # Of narrow rows, as int16. These are written first, into memory that malloc hands out again and again up to this size.
 _WIDE_BYTES = 2**16
 
@@ -92,13 +94,17 @@ class StoredRows:
 
 
 def survey(
-    stored_SLK: NDArray[Any], spec: RouteSpec, *, feed: Callable[[NDArray[np.int16]], object] | None = None
+    stored_SLK: NDArray[Any],
+    spec: RouteSpec,
+    *,
+    feed: Callable[[NDArray[np.int16]], object] | None = None,
+    write: Callable[[int, int], object] | None = None,
 ) -> NDArray[np.int64] | None:
     """The tokens that lack a row in some layer, where every row is legal; None where one is not, or none can be told.
 
     ``stored_SLK``: int16 or narrow bytes; C-contiguous and of the spec's shape, or nothing can be told. Indices are
     int64, ascending, fresh. ``feed`` is given the rows as int16, in C-contiguous parts of whole tokens, in order: all
-    of them, unless the answer is None.
+    of them, unless the answer is None. ``write`` puts the tokens ``[a, b)`` there before they are looked at, in order.
     """
     if stored_SLK.dtype not in (np.int16, np.uint8) or stored_SLK.shape[1:] != spec.row_shape:
         return None
@@ -109,19 +115,26 @@ def survey(
     absent: list[NDArray[np.int64]] = []
     known = 0  # the rows before this one were looked at
     for start, stop in _blocks(stored_SLK, spec, nbytes=_WIDE_BYTES if wide else _BLOCK_BYTES):
-        met = True
-        if kernels is not None:
-            most = stop * layers - known
-            rows, met = kernels.count_present(stored_SLK, spec.experts_per_layer, first=known, most=most)
-            known += rows
-        # what the kernel did not get to waits for the next block, where there is one
-        if met or stop == len(stored_SLK):
+        if write is not None:
+            write(start, stop)
+        met, few = True, _FEW_TOKENS
+        while met and known < stop * layers:
+            if kernels is not None:
+                most = stop * layers - known
+                rows, met = kernels.count_present(stored_SLK, spec.experts_per_layer, first=known, most=most)
+                known += rows
+            # what the kernel did not get to waits for the next block, where there is one
+            if not met and stop < len(stored_SLK):
+                break
+            # few at first: most often one row is MISSING, between two sequences
             first = known // layers
-            found = _absent_if_legal(stored_SLK[first:stop], spec, kernels)
+            last = stop if kernels is None or not met else min(stop, first + few)
+            few *= 4
+            found = _absent_if_legal(stored_SLK[first:last], spec, kernels)
             if found is None:
                 return None
             absent.append(found + first)
-            known = stop * layers
+            known = last * layers
         if feed is not None:
             part_SLK = stored_SLK[start:stop]
             feed(_widened(part_SLK, spec, kernels) if wide else part_SLK)

@@ -179,6 +179,27 @@ def prime_rl(samples: list[Sample], spec: RouteSpec) -> dict[str, Any]:
     }
 
 
+def ms_swift(samples: list[Sample], spec: RouteSpec) -> dict[str, Any]:
+    """One padding-free batch of one row: labels of -100 where nothing was sampled, zeros where nothing is, int64."""
+    lengths = [len(each.tokens) for each in samples]
+    rest = -sum(lengths) % 16
+    ids = [*(each.tokens for each in samples), np.zeros(rest, dtype=np.int64)]
+    labels = [
+        np.concatenate([np.full(each.prompt, -100), np.where(each.mask, each.tokens[each.prompt :], -100)])
+        for each in samples
+    ]
+    routes = np.concatenate([_whole(each, len(each.tokens), np.int64) for each in samples])
+    routes = np.concatenate([routes, np.zeros((rest, *routes.shape[1:]), dtype=np.int64)])
+    positions = [*(np.arange(length) for length in lengths), np.zeros(rest, dtype=np.int64)]
+    return {
+        "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+        "labels": torch.from_numpy(np.concatenate([*labels, np.full(rest, -100)]))[None],
+        "position_ids": torch.from_numpy(np.concatenate(positions))[None],
+        "seq_lens": lengths,
+        "routed_experts": torch.from_numpy(routes)[None],
+    }
+
+
 def skyrl(samples: list[Sample], spec: RouteSpec) -> dict[str, Any]:
     """Left padded; arange wherever no route was captured, dense layers included; the narrowest type."""
     width, right = max(len(each.tokens) for each in samples), max(len(each.mask) for each in samples)
@@ -274,6 +295,7 @@ BUILDERS: dict[str, Callable[[list[Sample], RouteSpec], Any]] = {
     "sglang": _slime("routed_experts", text=True),
     "vllm": _slime("routed_experts", text=False),
     "prime_rl": prime_rl,
+    "ms_swift": ms_swift,
     "skyrl": skyrl,
     "nemo_rl": _nemo("zeros"),
     "nemo_rl_repaired": _nemo("arange"),

@@ -1,24 +1,26 @@
-"""Filler for padding: distinct, spread over experts and ranks from the first row on.
+"""Rows that a batch is filled with: those of other arrays, copied and checked in one pass; and balanced filler.
 
-Axes: P padding rows, L layers, K top-k slots, E experts.
+Axes: R rows, D layers of another array, P padding rows, L layers, K top-k slots, E experts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch.layouts import balanced_rows
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.batch.layouts import balanced_rows, take_rows
+from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.spec import RouteSpec
-from routeplane.record.validate import check_routes
+from routeplane.record.validate import all_legal, check_routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
 FIELD = RouteSpec(num_experts=128, top_k=8, layer_ids=(0, 1, 2))
 
@@ -87,3 +89,58 @@ def test_filler_that_cannot_be_even_is_refused(call: Callable[[], object], messa
         call()
 
     assert ErrorKind.ARGUMENT == caught.value.kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of other arrays
+# ----------------------------------------------------------------------------------------------------------------------
+
+DEPTH = 26
+TYPES = (np.int16, np.int32, np.int64, np.uint8, np.uint16)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layers", [tuple(range(DEPTH)), tuple(range(3, DEPTH)), (1, 2, 5, 25)])
+@pytest.mark.parametrize("rows", [0, 5, 4_000])
+def test_rows_are_taken_as_a_plain_copy_and_check_would(rows: int, layers: tuple[int, ...], dtype: type) -> None:
+    """Any type, layers, gaps and MISSING rows: the copy, what is absent and the verdict are those of numpy alone.
+
+    4,000 rows are several blocks, and more than the compiled check asks for.
+    """
+    spec = RouteSpec(num_experts=128, top_k=8, layer_ids=layers)
+    rng = np.random.default_rng(rows + len(layers))
+    base = rng.permuted(np.tile(np.arange(128), (64, 1)), axis=1)[:, :8]
+    for fault in (None, "duplicate", "large"):
+        given_RDK: NDArray[Any] = base[rng.integers(0, 64, (rows, DEPTH))].astype(dtype)
+        kept = rng.random(rows) < rng.choice([0.5, 0.999])
+        kept[rows // 4 : rows // 2] = False  # a gap that is too wide to be copied
+        if np.issubdtype(dtype, np.signedinteger):
+            given_RDK[rng.random(rows) < 0.01] = -1
+            given_RDK[rng.random(rows) < 0.01, layers[0]] = -1
+        given_RDK[~kept] = 99  # illegal, and nothing that counts
+        if fault is not None and kept.any():
+            given_RDK[rng.choice(np.flatnonzero(kept)), layers[-1], :2] = 7 if fault == "duplicate" else 130
+        out = np.empty((rows, *spec.row_shape), dtype=np.int16)
+        first, last = layers[0], layers[-1]
+        slots = slice(first, last + 1) if last + 1 - first == len(layers) else list(layers)
+        absent = take_rows(given_RDK, spec, out=out, slots=slots, kept=kept)
+
+        plain = given_RDK[:, list(layers)].astype(np.int16)
+        plain[~kept] = -1
+        assert np.array_equal(plain, out)
+        expected = np.flatnonzero((plain[:, :, 0] == -1).any(axis=1)).tolist() if all_legal(plain, spec) else None
+        assert expected == (None if absent is None else absent.tolist())
+
+
+def test_an_id_that_int16_does_not_hold_is_refused_where_it_counts() -> None:
+    """A large id in a row that is taken is an error, and in a gap nothing."""
+    spec = RouteSpec(num_experts=8, top_k=1, layer_ids=(0,))
+    rows_R11 = np.asarray([1, 65_535, 2], dtype=np.uint16).reshape(3, 1, 1)
+    out = np.empty((3, 1, 1), dtype=np.int16)
+
+    with pytest.raises(DataError, match="ids that int16 holds, got 1 to 65535") as caught:
+        take_rows(rows_R11, spec, out=out)
+    absent = take_rows(rows_R11, spec, out=out, kept=np.asarray([True, False, True]))
+
+    assert ErrorKind.VALUE_RANGE == caught.value.kind
+    assert ([1, -1, 2], [1]) == (out.reshape(-1).tolist(), [] if absent is None else absent.tolist())

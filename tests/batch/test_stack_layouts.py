@@ -82,7 +82,7 @@ def _depth(layout: str) -> int | None:
 
 
 def _widths(layout: str) -> dict[str, Any]:
-    return {"pad_to_multiple_of": 16} if layout == "prime_rl" else {}
+    return {"pad_to_multiple_of": 16} if LAYOUTS[layout].container == "packed" else {}
 
 
 @each_family
