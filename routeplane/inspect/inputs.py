@@ -64,6 +64,8 @@ _WILDCARDS = frozenset("*?[")
 _PARQUET_MAGIC = b"PAR1"
 _ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
 _NO_LIMIT = 2**62
+#: Schemes of pyarrow's own file systems; others go to fsspec.
+_ARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,22 +178,12 @@ def _file_kind(path: str) -> Kind:
 def _remote(url: str) -> Source:
     if PurePosixPath(urlsplit(url).path).suffix not in (".arrows", ".parquet"):
         return Source(name=url, path=url, kind="archive")
+    scheme = urlsplit(url).scheme
     try:
-        system, path = FileSystem.from_uri(url)
-    except (pa.ArrowException, ValueError):  # https://, hf://, memory:// and what else fsspec knows
-        return _copied(url, lambda: _fsspec_file(url))
+        system, path = FileSystem.from_uri(url if scheme in _ARROW_SCHEMES else f"fsspec+{url}")
+    except (pa.ArrowException, ValueError, ImportError) as error:
+        raise refused("a URL that pyarrow opens, or fsspec where it is installed", f"{url}: {error}") from error
     return _copied(url, lambda: system.open_input_stream(path))
-
-
-def _fsspec_file(url: str) -> Any:
-    try:
-        import fsspec
-    except ImportError as error:
-        raise refused("a URL of s3, gs, abfs or hdfs, or fsspec installed for others", url) from error
-    try:
-        return fsspec.open(url, "rb").open()
-    except (ValueError, ImportError) as error:
-        raise refused("a URL that pyarrow or fsspec opens", f"{url}: {error}") from error
 
 
 def _copied(name: str, opening: Callable[[], Any]) -> Source:
