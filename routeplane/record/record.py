@@ -27,6 +27,7 @@ from routeplane.record.aligned import (
     have_rules,
 )
 from routeplane.record.checksum import CanonicalHash, hash_captures, hash_prefix, hash_spans, require_equal
+from routeplane.record.counts import html_table
 from routeplane.record.coverage import (
     Coverage,
     coverage_problems,
@@ -265,6 +266,29 @@ class RouteRecord:
     def coverage(self) -> Coverage:
         """Rows by capture state."""
         return Coverage.of(self.captures)
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{count} {state}" for state, count in self.coverage().rows.items() if count)
+        return f"RouteRecord({self._name()}: {self.num_tokens} tokens, {self._layout()}, {states})"
+
+    def _name(self) -> str:
+        return "/".join(map(str, self.key))
+
+    def _layout(self) -> str:
+        return "{} layers x {}".format(*self.spec.row_shape)
+
+    def _repr_html_(self) -> str:
+        facts: dict[str, object] = {"tokens": self.num_tokens, "a row": self._layout()}
+        if self.prefix is not None:
+            facts["rows before"] = f"{self.routes_start} in {self.prefix.sample_id}"
+        for span in self.spans:
+            said = f"{span.kind}, call {span.call}, weights {span.weights_version}"
+            facts[f"tokens {span.start} to {span.stop - 1}"] = said
+        for capture in self.captures:
+            said = f"{capture.state}, call {capture.call}, weights {capture.weights_version}"
+            facts[f"rows {capture.start} to {capture.stop - 1}"] = said
+        columns = {name: str(column.type) for name, column in self.columns.items()}
+        return html_table(f"RouteRecord {self._name()}", {**facts, **columns, **self.attributes})
 
     def compute_checksum(self) -> int:
         """xxh3-64 of the canonical bytes of this content, whatever ``checksum`` says."""
