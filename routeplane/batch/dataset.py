@@ -170,9 +170,9 @@ class _Paths:
 class _Blocks:
     """The blocks of a place, as parts of a dataset; the cursor is a position as JSON."""
 
-    def __init__(self, source: BlockSource, opener: Callable[[BlockName], RouteSource] | None) -> None:
-        self._source, self._opener = source, source.open if opener is None else opener
-        self._memory = KeyMemory()
+    def __init__(self, source: BlockSource, opener: Callable[[BlockName], RouteSource]) -> None:
+        self._source, self._opener = source, opener
+        self._memory = KeyMemory(b"")
 
     @property
     def begin(self) -> Any:
@@ -239,9 +239,9 @@ class RecordDataset(IterableDataset["RouteRecord"]):
 
     ``source``: one path or several, of regular files or archives, read in this order; or a BlockSource, such as the
     reader of a folder, Ray or Mooncake, whose blocks are read as they come. ``opener``: makes a source of a path, such
-    as ``functools.partial(open_stream, on_corrupt="quarantine")``, or of a block's name (default: the BlockSource's
-    ``open``); called again for every part and iteration; must be picklable where workers are spawned. The dataset
-    closes what it opened. ``shuffle``: a seeded order; None: the source's.
+    as ``functools.partial(open_stream, on_corrupt="quarantine")``, or of a block's name, such as ``reader.open``;
+    called again for every part and iteration; must be picklable where workers are spawned. The dataset closes what it
+    opened. ``shuffle``: a seeded order; None: the source's.
 
     **Split.** Of all records that the source yields, counted from 0 over all streams, rank ``r`` takes those with
     ``count % world_size == r``; of these, counted from the loaded position, loader worker ``w`` of ``W`` takes every
@@ -283,7 +283,7 @@ class RecordDataset(IterableDataset["RouteRecord"]):
     def __init__(
         self,
         source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | BlockSource,
-        opener: Callable[[Any], RouteSource] | None = None,
+        opener: Callable[[Any], RouteSource],
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -532,11 +532,9 @@ class _Arrival(NamedTuple):
     marks: list[_Mark]
 
 
-def _parts_of(source: Any, opener: Callable[[Any], RouteSource] | None) -> _Paths | _Blocks:
+def _parts_of(source: Any, opener: Callable[[Any], RouteSource]) -> _Paths | _Blocks:
     if hasattr(source, "names") and hasattr(source, "acknowledge"):
         return _Blocks(source, opener)
-    if opener is None:
-        raise refused("an opener for paths, such as open_stream", "none")
     return _Paths([source] if isinstance(source, str | os.PathLike) else source, opener)
 
 

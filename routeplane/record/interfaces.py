@@ -161,12 +161,12 @@ class KeyMemory:
     """The last REMEMBERED_KEYS records of a place that were read: what finds a record that was written twice.
 
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> record, memory = watermarked_record(0, num_tokens=3, spec=watermarked_spec()), KeyMemory()
+    >>> record, memory = watermarked_record(0, num_tokens=3, spec=watermarked_spec()), KeyMemory(b"")
     >>> memory.is_repeat(record, where="a"), KeyMemory(memory.to_bytes()).is_repeat(record, where="b")
     (False, True)
     """
 
-    def __init__(self, data: bytes = b"") -> None:
+    def __init__(self, data: bytes) -> None:
         """Remember what ``to_bytes`` gave: pairs of little-endian u64. Raises UsageError for other bytes."""
         if len(data) % 16:
             raise UsageError(f"expected keys as pairs of u64, got {len(data)} bytes", kind=ErrorKind.ARGUMENT)

@@ -40,16 +40,14 @@ from routeplane.record.parse import check_count
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, parse_leans, sealed_cut
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
     DEFAULT_LIMITS,
     DEFAULT_OPTIONS,
     DEFAULT_POLICY,
     BlockLimits,
-    BlockPart,
-    BlockReader,
     BlockState,
-    BlockStore,
     BlockWriter,
     Manifest,
     ProducerSlot,
@@ -57,9 +55,6 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
-    cut_block,
-    parse_leans,
-    sealed_cut,
 )
 from routeplane.stream.files import frames_of
 from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, producer_home
@@ -236,45 +231,15 @@ class _ServedSlot(FolderSlot):
         super()._pause(seconds)
 
 
-class Server(fl.FlightServerBase):  # type: ignore[misc]
-    """Serves one folder of blocks; see the module. Close it with ``shutdown()``, or leave ``with``.
+class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
+    """The calls of Flight over one folder."""
 
-    Args:
-        place: the folder; created by the first writer.
-        address: ``grpc://127.0.0.1:0`` (any free port of the loopback), or with TLS ``grpc+tls://host:port``.
-        tokens: of the two roles; None: no client is asked for one.
-        certificate: certificate chain and private key in PEM; None: no TLS.
-        max_block_bytes: a larger block is refused while it comes.
-
-    Raises UsageError for another address than the loopback without tokens and TLS.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, Server(place) as server:
-    ...     server.place.startswith("grpc://127.0.0.1:")
-    True
-    """
-
-    def __init__(
-        self,
-        place: str | os.PathLike[str],
-        *,
-        address: str = "grpc://127.0.0.1:0",
-        tokens: Tokens | None = None,
-        certificate: tuple[bytes, bytes] | None = None,
-        max_block_bytes: int = 2**28,
-    ) -> None:
+    def __init__(self, root: Path, address: str, *, max_block_bytes: int, **options: Any) -> None:
+        self._root, self._max_block_bytes = root, max_block_bytes
+        super().__init__(address, **options)
         scheme, _, target = address.partition("://")
-        if scheme != ("grpc" if certificate is None else "grpc+tls"):
-            raise refused("grpc://host:port, or grpc+tls://host:port with a certificate", address)
-        host = target.rpartition(":")[0]
-        if host not in _LOOPBACK and (tokens is None or certificate is None):
-            raise refused("tokens and a certificate for an address that others reach", address)
-        self._root, self._max_block_bytes = Path(place), max_block_bytes
-        middleware = None if tokens is None else {"role": _Roles(tokens)}
-        certificates = None if certificate is None else [certificate]
-        super().__init__(address, tls_certificates=certificates, middleware=middleware)
         #: Where clients find it.
-        self.place = f"{scheme}://{host}:{self.port}"
+        self.place = f"{scheme}://{target.rpartition(':')[0]}:{self.port}"
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
@@ -386,6 +351,60 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]
             yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
 
 
+class Server:
+    """Serves one folder of blocks; see the module. Close it with ``shutdown()``, or leave ``with``.
+
+    Args:
+        place: the folder; created by the first writer.
+        address: ``grpc://127.0.0.1:0`` (any free port of the loopback), or with TLS ``grpc+tls://host:port``.
+        tokens: of the two roles; None: no client is asked for one.
+        certificate: certificate chain and private key in PEM; None: no TLS.
+        max_block_bytes: a larger block is refused while it comes.
+
+    Raises UsageError for another address than the loopback without tokens and TLS.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place, Server(place) as server:
+    ...     server.place.startswith("grpc://127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        address: str = "grpc://127.0.0.1:0",
+        tokens: Tokens | None = None,
+        certificate: tuple[bytes, bytes] | None = None,
+        max_block_bytes: int = 2**28,
+    ) -> None:
+        scheme, _, target = address.partition("://")
+        if scheme != ("grpc" if certificate is None else "grpc+tls"):
+            raise refused("grpc://host:port, or grpc+tls://host:port with a certificate", address)
+        host = target.rpartition(":")[0]
+        if host not in _LOOPBACK and (tokens is None or certificate is None):
+            raise refused("tokens and a certificate for an address that others reach", address)
+        middleware = None if tokens is None else {"role": _Roles(tokens)}
+        certificates = None if certificate is None else [certificate]
+        options = {"tls_certificates": certificates, "middleware": middleware}
+        self._server = _FolderServer(Path(place), address, max_block_bytes=max_block_bytes, **options)
+
+    @property
+    def place(self) -> str:
+        """Where clients find it, with the port that the system chose where 0 was asked for."""
+        return str(self._server.place)
+
+    def shutdown(self) -> None:
+        """Stop serving, once the calls that are open have ended. Idempotent."""
+        self._server.shutdown()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
 def _ticket(name: BlockName, part: BlockPart | None) -> bytes:
     return json.dumps({"block": name, "part": None if part is None else part.to_json()}).encode()
 
@@ -492,7 +511,7 @@ class FlightSlot(ProducerSlot):
         number, held = self._answer()
         self.retention = Retention(max_bytes=self.retention.max_bytes)
         for each, size, leans in held:
-            self.retention.add(each, size, leans)
+            self.retention.add(each, size, leans=leans)
         return BlockName(self._producer, number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:

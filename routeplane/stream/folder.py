@@ -43,15 +43,14 @@ from routeplane.errors import (
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockReader, BlockStore
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
     DEFAULT_LIMITS,
     DEFAULT_OPTIONS,
     DEFAULT_POLICY,
     BlockLimits,
-    BlockReader,
     BlockState,
-    BlockStore,
     BlockWriter,
     Manifest,
     ProducerSlot,
@@ -477,7 +476,7 @@ class FolderSlot(ProducerSlot):
         self._store_number(number + 1, {} if not block.leans else {number: block.leans})
         self._blocks.commit(number)
         self._next = number + 1
-        self.retention.add(number, size, block.leans)
+        self.retention.add(number, size, leans=block.leans)
         return BlockName(self._producer, number)
 
     def _wait_for_space(self, size: int, leans: Sequence[int] | None) -> None:

@@ -21,13 +21,13 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from routeplane.errors import ErrorKind, StoreError, TransportError, refused
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockReader
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
     DEFAULT_LIMITS,
     DEFAULT_OPTIONS,
     DEFAULT_POLICY,
     BlockLimits,
-    BlockReader,
     BlockWriter,
     Manifest,
     ReadOptions,

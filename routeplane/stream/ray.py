@@ -31,16 +31,14 @@ from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, sealed_cut
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
     DEFAULT_LIMITS,
     DEFAULT_OPTIONS,
     DEFAULT_POLICY,
     BlockLimits,
-    BlockPart,
-    BlockReader,
     BlockState,
-    BlockStore,
     BlockWriter,
     Manifest,
     ProducerSlot,
@@ -48,8 +46,6 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
-    cut_block,
-    sealed_cut,
 )
 
 __all__ = ["delete_place", "open_reader", "open_writer"]
@@ -270,7 +266,7 @@ class PlaceActor:
                 return None
             self.drop(name, number)
         producer.blocks[producer.next] = owned
-        held.add(producer.next, size, leans)
+        held.add(producer.next, size, leans=leans)
         producer.next += 1
         return producer.next - 1, held
 

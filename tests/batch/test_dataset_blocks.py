@@ -25,7 +25,8 @@ from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 from routeplane.record.interfaces import BlockName
 from routeplane.record.record import RouteRecord
 from routeplane.stream import StreamReport, folder
-from routeplane.stream.blocks import BlockLimits, BlockReader
+from routeplane.stream.block_reader import BlockReader
+from routeplane.stream.blocks import BlockLimits
 from routeplane.testing.builders import SPEC, facts, sample
 from tests.feeding import NUMBERS, TOTAL, MemoryOpener, indices, save, take, worker, write_all
 
@@ -74,12 +75,12 @@ def test_exactly_the_rest_comes(tmp_path: Path, stop: int, shuffle: Shuffle | No
     """A position in a place: another process with the same group goes on at the exact record, wherever it stopped."""
     expected = fill(tmp_path / "place", 8)
     with reader(tmp_path / "place") as source:
-        whole = ids(RecordDataset(source, shuffle=shuffle))
-        dataset = RecordDataset(source, shuffle=shuffle)
+        whole = ids(RecordDataset(source, source.open, shuffle=shuffle))
+        dataset = RecordDataset(source, source.open, shuffle=shuffle)
         seen = first_of(iter(dataset), stop)
         state = saved(dataset)
     with reader(tmp_path / "place") as again:
-        rest = RecordDataset(again, shuffle=shuffle)
+        rest = RecordDataset(again, again.open, shuffle=shuffle)
         rest.load_state_dict(state)
         assert state == saved(rest)
         assert whole == seen + ids(rest)
@@ -90,7 +91,7 @@ def test_only_commit_acknowledges(tmp_path: Path) -> None:
     """Reading leaves the group where it stood; a state that was committed moves it behind the blocks before."""
     fill(tmp_path / "place", 6, producers="p", limits=EACH)
     with reader(tmp_path / "place", producers="p") as source:
-        dataset = RecordDataset(source)
+        dataset = RecordDataset(source, source.open)
         records = iter(dataset)
         first_of(records, 4)
         state = saved(dataset)
@@ -102,7 +103,7 @@ def test_only_commit_acknowledges(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             dataset.commit(state)  # before what was committed
     with reader(tmp_path / "place", producers="p") as again:
-        assert ["p-5"] == ids(RecordDataset(again))
+        assert ["p-5"] == ids(RecordDataset(again, again.open))
 
 
 def test_commits_let_a_producer_at_its_bound_go_on(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_commits_let_a_producer_at_its_bound_go_on(tmp_path: Path) -> None:
     place = tmp_path / "place"
     with folder.open_writer(place, SPEC, run="run", producer="p", limits=limits) as writer:
         source = reader(place, producers="p")
-        dataset = RecordDataset(source)
+        dataset = RecordDataset(source, source.open)
         records = iter(dataset)
         came = []
         for index in range(20):
@@ -129,14 +130,14 @@ def test_a_growing_place_is_followed(tmp_path: Path) -> None:
     writer = folder.open_writer(place, SPEC, run="run", producer="p", limits=EACH)
     writer.write(sample(0))
     with reader(place, producers="p") as source:
-        dataset = RecordDataset(source)
+        dataset = RecordDataset(source, source.open)
         records = iter(dataset)
         assert ["sample-0"] == first_of(records, 1)
         state = saved(dataset)
         writer.write(sample(1))
         assert ["sample-1"] == first_of(records, 1)
         writer.close()
-        rest = RecordDataset(source)
+        rest = RecordDataset(source, source.open)
         rest.load_state_dict(state)
         assert ["sample-1"] == ids(rest)
 
@@ -158,12 +159,13 @@ def test_workers_taking_turns_keep_the_order(
     shuffle = None if window is None else Shuffle(seed=1, window=window)
     make = partial(RecordDataset, rank=rank, world_size=2, shuffle=shuffle)
     with reader(filled) as source:
-        whole = ids(make(source))
-        dataset = make(source)
+        whole = ids(make(source, source.open))
+        dataset = make(source, source.open)
         seen = first_of(iter(dataset), stop)
         by_worker = []
         for at in range(count):
-            copy = make(pickle.loads(pickle.dumps(source)))
+            copied = pickle.loads(pickle.dumps(source))
+            copy = make(copied, copied.open)
             copy.load_state_dict(saved(dataset))
             with worker(at, count):
                 by_worker.append(ids(copy))
@@ -174,8 +176,8 @@ def test_real_workers_commit(tmp_path: Path) -> None:
     """Two forked workers: the trainer's process learns where blocks began, so that a commit frees them."""
     fill(tmp_path / "place", 9, producers="p", limits=EACH)
     with reader(tmp_path / "place", producers="p") as source:
-        dataset = RecordDataset(source)
-        whole = ids(RecordDataset(source))
+        dataset = RecordDataset(source, source.open)
+        whole = ids(RecordDataset(source, source.open))
         loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
         arriving = iter(dataset.through(loader))
         seen = first_of(arriving, 5)
@@ -184,7 +186,7 @@ def test_real_workers_commit(tmp_path: Path) -> None:
         assert 5 == source.position().number("p")
         assert whole == seen + ids(arriving)
     with reader(tmp_path / "place", producers="p") as again:
-        rest = RecordDataset(again)
+        rest = RecordDataset(again, again.open)
         rest.load_state_dict(state)
         assert whole == seen + ids(rest)
 
@@ -200,7 +202,7 @@ def test_repeats_of_a_restarted_producer_are_dropped_and_counted(tmp_path: Path)
         for index in (1, 0, 2):
             second.write(sample(index))
     with reader(place, producers="p") as source:
-        dataset = RecordDataset(source)
+        dataset = RecordDataset(source, source.open)
         records = iter(dataset)
         seen = first_of(records, 2)
         state = saved(dataset)
@@ -208,7 +210,7 @@ def test_repeats_of_a_restarted_producer_are_dropped_and_counted(tmp_path: Path)
         report = dataset.report()
         assert isinstance(report, StreamReport)
         assert (2, 5) == (report.repeats, report.records)
-        rest = RecordDataset(source)
+        rest = RecordDataset(source, source.open)
         rest.load_state_dict(state)
         assert ["sample-0", "sample-1", "sample-2"] == seen + ids(rest)
 
@@ -221,9 +223,10 @@ def test_deltas_are_joined_in_workers_and_windows(tmp_path: Path) -> None:
         for record in whole:
             writer.write(record)
     with reader(place, producers="p") as source:
+        copy = pickle.loads(pickle.dumps(source))
         for dataset in (
-            RecordDataset(pickle.loads(pickle.dumps(source))),
-            RecordDataset(source, shuffle=Shuffle(seed=0, window=3)),
+            RecordDataset(copy, copy.open),
+            RecordDataset(source, source.open, shuffle=Shuffle(seed=0, window=3)),
         ):
             assert sorted(facts(whole)) == sorted(facts(list(dataset)))
         assert facts(whole[3:4]) == facts(source.fetch(BlockName("p", 3)))
@@ -261,7 +264,7 @@ def test_one_state_over_every_source(tmp_path: Path) -> None:
         makers: list[Callable[[], RecordDataset]] = [
             lambda: RecordDataset(paths, open_stream),
             lambda: RecordDataset(str(tmp_path / "archive"), lambda where: open_archive(where).select()),
-            lambda: RecordDataset(source),
+            lambda: RecordDataset(source, source.open),
         ]
         for make in makers:
             dataset, rest = make(), make()
@@ -330,22 +333,20 @@ def test_a_state_of_another_source_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         fill(tmp_path / name, 3, producers="p")
     with reader(tmp_path / "a", producers="p") as a, reader(tmp_path / "b", producers="p") as b:
-        state = saved(RecordDataset(a))
-        other = {**state, "cursor": saved(RecordDataset(b))["cursor"]}
+        state = saved(RecordDataset(a, a.open))
+        other = {**state, "cursor": saved(RecordDataset(b, b.open))["cursor"]}
         for dataset, wrong in (
-            (RecordDataset(b), state),
-            (RecordDataset(a), other),
-            (RecordDataset(a), {**state, "cursor": "{}"}),
-            (RecordDataset(a, shuffle=Shuffle(seed=0, window=2)), state),
+            (RecordDataset(b, b.open), state),
+            (RecordDataset(a, a.open), other),
+            (RecordDataset(a, a.open), {**state, "cursor": "{}"}),
+            (RecordDataset(a, a.open, shuffle=Shuffle(seed=0, window=2)), state),
             (RecordDataset(NUMBERS, MemoryOpener()), state),
-            (RecordDataset(a), save(RecordDataset(NUMBERS, MemoryOpener()))),
+            (RecordDataset(a, a.open), save(RecordDataset(NUMBERS, MemoryOpener()))),
         ):
             for use in (dataset.load_state_dict, dataset.commit):
                 with pytest.raises(UsageError) as caught:
                     use(wrong)
                 assert ErrorKind.ARGUMENT is caught.value.kind
-    with pytest.raises(UsageError, match="an opener for paths"):
-        RecordDataset("a")
     for seed, window in ((-1, 2), (0, 0), (0, True)):
         with pytest.raises(RouteplaneError):
             Shuffle(seed=seed, window=window)

@@ -16,7 +16,7 @@ def test_what_is_needed_stays(data: st.DataObject, count: int) -> None:
     for number in range(count):
         direct = data.draw(st.sets(st.integers(0, number - 1))) if number else set()
         leans[number] = held.all_leans(direct)
-        held.add(number, 10, tuple(leans[number]))
+        held.add(number, 10, leans=tuple(leans[number]))
     below = data.draw(st.integers(0, count))
     waiting = data.draw(st.sets(st.integers(0, count - 1)))
     gone = []
@@ -31,9 +31,9 @@ def test_what_is_needed_stays(data: st.DataObject, count: int) -> None:
 def test_a_block_leans_on_little() -> None:
     """A chain of deltas ends before it could fill the place, and at blocks that are gone."""
     held = Retention(max_bytes=800)
-    held.add(0, 60, None)
-    held.add(1, 40, (0,))
-    held.add(2, 1, (0, 1))
+    held.add(0, 60, leans=None)
+    held.add(1, 40, leans=(0,))
+    held.add(2, 1, leans=(0, 1))
     assert held.may_lean([1])
     assert not held.may_lean([2])
     held.drop(0)
