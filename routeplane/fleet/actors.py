@@ -50,6 +50,9 @@ class ActorOptions:
     seconds until the actor is placed and has answered; a cluster without the resource never places it. ``venv``: the
     root of the virtual environment that child processes use, default this interpreter's; environments only. Raises
     UsageError (ARGUMENT) for a ``venv`` that is not such a folder, and for one beside VIRTUAL_ENV in ``ray``.
+
+    >>> ActorOptions(ray={"num_cpus": 1}, timeout=30.0).venv is None
+    True
     """
 
     ray: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +74,14 @@ _DEFAULTS = ActorOptions()
 
 
 class ActorHandle:
-    """One actor of ours: calls that raise typed errors, and an end that leaves no process behind. Owns the actor."""
+    """One actor of ours: calls that raise typed errors, and an end that leaves no process behind. Owns the actor.
+
+    Example::
+
+        handle = await start_actor(Trainer, [spec], name="trainer")
+        loss = await handle.call("step", arguments=[batch])
+        handle.close()
+    """
 
     def __init__(self, actor: Any, name: str, *, place: _Place) -> None:
         self._actor = actor
@@ -116,7 +126,15 @@ class ActorHandle:
 
 
 class EngineHandle(ActorHandle):
-    """An engine's actor, seen from the driver; methods as ``EngineWorker``'s."""
+    """An engine's actor, seen from the driver; methods as ``EngineWorker``'s.
+
+    Example::
+
+        engine = await start_engine(config, 0, options=ActorOptions(ray={"num_gpus": 1}))
+        url = (await engine.reserve()).url  # other tasks may use it from here on
+        await engine.load()
+        await engine.serve()
+    """
 
     def __init__(
         self, actor: Any, name: str, *, place: _Place, config: EngineConfig, shard: int, options: ActorOptions
@@ -166,7 +184,14 @@ class EngineHandle(ActorHandle):
 
 
 class EnvironmentHandle(ActorHandle):
-    """An environment's actor that was started and has its tokenizer. ``config``: what it was built with."""
+    """An environment's actor that was started and has its tokenizer. ``config``: what it was built with.
+
+    Example::
+
+        environment = await build_environment_actor({}, endpoints, factory="package.module:make", captured=spec)
+        answer = await environment.rollout({"prompt": [1, 2, 3]})
+        environment.close()
+    """
 
     def __init__(self, actor: Any, name: str, *, place: _Place, config: EnvironmentConfig) -> None:
         super().__init__(actor, name, place=place)
@@ -191,6 +216,10 @@ async def start_actor(
     Actors are not restarted by Ray: a restarted one would have lost its engine, its socket and its state. Where this
     raises, or is cancelled, the actor is gone. Raises FleetError: NOT_READY after ``options.timeout`` seconds,
     ACTOR_LOST where it cannot be placed or died.
+
+    Example, inside a task of a plan::
+
+        trainer = await context.acquire(partial(start_actor, Trainer, [spec], name="trainer"), ActorHandle.close)
     """
     actor, place = await _started(worker, arguments, name, options)
     return ActorHandle(actor, name, place=place)
@@ -199,7 +228,12 @@ async def start_actor(
 async def start_engine(
     config: EngineConfig, shard: int, *, name: str | None = None, options: ActorOptions = _DEFAULTS
 ) -> EngineHandle:
-    """The actor of one engine shard, not reserved yet. Raises as ``start_actor``. The caller closes the handle."""
+    """The actor of one engine shard, not reserved yet. Raises as ``start_actor``. The caller closes the handle.
+
+    Example, inside a task of a plan::
+
+        engine = await context.acquire(partial(start_engine, config, 0), EngineHandle.close)
+    """
     title = name or f"engine-{shard}"
     actor, place = await _started(EngineWorker, [config, shard], title, options)
     return EngineHandle(actor, title, place=place, config=config, shard=shard, options=options)
@@ -224,6 +258,11 @@ async def build_environment_actor(
 
     The caller closes the handle. If anything fails here, the actor is gone, and the first error is the one that is
     raised; what its teardown said stands beside it as a note.
+
+    Example, inside a task of a plan::
+
+        make = partial(build_environment_actor, {}, endpoints, factory="package.module:make", captured=spec)
+        environment = await context.acquire(make, EnvironmentHandle.close)
     """
     built = build_config(settings, endpoints, captured=captured)
     root = options.venv or sys.prefix

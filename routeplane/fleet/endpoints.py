@@ -43,7 +43,11 @@ WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class ServerState(StrEnum):
-    """What stands behind an endpoint."""
+    """What stands behind an endpoint.
+
+    >>> Endpoints.of(["http://127.0.0.1:21000/v1"]).with_state(0, ServerState.SERVING).degraded
+    ()
+    """
 
     RESERVED = "reserved"  # the port is ours; requests get 503
     SERVING = "serving"
@@ -53,7 +57,11 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointState:
-    """One shard's URL and state, as plain values that cross processes."""
+    """One shard's URL and state, as plain values that cross processes.
+
+    >>> EndpointState(shard=0, url="http://127.0.0.1:21000/v1", state=ServerState.RESERVED).state.value
+    'reserved'
+    """
 
     shard: int
     url: str
@@ -135,6 +143,10 @@ def reserve(
     ``path``: appended to the URL. ``port``: this one or none, for a server that comes back at its old place. The caller
     owns the endpoint and closes it. Raises FleetError (NO_PORT) naming the range and what the last bind said, and
     UsageError (ARGUMENT) for a range that is empty or no port range.
+
+    >>> with reserve("127.0.0.1", (20_000, 30_000)) as endpoint:
+    ...     endpoint.url == f"http://127.0.0.1:{endpoint.port}/v1", endpoint.state.value
+    (True, 'reserved')
     """
     first, stop = port_range
     if not 0 < first < stop <= 65_536:
@@ -178,6 +190,12 @@ class Endpoint:
     """A port that is ours, with an answer until a server takes over. Owns its socket until ``hand_over``.
 
     Lives in the process that serves. ``url`` is known at once and never changes. Leaving ``with`` closes.
+
+    >>> endpoint = reserve("127.0.0.1", (20_000, 30_000))
+    >>> listening = endpoint.hand_over()  # for the server to accept on: ``Server.serve(sockets=[listening])``
+    >>> listening.getsockname()[1] == endpoint.port
+    True
+    >>> endpoint.close()
     """
 
     def __init__(self, listening: socket.socket, host: str, *, path: str) -> None:

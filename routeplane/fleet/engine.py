@@ -41,6 +41,10 @@ class EngineConfig:
     arguments of vLLM's server. ``middleware``: dotted name of ``make(app, spec, shard) -> app``, such as one that ships
     routes. ``hook``: dotted name of a function that vLLM runs in *every* worker process after the load
     (``collective_rpc``), not in rank 0 alone. ``min_agreement``: as in ``probe``.
+
+    >>> config = EngineConfig(model="/models/policy", spec=None, port_range=(20_000, 20_100), options={"seed": 0})
+    >>> config.host, config.served_name
+    ('127.0.0.1', 'policy')
     """
 
     model: str

@@ -34,7 +34,10 @@ class EnvironmentConfig:
 
     ``endpoints``: of the engine, in shard order; empty where there is none. ``require_routes``: whether a rollout
     without routes is an error, which follows from what the engine captures and from nothing else. ``settings``: the
-    environment's own mapping, of which every key is one that its factory declared.
+    environment's own mapping, of which every key is one that its factory declared. ``build_config`` makes it.
+
+    >>> EnvironmentConfig(endpoints=Endpoints(), require_routes=False, settings={"max_steps": 8}).settings["max_steps"]
+    8
     """
 
     endpoints: Endpoints

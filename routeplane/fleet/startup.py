@@ -39,6 +39,10 @@ class Task:
     ``run(context)``: a coroutine function; its result is what other tasks and the fleet get under ``name``. ``needs``:
     names of tasks whose results it uses. ``resources``: names of what it has to itself while it runs (a GPU, a disk);
     tasks that share one run one after another, in the plan's order. ``timeout``: seconds, from when it starts.
+
+    >>> async def load(context):
+    ...     return f"engine at {context.results['reserved']}"
+    >>> task = Task(name="engine", run=load, needs=("reserved",), resources=("gpu 0",), timeout=600)
     """
 
     name: str
@@ -53,6 +57,12 @@ class Plan:
     """Tasks in the order in which those that share a resource run. Pure value; nothing runs yet.
 
     Raises UsageError (PLAN) for no task, a name that comes twice, a need that is not a task, and needs in a circle.
+
+    >>> async def work(context):
+    ...     return context.name
+    >>> plan = Plan(tasks=(Task(name="trainer", run=work, needs=("engine",)), Task(name="engine", run=work)))
+    >>> [task.name for task in plan.ordered()]
+    ['engine', 'trainer']
     """
 
     tasks: tuple[Task, ...]
@@ -136,7 +146,11 @@ class TaskTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """All tasks of a start-up, in the order in which they could run."""
+    """All tasks of a start-up, in the order in which they could run.
+
+    >>> Timeline(tasks=(TaskTimes(name="engine", started=0.0, ended=2.0), TaskTimes(name="trainer"))).seconds
+    2.0
+    """
 
     tasks: tuple[TaskTimes, ...] = ()
 
@@ -187,7 +201,16 @@ def _ended(task: TaskTimes) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskContext:
-    """What a running task is given. ``results``: of the tasks that it needs, by name; read-only."""
+    """What a running task is given. ``results``: of the tasks that it needs, by name; read-only.
+
+    >>> async def engine(context):
+    ...     await context.acquire(lambda: "loaded", lambda thing: print("closed", thing))
+    ...     return context.name
+    >>> with start(Plan(tasks=(Task(name="engine", run=engine),))) as fleet:
+    ...     print(fleet["engine"])
+    engine
+    closed loaded
+    """
 
     name: str
     results: Mapping[str, Any]
@@ -225,7 +248,16 @@ class TaskContext:
 
 
 class Fleet:
-    """What a plan brought up: ``results`` by task name, and the ``timeline``. Leaving ``with`` takes all of it down."""
+    """What a plan brought up: ``results`` by task name, and the ``timeline``. Leaving ``with`` takes all of it down.
+
+    >>> async def engine(context):
+    ...     context.defer(lambda: print("down"))
+    ...     return "up"
+    >>> with start(Plan(tasks=(Task(name="engine", run=engine),))) as fleet:
+    ...     print(fleet["engine"], fleet.timeline["engine"].outcome)
+    up done
+    down
+    """
 
     def __init__(self, results: Mapping[str, Any], timeline: Timeline, *, closers: Closers) -> None:
         self.results: Mapping[str, Any] = MappingProxyType(dict(results))
@@ -285,6 +317,12 @@ def start(plan: Plan, *, on_change: Callable[[Timeline], object] | None = None) 
     SIGINT cancels the start, takes down what is up and ends in KeyboardInterrupt; further ones are noted and end
     nothing. Threads that a task left in the loop's default executor (``asyncio.to_thread``) are not waited for:
     ``context.acquire`` runs work in threads that are.
+
+    >>> async def engine(context):
+    ...     raise OSError("no device")
+    >>> start(Plan(tasks=(Task(name="engine", run=engine),)))
+    Traceback (most recent call last):
+    routeplane.errors.FleetError: expected 1 tasks to come up, got 1 failed: task engine: OSError: no device...
     """
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Fleet]]] = []
 
@@ -323,6 +361,14 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
     fails, the others are cancelled, everything acquired or deferred so far is closed, last first, and FleetError
     (START_FAILED) is raised with one problem for each task that failed of itself, from an ExceptionGroup of what they
     raised. Cancelled from outside, it closes in the same way.
+
+    >>> async def engine(context):
+    ...     return "up"
+    >>> async def main():
+    ...     async with await start_async(Plan(tasks=(Task(name="engine", run=engine),))) as fleet:
+    ...         return fleet["engine"]
+    >>> asyncio.run(main())
+    'up'
     """
     run = _Run(plan, on_change)
     tasks = [asyncio.create_task(run.carry_out(task), name=task.name) for task in run.ordered]

@@ -92,6 +92,12 @@ class GateReport:
     ``flipped_rows`` are forced rows whose set of experts differs from what the gate would have chosen: the flips that
     replay took out. ``live_rows`` are MISSING rows, padding included. ``unconsumed`` counts the uses of ``replaying``
     that were left, in order or by an exception, without this gate having come for its rows.
+
+    >>> gate = GateReport(
+    ...     name="layers.0.mlp.gate", layer_id=0, forced_rows=8, live_rows=0, flipped_rows=1, consumed=1, unconsumed=0
+    ... )
+    >>> gate.merge(gate).flipped_rows
+    2
     """
 
     name: str
@@ -128,7 +134,12 @@ class GateReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayReport:
-    """What replay did, gate by gate in layer order, over ``microbatches`` uses of ``replaying``."""
+    """What replay did, gate by gate in layer order, over ``microbatches`` uses of ``replaying``.
+
+    >>> report = ReplayReport(gates=(), microbatches=3)
+    >>> report.merge(report).microbatches
+    6
+    """
 
     gates: tuple[GateReport, ...]
     microbatches: int
@@ -259,6 +270,13 @@ class ReplayHandle:
     is asked once for each batch; ``undo`` runs once, in ``detach()``, last. ``root``: the module whose forwards show
     the token ids, which are compared with the batch's where it has some. Raises ReplayError (SPEC_MISMATCH) where the
     spec and the gates differ in layers, E or K, and UsageError where another handle is attached.
+
+    Example::
+
+        with gates.attach(model, reader.spec) as replay:
+            with replay.replaying(micro):
+                model(**micro.model_inputs()).loss.backward()
+            print(replay.report())
     """
 
     def __init__(

@@ -39,6 +39,13 @@ class RecordedRoutes:
 
     The tensors stay on the gates' devices and belong to this object. Reading it before it is complete raises
     UsageError (CLOSED).
+
+    Example::
+
+        with replay.recording() as routes:
+            model(input_ids)
+        with replay.replaying(routes):
+            model(input_ids).loss.backward()
     """
 
     def __init__(self, spec: RouteSpec, order_N: torch.Tensor | None, /) -> None:

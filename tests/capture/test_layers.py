@@ -88,7 +88,7 @@ def test_ids_in_a_dense_slot_are_named(case: tuple[RouteSpec, NDArray[Any]], dat
 
 
 @given(engine_arrays(), st.data())
-def test_a_row_that_nobody_wrote_is_named(case: tuple[RouteSpec, NDArray[Any]], data: st.DataObject) -> None:
+def test_a_row_that_was_not_written_is_named(case: tuple[RouteSpec, NDArray[Any]], data: st.DataObject) -> None:
     """For K >= 2 a row of zeros in a captured layer is refused with layer and token: no router repeats an id."""
     spec, layers_RDK = case
     assume(spec.top_k > 1 and len(layers_RDK))

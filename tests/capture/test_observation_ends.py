@@ -150,7 +150,7 @@ def test_a_rollout_of_nemo_gym_ends_with_the_last_call() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_the_engine_lost_is_no_suffix() -> None:
+def test_a_row_that_the_engine_lost_is_not_a_suffix() -> None:
     """The row of a token that was fed, and did not come, is missing in all of them."""
     lost = FED - 1
     options = CaptureOptions(absent="lost")

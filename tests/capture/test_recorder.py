@@ -183,7 +183,7 @@ def test_a_conversation_needs_each_row_once(turns: list[tuple[int, int]]) -> Non
     assert len(tokens) - 1 == made.records[0].coverage().count("captured")
 
 
-def test_a_prompt_that_breaks_the_context_starts_anew() -> None:
+def test_a_prompt_that_breaks_the_context_starts_another_segment() -> None:
     """A prompt that does not extend the tokens so far needs its rows from 0 on, and the turn after it no more."""
     recorder = RouteRecorder(SPEC, sample_id="s", on_break="split")
     for number, (prompt, start) in enumerate((([1, 2], 0), ([1, 2, 9, 3], 2), ([7, 8, 6], 0), ([7, 8, 6, 9, 5], 3))):

@@ -193,7 +193,7 @@ def test_a_finished_conversion_into_an_archive_is_done(tmp_path: Path) -> None:
     assert contents([*first, *second]) == contents(open_archive(target).values())
 
 
-def test_a_source_that_changed_begins_anew(tmp_path: Path) -> None:
+def test_a_source_that_changed_begins_from_the_start(tmp_path: Path) -> None:
     """Parts of another content are not mixed in."""
     source, target = made(tmp_path / "a.arrows", sized([50] * 5)), tmp_path / "b.parquet"
     with pytest.raises(Stop):

@@ -33,7 +33,7 @@ def processes_with(variable: str) -> list[Process]:
     return found
 
 
-def test_the_fleet_rolls_out_replays_and_leaves_nobody(tmp_path: Path) -> None:
+def test_the_fleet_rolls_out_replays_and_leaves_no_process(tmp_path: Path) -> None:
     """Three turns of each rollout make one record; replay pays; parts came up side by side; every process is gone."""
     run = f"demo-{os.getpid()}"
     done = subprocess.run(

@@ -37,16 +37,17 @@ BARS: dict[str, float] = {
     "duplicate basenames": 0,
     "public names": 200,
     "import paths in docs": 15,
-    "public functions with more than 8 parameters": 1,
+    "public functions with more than 8 parameters": 0,
     "function lines, median": 8,
     "function lines, p90": 25,
     "words of design section 8": 0,
+    "public classes and functions without example": 105,
     "doctests": 99,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
+    "public classes and functions without example": 0,
     "modules": 140,
-    "public functions with more than 8 parameters": 0,
 }
 
 #: Basenames that two modules share, and why both keep the name.
@@ -74,9 +75,9 @@ class PlainWords:
 
 #: Design section 8. Searched without regard to case, in code, docs, errors and test names.
 WORDS = (
-    PlainWords(pattern=r"\bwhoever\b", instead="name the person or the part"),
-    PlainWords(pattern=r"\bnobody\b", instead="no reader, no module, no user"),
-    PlainWords(pattern=r"\banew\b", instead="again, from the start"),
+    PlainWords(pattern=r"(?<![a-z])whoever(?![a-z])", instead="name the person or the part"),
+    PlainWords(pattern=r"(?<![a-z])nobody(?![a-z])", instead="no reader, no module, no user"),
+    PlainWords(pattern=r"(?<![a-z])anew(?![a-z])", instead="again, from the start"),
     PlainWords(pattern=r"\blets?\s+go\s+of\b", instead="closed, freed, released"),
     PlainWords(pattern=r"\bthat\s+which\b", instead="what"),
     PlainWords(pattern=r"(?<!there )\bis no (?!longer)", instead="is not a"),
@@ -192,6 +193,22 @@ def _examples(tree: ast.Module) -> int:
     return sum(">>> " in (ast.get_docstring(node) or "") for node in ast.walk(tree) if isinstance(node, kinds))
 
 
+def names_without_example(sources: Mapping[str, str]) -> set[str]:
+    """Classes and functions of the faces that show no example: ``>>>`` (run), or ``Example`` where it needs an engine,
+    a cluster or a model.
+    """
+    public, shown, found = public_names(sources), set(), set()
+    for text in sources.values():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name in public:
+                found.add(node.name)
+                inner = [one for one in ast.walk(node) if isinstance(one, ast.ClassDef | ast.FunctionDef)]
+                docs = [ast.get_docstring(one) or "" for one in (node, *inner)]
+                if any(">>> " in one or "Example" in one for one in docs):
+                    shown.add(node.name)
+    return found - shown
+
+
 def measure() -> dict[str, float]:
     """Every figure of BARS, from the tree as it is now."""
     sources, pages = _python("routeplane"), _pages()
@@ -219,6 +236,7 @@ def measure() -> dict[str, float]:
         "function lines, median": lines[len(lines) // 2],
         "function lines, p90": quantiles(lines, n=10)[-1],
         "words of design section 8": len(find_words({**sources, **tests, **pages})),
+        "public classes and functions without example": len(names_without_example(sources)),
         "doctests": sum(_examples(ast.parse(text)) for text in sources.values()),
     }
 

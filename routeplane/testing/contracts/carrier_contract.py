@@ -41,7 +41,15 @@ _AT_ONCE = ReadOptions(on_vanished="raise", grace_s=0.0, timeout_s=20.0)
 
 
 class CarrierContract(ABC):
-    """Any number of producers and groups over one place; see the module."""
+    """Any number of producers and groups over one place; see the module.
+
+    Example, for a carrier of one's own::
+
+        class TestMyCarrier(CarrierContract):
+            def place(self, tmp_path): return my_carrier.Place(tmp_path)
+            def writer(self, place, **options): return my_carrier.open_writer(place, SPEC, **options)
+            ...  # and the other abstract methods; pytest collects the tests
+    """
 
     #: Whether a place may have several groups, and several producers.
     groups: ClassVar[bool] = True

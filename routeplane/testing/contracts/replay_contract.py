@@ -225,7 +225,14 @@ def _named(name: str, text: str) -> str:
 
 
 class ReplayContract(ReplayHarness):
-    """Inherit, answer the hooks, and pytest collects the properties."""
+    """Inherit, answer the hooks, and pytest collects the properties.
+
+    Example::
+
+        class TestMyModel(ReplayContract):
+            adapter, family = "transformers", "my_model"
+            ...  # the hooks of ``ReplayHarness`` that raise
+    """
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:

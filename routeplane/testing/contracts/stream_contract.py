@@ -41,7 +41,15 @@ __all__ = ["LiveContract", "StreamContract"]
 
 
 class StreamContract(ABC):
-    """One producer, one consumer. ``place`` is made per test; ``sink`` and ``source`` open its two ends."""
+    """One producer, one consumer. ``place`` is made per test; ``sink`` and ``source`` open its two ends.
+
+    Example::
+
+        class TestMyStream(StreamContract):
+            def place(self, tmp_path): return tmp_path / "a.stream"
+            def sink(self, place, spec, **options): return my_stream.sink(place, spec, **options)
+            ...  # and ``source``; pytest collects the tests
+    """
 
     #: Whether a reader may come before the writer closed; see ``LiveContract``.
     live: ClassVar[bool] = False
