@@ -23,6 +23,7 @@ from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.record.aligned import ColumnType
+from routeplane.record.counts import html_table
 from routeplane.record.coverage import Coverage
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
@@ -155,6 +156,20 @@ class RouteBatch:
     fill: Fill = "missing"
     column_parts: Mapping[str, ColumnParts] = field(default_factory=lambda: MappingProxyType({}))
     column_types: Mapping[str, ColumnType] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __repr__(self) -> str:
+        routes = f"routes {'x'.join(map(str, self.routes.shape))} on {self.routes.device}"
+        columns = "".join(f", {name}" for name in (*self.columns, *self.column_parts))
+        return f"RouteBatch({len(self.keys)} records, {self.counts.total} tokens, {routes}{columns})"
+
+    def _repr_html_(self) -> str:
+        shapes = {
+            name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            for name, value in [*vars(self).items(), *self.columns.items()]
+            if isinstance(value, torch.Tensor)
+        }
+        states = {f"rows {state}": count for state, count in self.counts.rows.items() if count}
+        return html_table(repr(self), {**shapes, **states})
 
     @classmethod
     def from_tensors(
