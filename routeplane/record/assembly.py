@@ -43,7 +43,11 @@ _ABSENT, _SOME, _WHOLE = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssemblyReport(Counts):
-    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer."""
+    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer.
+
+    >>> AssemblyReport(overlap_rows=8, drift_rows=2).derived()
+    {'drift_share': 0.25}
+    """
 
     SCOPE: ClassVar[str] = "assembly_"
 
@@ -89,7 +93,11 @@ class UnfedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembly:
-    """The records of one rollout, one per segment, and what was decided on the way."""
+    """The records of one rollout, one per segment, and what was decided on the way.
+
+    >>> Assembly(records=(), report=AssemblyReport(breaks=1)).report.breaks
+    1
+    """
 
     records: tuple[RouteRecord, ...]
     report: AssemblyReport

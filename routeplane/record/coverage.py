@@ -46,6 +46,9 @@ class Coverage(Counts):
     """Rows by capture state, counted in tokens (one token is one row in each layer).
 
     ``rows``: counts by state, read-only. Raises UsageError (ARGUMENT) for a state that is not in STATES.
+
+    >>> Coverage(records=1, rows={"captured": 6, "lost": 2, "not_fed": 4}).missing_share
+    0.25
     """
 
     records: int = 0

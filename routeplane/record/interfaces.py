@@ -95,7 +95,14 @@ _CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 class RouteSink(Protocol):
-    """Where records go. ``write`` blocks at the sink's byte bound; leaving ``with`` by an exception aborts."""
+    """Where records go. ``write`` blocks at the sink's byte bound; leaving ``with`` by an exception aborts.
+
+    >>> import io
+    >>> from routeplane import new_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> with new_stream(io.BytesIO(), watermarked_spec()) as sink:
+    ...     sink.write(watermarked_record(0, num_tokens=4, spec=sink.spec))
+    """
 
     @property
     def spec(self) -> RouteSpec:
@@ -125,7 +132,16 @@ class Report(Protocol):
 
 
 class RouteSource(Protocol):
-    """Where records come from: iterate once, in the producer's order."""
+    """Where records come from: iterate once, in the producer's order.
+
+    >>> import io
+    >>> from routeplane import new_stream, open_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> with new_stream(target := io.BytesIO(), watermarked_spec()) as sink:
+    ...     sink.write(watermarked_record(0, num_tokens=4, spec=sink.spec))
+    >>> [record.num_tokens for record in open_stream(target.getvalue())]
+    [4]
+    """
 
     @property
     def spec(self) -> RouteSpec:
@@ -305,6 +321,12 @@ class RouteTicket:
     """Rows ``[start, stop)`` of one call, held by a stream; the owner of the stream redeems it.
 
     ``checksum`` is the call's. The JSON form has at most MAX_TICKET_BYTES bytes. Raises UsageError.
+
+    >>> from routeplane import RecordKey
+    >>> key = RecordKey("prompt-7", 0, 0)
+    >>> ticket = RouteTicket(stream="run", key=key, call_id="c", start=0, stop=7, checksum=17)
+    >>> RouteTicket.from_json(ticket.to_json()) == ticket
+    True
     """
 
     stream: str

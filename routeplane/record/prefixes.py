@@ -48,6 +48,12 @@ def share_prompts(records: Iterable[RouteRecord]) -> SharedPrompts:
     The prompt is the first span, where that is one. Samples whose rows differ (another engine, a prefix cache, another
     version of the weights) keep their own; so do records without a group, and those that refer to another already.
     Verifies what it changes; checksums of deltas are new, ``resolve`` gives the old ones back.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=6, spec=watermarked_spec())
+    >>> group = [replace(record, sample_id=name, group="g", checksum=None) for name in ("a", "b")]
+    >>> [one.routes_start for one in share_prompts(group).records]
+    [0, 3]
     """
     holders: dict[tuple[str, int], list[RouteRecord]] = {}
     found: list[RouteRecord] = []
@@ -189,6 +195,12 @@ def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
 
     Verifies every input; the tokens of the shared prefix must be equal, the prefix's record must have the checksum that
     was named. Raises DataError: DUPLICATE_KEY, or PREFIX where the record is absent, another, or refers to itself.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=6, spec=watermarked_spec())
+    >>> group = [replace(record, sample_id=name, group="g", checksum=None) for name in ("a", "b")]
+    >>> [one.routes_start for one in resolve(share_prompts(group).records)]
+    [0, 0]
     """
     given = [record.verify() for record in records]
     by_key: dict[RecordKey, RouteRecord] = {}
