@@ -31,8 +31,9 @@ __all__ = ["LayerAxis", "rows_from_axis", "rows_from_layers", "rows_from_slots",
 LayerAxis = Literal["decoder", "captured"]
 
 # With K = 1 a row of zeros is expert 0, so a layer of zeros is judged by the chance that a written one would be. Where
-# other layers vary: (the share of their commonest expert) ** (how many different rows they show). Where all are zero:
-# that of one row, if experts were equally likely. Measured on tiny top-1 models (``tests.capture.top_1``).
+# other layers vary: (the share of their commonest expert) ** (how many different rows they show), that one expert takes
+# all, by 1 / E, that it is expert 0. Where all are zero: that of one row, if experts were equally likely. Measured on
+# tiny top-1 models (``tests.capture.top_1``).
 _CHANCE = 1e-5
 _MANY_ROWS = 64
 
@@ -124,13 +125,15 @@ def rows_without_filler(
     *,
     captured: Sequence[tuple[int, int]],
     axis: LayerAxis = "decoder",
+    first_token: int = 0,
     call: str | None = None,
 ) -> NDArray[np.int16]:
     """The rows of an array ``[S, D, K]`` inside the intervals ``captured``, MISSING everywhere else: fresh int16
     ``[S, L, K]``.
 
     ``captured``: ``[start, stop)`` of the positions that an engine was asked about, in order and apart. What stands
-    outside is not looked at. Raises UsageError for other intervals, and as ``wire.rows_from_axis``.
+    outside is not looked at. ``first_token``: the token of row 0, for the messages. Raises UsageError for other
+    intervals, and as ``wire.rows_from_axis``.
     """
     array_SDK = np.asarray(routes)
     bounds = [0, *itertools.chain.from_iterable(captured), len(array_SDK)]
@@ -138,7 +141,9 @@ def rows_without_filler(
         raise refused(f"intervals in order, inside [0, {len(array_SDK)})", f"{list(captured)[:8]}")
     rows_SLK = spec.missing_rows(len(array_SDK))
     for start, stop in captured:
-        rows_SLK[start:stop] = rows_from_axis(array_SDK[start:stop], spec, axis=axis, first_row=start, call=call)
+        rows_SLK[start:stop] = rows_from_axis(
+            array_SDK[start:stop], spec, axis=axis, first_row=first_token + start, call=call
+        )
     return rows_SLK
 
 
@@ -270,7 +275,8 @@ def _unwritten_top_1(narrow_RLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bo
     else:
         varied_VL = np.unique(narrow_RLK[:, ~zero_L, 0], axis=0)
         common = float(np.median([np.bincount(ids_V).max() for ids_V in varied_VL.T]))
-        judged = ((common + 1) / (len(varied_VL) + 1)) ** len(varied_VL) < _CHANCE
+        alone = ((common + 1) / (len(varied_VL) + 1)) ** len(varied_VL)
+        judged = alone / min(spec.experts_per_layer) < _CHANCE
     return none_RL | (zero_L & judged)
 
 

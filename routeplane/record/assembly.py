@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage
 from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES, Capture, CaptureState, Span
+from routeplane.record.spans import STATES, Capture, CaptureState, RecordKey, Span
 from routeplane.record.validate import check_routes, missing_rows
 
 if TYPE_CHECKING:
@@ -42,7 +43,11 @@ _ABSENT, _SOME, _WHOLE = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssemblyReport(Counts):
-    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer."""
+    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer.
+
+    >>> AssemblyReport(overlap_rows=8, drift_rows=2).derived()
+    {'drift_share': 0.25}
+    """
 
     SCOPE: ClassVar[str] = "assembly_"
 
@@ -88,7 +93,11 @@ class UnfedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembly:
-    """The records of one rollout, one per segment, and what was decided on the way."""
+    """The records of one rollout, one per segment, and what was decided on the way.
+
+    >>> Assembly(records=(), report=AssemblyReport(breaks=1)).report.breaks
+    1
+    """
 
     records: tuple[RouteRecord, ...]
     report: AssemblyReport
@@ -98,8 +107,7 @@ def assemble(
     calls: Iterable[ModelCall | UnfedTokens],
     spec: RouteSpec,
     *,
-    sample_id: str,
-    attempt: int = 0,
+    sample_id: str | RecordKey,
     group: str | None = None,
     overlap: Literal["keep_first", "keep_last"] = "keep_first",
     on_break: Literal["raise", "split"] = "raise",
@@ -108,6 +116,8 @@ def assemble(
 ) -> Assembly:
     """Join calls, in the order they were made, into one record per unbroken context.
 
+    ``sample_id``: the records' name; a RecordKey says their attempt too, and the segment of the first one (0 and 0
+    without). ``group``: ties the samples of one prompt.
     ``overlap``: which capture stays where two calls bring the same row; differences are counted either way (a bfloat16
     re-prefill flips about 2% of rows per layer, so equality is not required). Both policies decide token by token,
     between captures of equal reach. Under either, rows in all layers replace rows in some, which replace none; captures
@@ -117,40 +127,60 @@ def assemble(
     were fed and did not come are marked with their state or refused. The last of ``calls`` may be UnfedTokens. A token
     inside a record whose row no call brought is ``lost``, unless its call was made without capture.
 
-    Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call and token,
-    UsageError for an unknown policy.
+    Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call, token and
+    sample, UsageError for an unknown policy.
+
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=1, call_id="c"
+    ... )
+    >>> [record] = assemble([call], spec, sample_id=RecordKey("s", 2, 0)).records
+    >>> str(record.key), record.coverage().missing_share
+    ('s/2/0', 0.0)
     """
+    key = sample_id if isinstance(sample_id, RecordKey) else RecordKey(sample_id, 0, 0)
     _check_policies(overlap=overlap, on_break=on_break, on_missing=on_missing)
-    made, tail = _split_tail(list(calls))
-    verified = [_checked(call, spec) for call in made]
-    segments = _plan(verified, split=on_break == "split")
-    records, report = [], AssemblyReport(calls=len(verified), breaks=len(segments) - 1)
-    for index, segment in enumerate(segments):
-        unfed = tail if index == len(segments) - 1 else None
-        fill = _Fill(segment, spec, unfed)
-        for position in range(len(segment)):
-            fill.add(position, keep_last=overlap == "keep_last")
-        captures = fill.captures()
-        if on_missing == "raise":
-            _refuse_missing(captures, sample_id)
-        record = RouteRecord(
-            sample_id=sample_id,
-            attempt=attempt,
-            segment=index,
-            group=group,
-            token_ids=_tokens(segment, unfed),
-            routes=fill.routes_SLK,
-            spans=_spans(segment, unfed),
-            captures=captures,
-            spec=spec,
-            logprobs=_logprobs(segment, unfed),
-            attributes=_attributes(segment, attributes),
-            columns=fill.columns(),
-        )
-        records.append(record)
-        found = replace(fill.counts, records=1, coverage=record.coverage())
-        report = report.merge(found)
+    with _naming(key.sample_id):
+        made, tail = _split_tail(list(calls))
+        verified = [_checked(call, spec) for call in made]
+        segments = _plan(verified, split=on_break == "split")
+        records, report = [], AssemblyReport(calls=len(verified), breaks=len(segments) - 1)
+        for index, segment in enumerate(segments):
+            unfed = tail if index == len(segments) - 1 else None
+            fill = _Fill(segment, spec, unfed)
+            for position in range(len(segment)):
+                fill.add(position, keep_last=overlap == "keep_last")
+            captures = fill.captures()
+            if on_missing == "raise":
+                _refuse_missing(captures, key.sample_id)
+            record = RouteRecord(
+                sample_id=key.sample_id,
+                attempt=key.attempt,
+                segment=key.segment + index,
+                group=group,
+                token_ids=_tokens(segment, unfed),
+                routes=fill.routes_SLK,
+                spans=_spans(segment, unfed),
+                captures=captures,
+                spec=spec,
+                logprobs=_logprobs(segment, unfed),
+                attributes=_attributes(segment, attributes),
+                columns=fill.columns(),
+            )
+            records.append(record)
+            found = replace(fill.counts, records=1, coverage=record.coverage())
+            report = report.merge(found)
     return Assembly(records=tuple(records), report=report)
+
+
+@contextmanager
+def _naming(sample_id: str) -> Iterator[None]:
+    """Name the sample in errors of its calls, which know their own names alone."""
+    try:
+        yield
+    except DataError as error:
+        raise error.of_sample(sample_id) from error
 
 
 def _split_tail(given: list[ModelCall | UnfedTokens]) -> tuple[list[ModelCall], UnfedTokens | None]:
@@ -245,8 +275,7 @@ class _Fill:
         call = self._segment[position]
         if call.routes is not None and len(call.routes):
             self._take(position, call, keep_last=keep_last)
-        # A call that generated nothing fed its whole prompt; otherwise its last token was only sampled.
-        fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
+        fed = call.num_fed
         unexplained_S = np.flatnonzero((self._rank_S[:fed] == _ABSENT) & (self._state_S[:fed] == _UNKNOWN))
         self._state_S[unexplained_S] = _CODE[call.loss or "not_captured"]
         if position > 0 and call.loss is None and _brings_rows(call):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from vllm import RequestOutput
 
-from routeplane.capture.choices import cached_rows, loss_of_rows
+from routeplane.capture.choices import Choice, cached_rows, loss_of_rows, versions_of
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import record_of_call
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
@@ -53,6 +53,8 @@ class OutputOptions:
         absent: What tokens without routes mean. None refuses them: the engine may capture nothing at all. ``lost``
             where capture is known to be on (up to 0.30 the array vanishes where DELTA outputs are merged for a slow
             consumer), ``not_captured`` where this request asked for none.
+        version_numbers: The number of each weights version that the engine names by text (0.32 and later). Decimal text
+            is its own number; a name without a number, as vLLM's ``default``, is a version that is not known.
 
     >>> [call] = calls(output, spec, weights_version=12, options=OutputOptions(cached=0))
     >>> call.cached
@@ -64,6 +66,7 @@ class OutputOptions:
     logprobs_mode: str = "raw_logprobs"
     media: Sequence[str] = ()
     absent: RowLoss | None = None
+    version_numbers: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.absent is not None and self.absent not in get_args(RowLoss):
@@ -237,18 +240,35 @@ def _call(
         )
     # The last prompt token is always computed: its logits are needed.
     bound = len(prompt_ids) - 1 if cached is None else cached
+    said = _said(choice, prompt_ids, name=name)
+    version, versions = versions_of(said, weights_version=weights_version, numbers=options.version_numbers)
     return ModelCall(
         prompt_ids=np.asarray(prompt_ids),
         generation_ids=np.asarray(choice.token_ids, dtype=np.int64),
         routes=routes_RLK,
         first_row=first_row,
         layer_ids=spec.layer_ids,
-        weights_version=weights_version,
+        weights_version=version,
+        versions=versions,
         call_id=name,
         logprobs=_logprobs(choice, options.logprobs_mode, name),
         media=tuple(options.media),
         cached=cached_rows(bound, routes_RLK, first_row=first_row),
         loss=loss,
+    )
+
+
+def _said(choice: Any, prompt_ids: Sequence[int], *, name: str) -> Choice:
+    """What an output says of the weights: from 0.32 on, spans of its tokens, on the last output of a request."""
+    spans = getattr(choice, "weight_versions", None)
+    return Choice(
+        call_id=name,
+        prompt_ids=prompt_ids,
+        generation_ids=choice.token_ids,
+        finish_reason=choice.finish_reason,
+        weight_versions=None
+        if spans is None
+        else [{"version": one.version, "start": one.start, "end": one.end} for one in spans],
     )
 
 
