@@ -171,10 +171,8 @@ def assemble(
                 columns=fill.columns(),
             )
             records.append(record)
-            found = replace(
-                fill.counts, records=1, coverage=record.coverage(), stale_kv_rows=_stale_kv_rows(segment, captures)
-            )
-            report = report.merge(found)
+            stale = _stale_kv_rows(segment, captures)
+            report = report.merge(replace(fill.counts, records=1, coverage=record.coverage(), stale_kv_rows=stale))
     return Assembly(records=tuple(records), report=report)
 
 
