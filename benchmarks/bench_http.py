@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -172,6 +172,12 @@ class _Stuck(TicketStore):
         self.free.wait()
         with suppress(DataError):  # 40 answers are one
             super().write(record)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 def plain_behind_a_stuck_sink(routes_RLK: NDArray[np.int16], *, rounds: int) -> Result:
