@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from routeplane.errors import ErrorKind, FleetError, Problem, UsageError
+from routeplane.fleet.setup import Setup, check_setup
 from routeplane.fleet.teardown import CLOSE_SECONDS, Closers, interrupts_noted
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Task:
 class Plan:
     """Tasks in the order in which those that share a resource run. Pure value; nothing runs yet.
 
+    ``setup``: what the parts are configured to do with routes; ``start`` checks it before it runs any task.
+
     Raises UsageError (PLAN) for no task, a name that comes twice, a need that is not a task, and needs in a circle.
 
     >>> async def work(context):
@@ -66,6 +69,7 @@ class Plan:
     """
 
     tasks: tuple[Task, ...]
+    setup: Setup | None = None
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
@@ -360,7 +364,8 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
     ``on_change``: called with the timeline so far when a task starts or ends, for a progress display. Where a task
     fails, the others are cancelled, everything acquired or deferred so far is closed, last first, and FleetError
     (START_FAILED) is raised with one problem for each task that failed of itself, from an ExceptionGroup of what they
-    raised. Cancelled from outside, it closes in the same way.
+    raised. Cancelled from outside, it closes in the same way. A set-up that contradicts itself is refused before any
+    task runs, as ``check_setup`` says.
 
     >>> async def engine(context):
     ...     return "up"
@@ -370,6 +375,8 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
     >>> asyncio.run(main())
     'up'
     """
+    if plan.setup is not None:
+        check_setup(plan.setup)
     run = _Run(plan, on_change)
     tasks = [asyncio.create_task(run.carry_out(task), name=task.name) for task in run.ordered]
     try:
