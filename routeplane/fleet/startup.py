@@ -167,8 +167,10 @@ class Timeline:
         return max((task.ended for task in self.tasks if task.ended is not None), default=0.0)
 
     @property
-    def serial_seconds(self) -> float:
-        """What the tasks took together: the wall time had they run one after another."""
+    def task_seconds(self) -> float:
+        """What the tasks' own times add up to. Tasks that ran side by side slowed each other: one after another they
+        would have taken less, so this over ``seconds`` is not what overlapping gained.
+        """
         return sum(task.seconds for task in self.tasks)
 
     def critical_path(self) -> tuple[str, ...]:
@@ -185,7 +187,7 @@ class Timeline:
         """JSON-ready."""
         return {
             "seconds": round(self.seconds, 3),
-            "serial_seconds": round(self.serial_seconds, 3),
+            "task_seconds": round(self.task_seconds, 3),
             "critical_path": list(self.critical_path()),
             "tasks": [task.to_dict() for task in self.tasks],
         }
@@ -194,7 +196,7 @@ class Timeline:
         """A flat dict with stable names for a metrics logger: seconds in all, and by task."""
         return {
             f"{prefix}fleet_start_seconds": self.seconds,
-            f"{prefix}fleet_start_serial_seconds": self.serial_seconds,
+            f"{prefix}fleet_start_task_seconds": self.task_seconds,
             **{f"{prefix}fleet_start_{task.name}_seconds": task.seconds for task in self.tasks},
         }
 
