@@ -41,8 +41,8 @@ BARS: dict[str, float] = {
     "function lines, median": 8,
     "function lines, p90": 25,
     "words of design section 8": 0,
-    "public classes and functions without example": 105,
-    "doctests": 99,
+    "public classes and functions without example": 67,
+    "doctests": 150,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
