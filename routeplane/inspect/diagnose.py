@@ -397,8 +397,12 @@ class Examiner:
             same_S = (mine_SLK == theirs.left_SLK[first - theirs.start : stop - theirs.start]).all(axis=(1, 2))
             same_S &= (mine_SLK[:, :, 0] != MISSING).any(axis=1)
             # a prompt that both share has equal rows honestly
-            common = np.flatnonzero(left.token_ids[:stop] != earlier.token_ids[:stop])
-            prefix = int(common[0]) if len(common) else stop
+            known = max(left.tokens_start, earlier.tokens_start)  # tokens of a delta may begin with its rows
+            mine_S, theirs_S = (
+                one.token_ids[known - one.tokens_start : stop - one.tokens_start] for one in (left, earlier)
+            )
+            common = np.flatnonzero(mine_S != theirs_S)
+            prefix = known + int(common[0]) if len(common) else stop
             same_S[: max(0, prefix - first)] = False
             run = longest_run(same_S)
             if run.stop - run.start >= LEAST_TOKENS:
