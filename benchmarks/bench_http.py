@@ -16,7 +16,7 @@ import threading
 import time
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -175,6 +175,12 @@ class _Stuck:
 
     def abort(self) -> None:
         """End."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 def plain_behind_a_stuck_sink(routes_RLK: NDArray[np.int16], *, rounds: int) -> Result:

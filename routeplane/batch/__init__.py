@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from routeplane.batch.batch import RouteBatch
     from routeplane.batch.collation import BatchOptions, collate, microbatches
     from routeplane.batch.columns import MaskCounts, prompt_tokens
-    from routeplane.batch.dataset import RecordDataset
+    from routeplane.batch.dataset import RecordDataset, Shuffle
     from routeplane.batch.layout_writing import to_layout
     from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout
     from routeplane.batch.loader import prefetch
@@ -33,6 +33,7 @@ __all__ = [
     "RecordDataset",
     "RouteBatch",
     "Shard",
+    "Shuffle",
     "StackLayout",
     "StepVerdict",
     "TokenPlan",
@@ -66,6 +67,7 @@ _HOMES = {
     "RecordDataset": "dataset",
     "RouteBatch": "batch",
     "Shard": "shard",
+    "Shuffle": "dataset",
     "TokenPlan": "plan",
     "admit_step": "admission",
     "budget_groups": "plan",

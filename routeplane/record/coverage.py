@@ -23,6 +23,7 @@ from routeplane.record.validate import missing_rows
 __all__ = [
     "Coverage",
     "coverage_problems",
+    "lose_first_rows",
     "lose_rows",
     "partial_states",
     "settle_partial",
@@ -197,6 +198,20 @@ def partial_states(routes_SLK: NDArray[Any]) -> NDArray[np.int8]:
     """
     missing_SL = missing_rows(routes_SLK)
     return np.asarray(_SETTLED[missing_SL.any(axis=1).astype(np.int8) + missing_SL.all(axis=1)])
+
+
+def lose_first_rows(captures: Iterable[Capture], stop: int) -> tuple[Capture, ...]:
+    """Captures of a record whose rows before ``stop`` were discarded: everything fed there is ``lost``."""
+    kept: list[Capture] = []
+    for capture in captures:
+        last = min(capture.stop, stop)
+        if capture.state == "not_fed" or last <= capture.start:
+            kept.append(capture)
+            continue
+        kept.append(replace(capture, stop=last, state="lost", weights_version=None))
+        if last < capture.stop:
+            kept.append(replace(capture, start=last))
+    return tuple(kept)
 
 
 def lose_rows(captures: Iterable[Capture], routes_start: int) -> tuple[Capture, ...]:

@@ -14,12 +14,13 @@ import numpy as np
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.aligned import concatenate_columns
 from routeplane.record.counts import Counts, rule
+from routeplane.record.coverage import lose_first_rows
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PromptReport", "SharedPrompts", "as_delta", "resolve", "share_prompts"]
+__all__ = ["PromptReport", "SharedPrompts", "as_delta", "join_prefix", "resolve", "share_prompts", "verified_delta"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +114,31 @@ def as_delta(record: RouteRecord, base: RouteRecord, *, stored: RouteRecord | No
     holder = base if stored is None else stored
     if (holder.key, holder.num_tokens) != (base.key, base.num_tokens):
         raise DataError(f"expected {base.key} as it is stored, got {holder.key}", kind=ErrorKind.PREFIX)
-    stop = _shared_tokens(record.verify(), base)
-    return _delta(record, holder, stop=stop) if stop else record
+    return verified_delta(record.verify(), base, stored=holder)
+
+
+def verified_delta(record: RouteRecord, base: RouteRecord, *, stored: RouteRecord) -> RouteRecord:
+    """``as_delta`` for a writer, which has verified both whole records a moment ago."""
+    # a delta has a row and a token of its own
+    stop = min(_shared_tokens(record, base), record.num_tokens - 1)
+    return _delta(record, stored, stop=stop) if stop > 0 else record
+
+
+def join_prefix(record: RouteRecord, *, stored: RouteRecord, whole: RouteRecord) -> RouteRecord:
+    """Join a delta with the record that holds its first rows, given as it is stored and whole.
+
+    Where the latter was quarantined, its rows are MISSING, and so are those of the joined record, as ``lost``. Raises
+    DataError (PREFIX) where it is another record, or has not so many tokens.
+    """
+    if stored.attributes.get("quarantined") != "true":
+        _check_prefix(record, stored)
+        return _joined(record, {whole.key: whole})
+    if whole.routes_start or whole.num_tokens < record.routes_start:
+        raise DataError(f"expected {whole.key} whole, got what was left of it @ {record.key}", kind=ErrorKind.PREFIX)
+    joined = _joined(
+        replace(record, captures=lose_first_rows(record.captures, record.routes_start)), {whole.key: whole}
+    )
+    return replace(joined, attributes={**joined.attributes, "quarantined": "true"}, checksum=None)
 
 
 def _shared_tokens(record: RouteRecord, base: RouteRecord) -> int:

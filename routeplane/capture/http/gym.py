@@ -76,7 +76,7 @@ def records(
         The records, which own their arrays, and the counts. Raises as ``calls`` and ``assemble``.
 
     >>> from routeplane import RouteSpec
-    >>> rows = [[[3, 1]], [[0, 5]]]
+    >>> rows = [[[3, 1]], [[0, 5]], [[0, 1]]]
     >>> item = {"prompt_token_ids": [5, 6], "generation_token_ids": [7], "routed_experts": rows}
     >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
     >>> [record] = records([item], spec, sample_id="s", weights_version=4).records
