@@ -410,7 +410,7 @@ class Examiner:
                     Finding(
                         severity="error",
                         kind="stale_buffer",
-                        title=f"{found.stop - found.start} tokens have the rows that sample {earlier.sample_id} had there",
+                        title=f"{found.stop - found.start} tokens have rows that sample {earlier.sample_id} had there",
                         detail="their tokens differ: an earlier request's rows were read from a buffer that was not "
                         "written again",
                         sample=left.sample_id,
