@@ -22,10 +22,10 @@ from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.aligned import AlignedColumn, aligned_columns, concatenate_columns
 from routeplane.record.calls import ModelCall
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import Coverage
+from routeplane.record.coverage import Coverage, stale_kv
 from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES, Capture, CaptureState, Span
+from routeplane.record.spans import STATES, Capture, CaptureState, RecordKey, Span
 from routeplane.record.validate import check_routes, missing_rows
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ _ABSENT, _SOME, _WHOLE = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssemblyReport(Counts):
-    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer."""
+    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer.
+
+    >>> AssemblyReport(overlap_rows=8, drift_rows=2).derived()
+    {'drift_share': 0.25}
+    """
 
     SCOPE: ClassVar[str] = "assembly_"
 
@@ -55,6 +59,8 @@ class AssemblyReport(Counts):
     overlap_rows: int = 0  # captured twice and compared
     drift_rows: int = 0  # ... and different as sets
     boundary_tokens: int = 0  # tokens whose row an earlier call lacked and a later one brought
+    stale_kv_rows: int = 0  # computed by other weights than those that filled the KV cache before them
+    replaced_rows: int = 0  # of an earlier call, whose place a later one's took
     drift_values: int = 0  # entries of fed columns that two calls brought, and differently
     coverage: Coverage = field(default_factory=Coverage)
 
@@ -89,7 +95,11 @@ class UnfedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembly:
-    """The records of one rollout, one per segment, and what was decided on the way."""
+    """The records of one rollout, one per segment, and what was decided on the way.
+
+    >>> Assembly(records=(), report=AssemblyReport(breaks=1)).report.breaks
+    1
+    """
 
     records: tuple[RouteRecord, ...]
     report: AssemblyReport
@@ -99,8 +109,7 @@ def assemble(
     calls: Iterable[ModelCall | UnfedTokens],
     spec: RouteSpec,
     *,
-    sample_id: str,
-    attempt: int = 0,
+    sample_id: str | RecordKey,
     group: str | None = None,
     overlap: Literal["keep_first", "keep_last"] = "keep_first",
     on_break: Literal["raise", "split"] = "raise",
@@ -109,6 +118,8 @@ def assemble(
 ) -> Assembly:
     """Join calls, in the order they were made, into one record per unbroken context.
 
+    ``sample_id``: the records' name; a RecordKey says their attempt too, and the segment of the first one (0 and 0
+    without). ``group``: ties the samples of one prompt.
     ``overlap``: which capture stays where two calls bring the same row; differences are counted either way (a bfloat16
     re-prefill flips about 2% of rows per layer, so equality is not required). Both policies decide token by token,
     between captures of equal reach. Under either, rows in all layers replace rows in some, which replace none; captures
@@ -120,9 +131,19 @@ def assemble(
 
     Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call, token and
     sample, UsageError for an unknown policy.
+
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=1, call_id="c"
+    ... )
+    >>> [record] = assemble([call], spec, sample_id=RecordKey("s", 2, 0)).records
+    >>> str(record.key), record.coverage().missing_share
+    ('s/2/0', 0.0)
     """
+    key = sample_id if isinstance(sample_id, RecordKey) else RecordKey(sample_id, 0, 0)
     _check_policies(overlap=overlap, on_break=on_break, on_missing=on_missing)
-    with _naming(sample_id):
+    with _naming(key.sample_id):
         made, tail = _split_tail(list(calls))
         verified = [_checked(call, spec) for call in made]
         segments = _plan(verified, split=on_break == "split")
@@ -134,11 +155,11 @@ def assemble(
                 fill.add(position, keep_last=overlap == "keep_last")
             captures = fill.captures()
             if on_missing == "raise":
-                _refuse_missing(captures, sample_id)
+                _refuse_missing(captures, key.sample_id)
             record = RouteRecord(
-                sample_id=sample_id,
-                attempt=attempt,
-                segment=index,
+                sample_id=key.sample_id,
+                attempt=key.attempt,
+                segment=key.segment + index,
                 group=group,
                 token_ids=_tokens(segment, unfed),
                 routes=fill.routes_SLK,
@@ -150,8 +171,8 @@ def assemble(
                 columns=fill.columns(),
             )
             records.append(record)
-            found = replace(fill.counts, records=1, coverage=record.coverage())
-            report = report.merge(found)
+            stale = _stale_kv_rows(segment, captures)
+            report = report.merge(replace(fill.counts, records=1, coverage=record.coverage(), stale_kv_rows=stale))
     return Assembly(records=tuple(records), report=report)
 
 
@@ -274,6 +295,8 @@ class _Fill:
         filled = int(np.count_nonzero(better_R & (old_rank_R == _ABSENT) & self._known(where, position)))
         self.counts = replace(self.counts, boundary_tokens=self.counts.boundary_tokens + filled)
         taken_R = better_R | (keep_last & (new_rank_R == old_rank_R) & (new_rank_R > _ABSENT))
+        replaced = self.counts.replaced_rows + int(np.count_nonzero(taken_R & (old_rank_R > _ABSENT)))
+        self.counts = replace(self.counts, replaced_rows=replaced)
         at_S = np.flatnonzero(taken_R) + call.first_row
         self.routes_SLK[at_S] = new_RLK[taken_R]
         self._rank_S[at_S] = new_rank_R[taken_R]
@@ -386,6 +409,21 @@ class _Fill:
             for first, last, version in spans
             if first < stop and last > start
         ]
+
+
+def _stale_kv_rows(segment: Sequence[ModelCall], captures: Sequence[Capture]) -> int:
+    """Rows after an update inside their call, or of a call that found rows of other weights in the prefix cache."""
+    stale = {token for start, stop in stale_kv(captures) for token in range(start, stop)}
+    before: set[int] = set()
+    reached: dict[str, set[int]] = {}
+    for call in segment:
+        reached[call.call_id] = set(before) if call.cached else set()
+        before |= {version for _, _, version in call.row_versions() if version is not None}
+    for capture in captures:
+        known = capture.state in ("captured", "partial") and capture.weights_version is not None
+        if known and reached.get(capture.call, set()) - {capture.weights_version}:
+            stale |= set(range(capture.start, capture.stop))
+    return len(stale)
 
 
 def _brings_rows(call: ModelCall) -> bool:

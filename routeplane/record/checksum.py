@@ -20,7 +20,7 @@ from routeplane.errors import ChecksumError, ErrorKind, Problem
 if TYPE_CHECKING:
     from routeplane.record.spans import Capture, Prefix, Sampling, Span
 
-__all__ = ["CanonicalHash", "hash_captures", "hash_prefix", "hash_sampling", "hash_spans", "require_equal"]
+__all__ = ["CanonicalHash", "digest_of", "hash_captures", "hash_prefix", "hash_sampling", "hash_spans", "require_equal"]
 
 
 _U64 = struct.Struct("<Q")
@@ -35,6 +35,11 @@ _CANONICAL_NAN = {
     4: np.uint32(0x7FC00000),
     8: np.uint64(0x7FF8000000000000),
 }
+
+
+def digest_of(data: bytes) -> int:
+    """xxh3-64 of bytes, for digests that stand in no format."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class CanonicalHash:

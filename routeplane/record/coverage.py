@@ -23,9 +23,11 @@ from routeplane.record.validate import missing_rows
 __all__ = [
     "Coverage",
     "coverage_problems",
+    "lose_first_rows",
     "lose_rows",
     "partial_states",
     "settle_partial",
+    "stale_kv",
     "suffix_problems",
     "unfed_start",
 ]
@@ -45,6 +47,9 @@ class Coverage(Counts):
     """Rows by capture state, counted in tokens (one token is one row in each layer).
 
     ``rows``: counts by state, read-only. Raises UsageError (ARGUMENT) for a state that is not in STATES.
+
+    >>> Coverage(records=1, rows={"captured": 6, "lost": 2, "not_fed": 4}).missing_share
+    0.25
     """
 
     records: int = 0
@@ -165,6 +170,38 @@ def unfed_start(captures: Sequence[Capture]) -> int:
     return next((capture.start for capture in captures if capture.state == "not_fed"), captures[-1].stop)
 
 
+def stale_kv(captures: Iterable[Capture]) -> list[tuple[int, int]]:
+    """List the rows that new weights computed over a KV cache that old ones had filled.
+
+    A call that goes on after an update reads what its earlier tokens left in the cache, so from the first row of other
+    weights on a difference to a trainer's forward need not be one of numerics. Rows that an engine computed again after
+    an update have no known version, and are none of these.
+
+    Args:
+        captures: Those of one record.
+
+    Returns:
+        ``[start, stop)`` of tokens, in order and apart.
+
+    >>> rows = {"call": "c", "state": "captured"}
+    >>> first, second = (Capture(start=at, stop=at + 3, weights_version=7 + at, **rows) for at in (0, 3))
+    >>> stale_kv([first, second])
+    [(3, 6)]
+    """
+    first: dict[str, int] = {}
+    changed: set[str] = set()
+    found: list[tuple[int, int]] = []
+    for capture in captures:
+        if capture.state not in ("captured", "partial") or capture.weights_version is None:
+            continue
+        if first.setdefault(capture.call, capture.weights_version) != capture.weights_version:
+            changed.add(capture.call)
+        if capture.call in changed:
+            joined = bool(found) and found[-1][1] == capture.start
+            found[-1 if joined else len(found) :] = [(found[-1][0] if joined else capture.start, capture.stop)]
+    return found
+
+
 def settle_partial(captures: Iterable[Capture], routes_SLK: NDArray[Any], *, routes_start: int) -> tuple[Capture, ...]:
     """Captures after layers were dropped: a partial row may have become whole, or may have lost all it had.
 
@@ -194,6 +231,20 @@ def partial_states(routes_SLK: NDArray[Any]) -> NDArray[np.int8]:
     """
     missing_SL = missing_rows(routes_SLK)
     return np.asarray(_SETTLED[missing_SL.any(axis=1).astype(np.int8) + missing_SL.all(axis=1)])
+
+
+def lose_first_rows(captures: Iterable[Capture], stop: int) -> tuple[Capture, ...]:
+    """Captures of a record whose rows before ``stop`` were discarded: everything fed there is ``lost``."""
+    kept: list[Capture] = []
+    for capture in captures:
+        last = min(capture.stop, stop)
+        if capture.state == "not_fed" or last <= capture.start:
+            kept.append(capture)
+            continue
+        kept.append(replace(capture, stop=last, state="lost", weights_version=None))
+        if last < capture.stop:
+            kept.append(replace(capture, start=last))
+    return tuple(kept)
 
 
 def lose_rows(captures: Iterable[Capture], routes_start: int) -> tuple[Capture, ...]:

@@ -66,6 +66,21 @@ class RouteRecord:
 
     Arrays are kept as read-only views where their type already fits (the caller must not write to them afterwards) and
     copied where they had to be widened or narrowed. Raises DataError, with all findings, for anything illegal.
+
+    >>> from routeplane import Capture, RouteSpec, Span
+    >>> record = RouteRecord(
+    ...     sample_id="s",
+    ...     token_ids=[5, 6, 7],
+    ...     routes=[[[3, 1]], [[0, 5]], [[-1, -1]]],
+    ...     spans=[Span(start=0, stop=3, kind="generation", call="c", weights_version=1)],
+    ...     captures=[
+    ...         Capture(start=0, stop=2, call="c", weights_version=1, state="captured"),
+    ...         Capture(start=2, stop=3, call="c", weights_version=None, state="not_fed"),
+    ...     ],
+    ...     spec=RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)),
+    ... )
+    >>> record.key, record.coverage().missing_share, record.slice(1, 3).num_tokens
+    (RecordKey(sample_id='s', attempt=0, segment=0), 0.0, 2)
     """
 
     sample_id: str

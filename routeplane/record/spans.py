@@ -31,7 +31,11 @@ __all__ = [
 
 
 class RecordKey(NamedTuple):
-    """What makes a record one of its kind: a sample, its attempt, and the segment after a context break."""
+    """What makes a record one of its kind: a sample, its attempt, and the segment after a context break.
+
+    >>> str(RecordKey("prompt-7", attempt=1, segment=0))
+    'prompt-7/1/0'
+    """
 
     sample_id: str
     attempt: int
@@ -43,7 +47,11 @@ class RecordKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
-    """Where the rows before ``routes_start`` stand: rows ``[0, stop)`` of another record, known by its checksum."""
+    """Where the rows before ``routes_start`` stand: rows ``[0, stop)`` of another record, known by its checksum.
+
+    >>> Prefix(sample_id="prompt-7", stop=3, checksum=17).key
+    RecordKey(sample_id='prompt-7', attempt=0, segment=0)
+    """
 
     sample_id: str
     attempt: int = 0
@@ -132,6 +140,9 @@ class Span:
     ``kind``: prompt or generation. ``role``: a chat role, or None. ``call``: id of the call that brought the tokens.
     ``weights_version``: the policy that sampled them; None for tokens no policy sampled. ``sampling``: with which
     parameters, at generated tokens alone (format 1.1). Raises DataError.
+
+    >>> Span(start=3, stop=8, kind="generation", call="c", weights_version=12).stop
+    8
     """
 
     start: int
@@ -161,6 +172,9 @@ class Capture:
 
     ``weights_version``: of the weights that routed; None where unknown (a prefix cache that outlived an update, tokens
     near an unpaused update) and for rows that are not there. ``state``: one of STATES. Raises DataError.
+
+    >>> Capture(start=7, stop=8, call="c", weights_version=None, state="not_fed").state
+    'not_fed'
     """
 
     start: int

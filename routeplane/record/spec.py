@@ -54,6 +54,10 @@ class RouteSpec:
     it is known: an axis of another length is then refused (format 1.1).
 
     Raises SpecError where a value is illegal.
+
+    >>> spec = RouteSpec(num_experts=64, top_k=6, layer_ids=range(1, 27), model="mine")
+    >>> spec.row_shape, spec.select([1, 2]).layer_ids
+    ((26, 6), (1, 2))
     """
 
     num_experts: int | tuple[int, ...]

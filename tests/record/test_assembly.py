@@ -17,6 +17,7 @@ from routeplane.errors import ChecksumError, DataError, ErrorKind, UsageError
 from routeplane.record.assembly import Assembly, AssemblyReport, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.coverage import Coverage
+from routeplane.record.record import RecordKey
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermarked_spec
 from routeplane.testing.strategies import Rollout, rollouts
@@ -55,7 +56,7 @@ def test_assembled_records_are_the_plain_ones(rollout: Rollout, overlap: Overlap
     report = made.report
     expected_counts = (len(rollout.turns), len(rollout.token_ids), len(rollout.token_ids) - 1)
     assert expected_counts == (report.calls, report.records, report.breaks)
-    names = ("overlap_rows", "drift_rows", "boundary_tokens")
+    names = ("overlap_rows", "drift_rows", "boundary_tokens", "replaced_rows", "stale_kv_rows")
     assert [counts[name] for name in names] == [getattr(report, name) for name in names]
     assert coverage == report.coverage
 
@@ -205,7 +206,10 @@ def test_reports_merge() -> None:
 
 def test_scalars_have_stable_names() -> None:
     """Every count has its name, apart from those of a stream's report, seen or not."""
-    own = ("calls", "context_breaks", "overlap_rows", "drift_rows", "drift_share", "boundary_tokens", "drift_values")
+    own = (
+        *("calls", "context_breaks", "overlap_rows", "drift_rows", "drift_share", "boundary_tokens", "drift_values"),
+        *("replaced_rows", "stale_kv_rows"),
+    )
     expected = {f"x/assembly_{name}" for name in own} | set(Coverage().scalars(prefix="x/assembly_"))
 
     assert expected == set(AssemblyReport().scalars(prefix="x/"))
@@ -216,7 +220,7 @@ def test_identity_and_attributes_are_the_callers() -> None:
     """Sample, attempt, group and attributes stand in every record; media digests are added as JSON."""
     calls = [turn(0, 2, 2, media=("m",)), turn(1, 4, 1, media=("m", "ü")), turn(2, 1, 1)]
     records = assemble(
-        calls, SPEC, sample_id="s", attempt=2, group="g", on_break="split", attributes={"logprobs_mode": "raw"}
+        calls, SPEC, sample_id=RecordKey("s", 2, 0), group="g", on_break="split", attributes={"logprobs_mode": "raw"}
     ).records
 
     assert [("s", 2, 0), ("s", 2, 1)] == [record.key for record in records]

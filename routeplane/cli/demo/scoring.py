@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from routeplane.batch.batch import RouteBatch, token_logprobs
+from routeplane.batch.batch import RouteBatch
 from routeplane.batch.collation import microbatches
+from routeplane.batch.logprobs import token_logprobs
 from routeplane.cli.demo import DemoOptions, open_source
 from routeplane.inspect.overview import REPLAY_LOGPROBS
 from routeplane.record.coverage import Coverage
