@@ -61,7 +61,8 @@ class BatchOptions(PlanOptions):
     ``seq_len``, ``pad_to_multiple_of``, ``padding_side``, ``max_length``, ``truncate``: as in PlanOptions.
     ``pad_token_id``: the token id at padding. ``fill``: what ``routes`` hold at padding: MISSING, or ``"balanced"``
     ids, which ``RouteBatch.fill_padding`` explains and spreads over ``expert_parallel`` ranks. ``buffers``: the pool
-    whose memory the batch is written into until it is released there; default fresh memory.
+    whose memory the batch is written into until it is released there; default fresh memory. ``max_unmasked``: largest
+    share of a batch's sampled tokens whose sampling mask may be unknown or capped; None: any.
 
     Checked when made, except for what depends on the layout and the spec; raises UsageError (ARGUMENT).
 
@@ -74,10 +75,13 @@ class BatchOptions(PlanOptions):
     fill: Fill = "missing"
     expert_parallel: int = 1
     buffers: BatchBuffers | None = None
+    max_unmasked: float | None = None
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
         check_pad_token(self.pad_token_id)
+        if self.max_unmasked is not None and not 0.0 <= self.max_unmasked <= 1.0:
+            raise refused("max_unmasked in [0, 1], or None", repr(self.max_unmasked))
         if self.expert_parallel != 1 and self.fill != "balanced":
             raise refused("expert_parallel with fill='balanced'", f"{self.expert_parallel} with {self.fill!r}")
 
@@ -348,6 +352,8 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         check_whole(record)
         if plan is None:
             _check_record(record, target.options)
+    if target.options.max_unmasked is not None:
+        sum_masks(records).require(target.options.max_unmasked)
     slots = layer_slots(records, target.spec)
     columns = batch_columns(records, slots=slots)
     if plan is None:
