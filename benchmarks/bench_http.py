@@ -1,4 +1,5 @@
-"""Routes in HTTP bodies: decoding each form, and what a hop costs that parses a body and writes it again.
+"""Routes in HTTP bodies: decoding each form, what a hop costs that parses a body and writes it again, and what plain
+requests pay where tickets wait for a stuck sink.
 
 Payload: one call of 30,000 tokens, 48 layers, K=8, 256 experts. The yardstick is NeMo RL's envelope in int16, which its
 own rule picks for that many experts (and its default), decoded as its codec does: base64 of the standard library, a
@@ -8,9 +9,13 @@ int8, half as long: a peer.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
+import time
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +24,7 @@ from benchmarks.bench_rules import EXPERTS, LAYERS, legal_routes
 from benchmarks.measure import Result, relative_rates
 from routeplane.capture import CaptureOptions
 from routeplane.capture.choices import read_rows
-from routeplane.capture.http import TicketStore, issue_ticket
+from routeplane.capture.http import RouteMiddleware, TicketStore, issue_ticket
 from routeplane.capture.http.middleware import RouteRequest, ShippingForm, ship_routes
 from routeplane.capture.wire import decode, encode
 from routeplane.record.spec import RouteSpec
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.record.calls import ModelCall
+    from routeplane.record.record import RouteRecord
 
 TOKENS, LISTED_TOKENS, TOP_K = 30_000, 3_000, 8
 SPEC = RouteSpec(num_experts=2 * EXPERTS, top_k=TOP_K, layer_ids=tuple(range(LAYERS)))
@@ -152,8 +158,102 @@ def hops(routes_RLK: NDArray[np.int16], *, rounds: int) -> list[Result]:
     ]
 
 
+class _Stuck:
+    """A sink that takes no record until it is told to."""
+
+    spec = SPEC
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def write(self, record: RouteRecord) -> None:
+        """Wait."""
+        self.free.wait()
+
+    def close(self) -> None:
+        """End."""
+
+    def abort(self) -> None:
+        """End."""
+
+
+def plain_behind_a_stuck_sink(routes_RLK: NDArray[np.int16], *, rounds: int) -> Result:
+    """Requests without tickets while tickets of 40 others wait for a sink that takes no record.
+
+    Each round measures as many requests with the sink free as with it stuck, one after the other, through the
+    middleware of one application.
+    """
+    body = json.dumps(response(routes_RLK)).encode()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def ask(middleware: RouteMiddleware, form: str) -> int:
+        said: list[Any] = []
+        headers = [(b"x-routeplane-form", form.encode()), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b'{"prompt": "p"}', "more_body": False}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await middleware(scope, receive, send)
+        return int(said[0]["status"])
+
+    async def measured(middleware: RouteMiddleware) -> list[float]:
+        spent = []
+        for _ in range(10):  # threads start with the first
+            await ask(middleware, "none")
+        for _ in range(100):
+            start = time.perf_counter()
+            if await ask(middleware, "none") != 200:
+                raise ValueError("expected a plain request to be answered")
+            spent.append(time.perf_counter() - start)
+        return spent
+
+    async def all_rounds() -> tuple[list[float], list[float]]:
+        free, stuck = [], []
+        for _ in range(rounds):
+            sink = _Stuck()
+            middleware = RouteMiddleware(app, spec=SPEC, sink=sink, options=CaptureOptions(cached=0))
+            free += await measured(middleware)
+            waiting = [asyncio.create_task(ask(middleware, "ticket")) for _ in range(40)]
+            await asyncio.sleep(1.0)  # their bodies are rewritten by now
+            stuck += await measured(middleware)
+            if any(task.done() for task in waiting):
+                raise ValueError("expected tickets to wait for the sink")
+            sink.free.set()
+            if set(await asyncio.gather(*waiting)) != {200}:
+                raise ValueError("expected every ticket behind a sink that is free again")
+        return free, stuck
+
+    free, stuck = asyncio.run(all_rounds())
+    p99 = {"free": float(np.percentile(free, 99)), "stuck": float(np.percentile(stuck, 99))}
+    return Result(
+        name="http/plain_behind_stuck_sink",
+        value=round(p99["stuck"] / p99["free"], 3),
+        unit="x p99 of plain requests with the sink free",
+        bar=1.5,
+        higher_is_better=False,
+        peers={
+            "median": round(median(stuck) / median(free), 3),
+            "p99, milliseconds": round(1e3 * p99["stuck"], 3),
+            "requests": float(len(stuck)),
+        },
+    )
+
+
 def main(*, full: bool) -> list[Result]:
     """Every result."""
     routes_RLK = legal_routes(TOKENS, top_k=TOP_K, seed=0)
     rounds = 15 if full else 7
-    return [*decoding(routes_RLK, rounds=rounds), *hops(routes_RLK, rounds=rounds)]
+    return [
+        *decoding(routes_RLK, rounds=rounds),
+        *hops(routes_RLK, rounds=rounds),
+        plain_behind_a_stuck_sink(routes_RLK[:512], rounds=rounds),
+    ]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,11 @@ UNIT = "x CPU time per step"
 
 def main(*, full: bool) -> list[Result]:
     """What a finish takes from the engine's step; with an engine, both writers and what vLLM's own capture costs."""
-    return [_finish_stall(tokens=32_768 if full else 8_192), *_engine_rounds(full=full)]
+    return [
+        _finish_stall(tokens=32_768 if full else 8_192),
+        _ticket_latency(rounds=12 if full else 6),
+        *_engine_rounds(full=full),
+    ]
 
 
 def _engine_rounds(*, full: bool) -> list[Result]:
@@ -106,6 +112,77 @@ def _finish_stall(*, tokens: int) -> Result:
             "longest pause meanwhile, milliseconds": round(1e3 * median(pauses), 3),
         },
     )
+
+
+def _ticket_latency(*, rounds: int) -> Result:
+    """From a sequence's last token to a ticket that can be redeemed, against making its rows durable by hand.
+
+    Sequences of 1,024 tokens, 48 layers, 8 of 128 experts end every 20 ms, and the engine's loop takes answers. The
+    yardstick writes the same bytes into a file, syncs it, renames it and syncs the folder: what a promise costs at
+    least. Both in each round, one after the other.
+    """
+    rows_RDK = _rows(1_024)
+    spec = RouteSpec(num_experts=128, top_k=8, layer_ids=tuple(range(48)), model="m")
+    tickets: list[float] = []
+    by_hand: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="routeplane-bench-") as place:
+        config = WriterConfig(place=f"{place}/blocks", run="bench")
+        writer = EngineWriter(spec, config, rank=0, logprobs_mode="raw_logprobs")
+        for number in range(rounds + 1):
+            tickets += _ticket_round(writer, rows_RDK, stem=f"{number}-")
+            by_hand += [_durable(Path(place), rows_RDK.tobytes()) for _ in range(50)]
+            if number == 0:
+                tickets, by_hand = [], []
+        writer.close()
+    p99, least = float(np.percentile(tickets, 99)), float(np.percentile(by_hand, 99))
+    return Result(
+        name="vllm_ticket_latency",
+        value=round(p99 / least, 3),
+        unit="x p99 of write, fsync, rename, fsync of the folder",
+        bar=None,
+        higher_is_better=False,
+        peers={
+            "median": round(median(tickets) / median(by_hand), 3),
+            "p99, milliseconds": round(1e3 * p99, 2),
+            "median, milliseconds": round(1e3 * median(tickets), 2),
+            "by hand, p99, milliseconds": round(1e3 * least, 2),
+            "tickets": float(len(tickets)),
+        },
+    )
+
+
+def _ticket_round(writer: EngineWriter, rows_RDK: NDArray[np.uint8], *, stem: str) -> list[float]:
+    """Seconds until each of 50 tickets is there."""
+    ended: dict[str, float] = {}
+    spent: list[float] = []
+    begin = time.perf_counter()
+    while len(spent) < 50:
+        if len(ended) < 50 and time.perf_counter() >= begin + 0.02 * len(ended):
+            name = f"{stem}{len(ended)}"
+            writer.open(name, range(len(rows_RDK)), extra_args=None)
+            sequence = writer.sequences[name]
+            sequence.cached = 0
+            sequence.add([1], rows_RDK)
+            ended[name] = time.perf_counter()
+            writer.finish(name, "length")
+        for name, said in writer.take_answers(wait_s=0.001):
+            _require_ticket([(name, said)])
+            spent.append(time.perf_counter() - ended[name])
+    return spent
+
+
+def _durable(place: Path, content: bytes) -> float:
+    """Seconds to make a file durable under its name."""
+    started = time.perf_counter()
+    with (place / "by-hand.tmp").open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    (place / "by-hand.tmp").rename(place / "by-hand")
+    folder = os.open(place, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    return time.perf_counter() - started
 
 
 def _rows(tokens: int) -> NDArray[np.uint8]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
 __all__ = [
     "CaptureError",
@@ -183,6 +183,17 @@ class RouteplaneError(Exception):
         shown = "; ".join(str(problem) for problem in found[:4])
         more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
         return cls(f"{what}: {shown}{more}", kind=found[0].kind, problems=found)
+
+    def of_sample(self, sample: str) -> Self:
+        """Return the same error with the sample named behind what the message names already.
+
+        >>> DataError("expected 3 rows, got 2 @ call c", kind=ErrorKind.ROW_COUNT).of_sample("s").message
+        'expected 3 rows, got 2 @ call c, sample s'
+        """
+        named = f"{', ' if ' @ ' in self.message else ' @ '}sample {sample}"
+        if self.message.endswith(named):
+            return self
+        return type(self)(self.message + named, kind=self.kind, problems=self.problems)
 
 
 def _rebuild(

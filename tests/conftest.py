@@ -124,14 +124,15 @@ OUTCOMES = Path(__file__).parent / "data" / "engine-outcomes.json"
 
 
 class _EngineMatrix:
-    """Merges this run's outcomes into the file: a parametrized test passed if all of its cases did."""
+    """Merges this run's outcomes into the file: a parametrized test passed if all of its cases that ran did."""
 
     def __init__(self) -> None:
         self._outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = report.nodeid.partition("[")[0]
-        if report.failed or (report.when == "call" and self._outcomes.get(test) != "failed"):
+        ran = report.failed or (report.when == "call" and report.passed)
+        if ran and self._outcomes.get(test) != "failed":
             self._outcomes[test] = report.outcome
 
     def pytest_sessionfinish(self) -> None:

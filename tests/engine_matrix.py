@@ -81,6 +81,11 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_FAULTS}test_no_restart_overwrites_and_no_ticket_is_empty",
         ),
         "the consumer gone and back": (f"{_FAULTS}test_a_consumer_that_comes_back_has_all_records",),
+        "weights reloaded between and during requests, with and without a pause": (
+            f"{_FAULTS}test_rows_of_new_weights_never_have_the_old_version",
+        ),
+        "a full disk, then space": (f"{_FAULTS}test_a_full_disk_holds_answers_until_there_is_space",),
+        "two data-parallel ranks on one place, two tensor-parallel ranks": (f"{_FAULTS}test_ranks_share_a_place",),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
@@ -97,7 +102,7 @@ What the tests saw, by version of vLLM: `python -m tests.engine_matrix` writes t
 `pytest --engine-matrix` left in `tests/data/engine-outcomes.json`.
 All of it ran on a CPU with tiny seeded models, rows compared with a Transformers forward of the same weights.
 
-**yes**: every test of the row passed. **no**: one failed. **-**: not run on this version.
+**yes**: every test of the row passed. **no**: one failed. **-**: not run on this version, or what this version refuses.
 """
 
 _TAIL = """

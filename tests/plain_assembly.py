@@ -40,10 +40,6 @@ def _rows(turn: Turn, token: int) -> list[list[int]]:
     return [row if came else missing for row, came in zip(turn.rows_SLK[token].tolist(), brought, strict=True)]
 
 
-def _fed(turn: Turn) -> int:
-    return turn.call.num_tokens - (1 if len(turn.call.generation_ids) else 0)
-
-
 def plain_segment(rollout: Rollout, index: int, *, keep_last: bool) -> PlainSegment:
     """Segment ``index`` of the record that a rollout must become."""
     turns = rollout.segment(index)
@@ -84,7 +80,7 @@ def _capture(turns: tuple[Turn, ...], token: int, keeper: Turn | None) -> tuple[
         state = "partial" if _rank(keeper, token) == 1 else "cached" if cached else "captured"
         return state, call.call_id, None if cached else call.weights_version
     for place, turn in enumerate(turns):
-        if token < _fed(turn):
+        if token < turn.call.num_fed:
             trimmed = place > 0 and token < turn.call.first_row and bool(turn.brought_SL.any())
             return turn.call.loss or ("lost" if trimmed else "not_captured"), turn.call.call_id, None
     return "not_fed", turns[-1].call.call_id, None

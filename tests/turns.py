@@ -33,5 +33,5 @@ def turn(index: int, prompt: int, generated: int, **fields: Any) -> ModelCall:
         "call_id": f"call-{index}",
     }
     if "routes" not in fields:
-        made["routes"] = watermarks(total - (1 if generated else 0))
+        made["routes"] = watermarks(total - (1 if generated and fields.get("rows") != "all" else 0))
     return ModelCall(**{**made, **fields})

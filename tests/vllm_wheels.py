@@ -1,7 +1,7 @@
 """Signatures of the names that the writer inside vLLM rests on, read from released wheels without installing them.
 
 ``python -m tests.vllm_wheels WHEEL...`` reads wheels that ``pip download --no-deps`` brought and adds what it finds to
-``tests/data/vllm-signatures.json``; the test compares that file with ``hooked_names``. Runs no code of a wheel.
+``tests/data/vllm-signatures.json``; the test compares that file with ``interface``. Runs no code of a wheel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from routeplane.capture.vllm.hooked_names import FIELDS, FUNCTIONS, find_drift
+from routeplane.capture.vllm.interface import FIELDS, FUNCTIONS, find_drift
 
 __all__ = ["SIGNATURES", "drift_of", "read_wheel"]
 

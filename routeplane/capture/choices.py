@@ -41,9 +41,12 @@ __all__ = [
     "cached_rows",
     "call_of_choice",
     "check_requests",
+    "loss_of_rows",
     "read_rows",
     "records_of_calls",
+    "require_presence",
     "sample_names",
+    "versions_of",
 ]
 
 #: What a row for the call's last token is: absent (no engine made it, so it may only be MISSING), the engine's own, or
@@ -80,7 +83,9 @@ class CaptureOptions:
         final_row: What a row for a call's last token is. None takes the reader's own: "filler" for NeMo Gym, else
             "absent".
         media: One digest per media item of the prompt.
-        absent: What it means where tokens came without routes. None refuses.
+        absent: What it means where tokens came without routes, or with rows that are all MISSING. None refuses.
+        max_missing_share: Largest share of a call's rows that may be MISSING, in any layer. None takes any but all. A
+            call whose absent rows are declared is not judged.
         redeem: Gives the call of a ticket; needed where answers carry tickets.
         version_numbers: The number of each weights version that the server names by text. Decimal text is its own
             number; a name without a number is a version that is not known.
@@ -99,6 +104,7 @@ class CaptureOptions:
     final_row: FinalRow | None = None
     media: tuple[str, ...] = ()
     absent: RowLoss | None = None
+    max_missing_share: float | None = None
     redeem: Redeem | None = None
     version_numbers: Mapping[str, int] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
@@ -111,6 +117,9 @@ class CaptureOptions:
             value = getattr(self, name)
             if value is not None and value not in get_args(known):
                 raise refused(f"{name} of {get_args(known)}, or None", repr(value))
+        share = self.max_missing_share
+        if share is not None and not 0.0 <= share <= 1.0:
+            raise refused("max_missing_share in [0, 1], or None", repr(share))
         for name in ("decoder_layers", "fused_shared"):
             if getattr(self, name) is not None:
                 check_count(getattr(self, name), name, below=2**31)
@@ -294,10 +303,10 @@ def call_of_choice(
     last = options.final_row or final_row
     rows_RLK, begin = _rows(choice, spec, options=options, first_row=first_row, last=last)
     loss = _loss(choice, rows_RLK, absent=options.absent, first_row=begin, last=last)
-    version, versions = _versions(choice, weights_version, options, prompt=len(prompt_P))
-    cached = choice.cached if options.cached is None else options.cached
-    # what was generated comes from no prefix cache, whatever a server's count says
-    bound = max(len(prompt_P) - 1, 0) if cached is None else min(cached, len(prompt_P))
+    if rows_RLK is not None and loss is None:
+        loss = require_presence(rows_RLK, options, call=choice.call_id)
+    version, versions = versions_of(choice, weights_version=weights_version, numbers=options.version_numbers)
+    bound = _cached_bound(choice.cached if options.cached is None else options.cached, prompt=len(prompt_P))
     if choice.retractions and rows_RLK is not None and _may_have_changed(choice, versions):
         # what was computed again replaced the rows of the first time, by weights that nothing names
         bound = begin + len(rows_RLK)
@@ -315,6 +324,9 @@ def call_of_choice(
         # below first_row there is no row that could have come from a cache
         cached=cached_rows(bound, rows_RLK, first_row=begin),
         loss=loss,
+        rows="all"
+        if last == "captured" and rows_RLK is not None and begin + len(rows_RLK) == len(token_S)
+        else "but_last",
         columns=choice.columns,
     )
 
@@ -324,20 +336,37 @@ def call_of_choice(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _versions(
-    choice: Choice, weights_version: int | None, options: CaptureOptions, *, prompt: int
+def versions_of(
+    choice: Choice, *, weights_version: int | None, numbers: Mapping[str, int] | None
 ) -> tuple[int | None, tuple[VersionSpan, ...]]:
-    """The version of the call, or its versions by spans of sampled tokens, from the caller and from the answer."""
-    spans = _spans_of(choice)
+    """Tell which weights sampled the tokens of a choice, by what the caller and the answer say.
+
+    Args:
+        choice: What the server said: ``weight_version``, or ``weight_versions`` by spans of generated tokens.
+        weights_version: Of the policy, as the caller says; None where unknown.
+        numbers: The number of each version that the server names by text.
+
+    Returns:
+        The version of the call, or its versions by spans. Raises DataError (SPANS) for spans that do not cover the
+        tokens, or an answer of other weights than the caller says.
+
+    >>> said = Choice(
+    ...     call_id="c", prompt_ids=[5], generation_ids=[7, 8], finish_reason="stop",
+    ...     weight_versions=[{"version": "7", "start": 0, "end": 1}, {"version": "v8", "start": 1, "end": 2}],
+    ... )
+    >>> versions_of(said, weights_version=None, numbers={"v8": 8})
+    (None, ((1, 2, 7), (2, 3, 8)))
+    """
+    spans, prompt = _spans_of(choice), len(choice.prompt_ids)
     if not spans:
         return weights_version, ()
-    numbers = {name: _number(name, options) for _, _, name in spans}
-    known = set(numbers.values())
-    if len(known) == 1 and (len(numbers) == 1 or None not in known):
+    named = {name: _number(name, numbers) for _, _, name in spans}
+    known = set(named.values())
+    if len(known) == 1 and (len(named) == 1 or None not in known):
         [number] = known
         number = weights_version if number is None else number
     elif weights_version is None:
-        return None, tuple((prompt + start, prompt + stop, numbers[name]) for start, stop, name in spans)
+        return None, tuple((prompt + start, prompt + stop, named[name]) for start, stop, name in spans)
     else:
         number = None
     if weights_version is not None and number != weights_version:
@@ -380,16 +409,20 @@ def _name(version: object, where: str) -> int | str:
     return version
 
 
-def _number(name: int | str, options: CaptureOptions) -> int | None:
+def _number(name: int | str, numbers: Mapping[str, int] | None) -> int | None:
     if isinstance(name, int):
         return name
-    known = options.version_numbers or {}
-    return known.get(name, int(name) if name.isdecimal() and name.isascii() else None)
+    return (numbers or {}).get(name, int(name) if name.isdecimal() and name.isascii() else None)
 
 
 def _may_have_changed(choice: Choice, versions: Sequence[VersionSpan]) -> bool:
     """Whether what was computed again may be of other weights than the tokens: unless spans say one version for all."""
     return bool(versions) or choice.weight_versions is None
+
+
+def _cached_bound(cached: int | None, *, prompt: int) -> int:
+    """Up to which token rows may come from a prefix cache: never what was generated, whatever a server's count says."""
+    return max(prompt - 1, 0) if cached is None else min(cached, prompt)
 
 
 def _is_ticket(routes: Any) -> bool:
@@ -501,18 +534,47 @@ def _loss(
             kind=ErrorKind.CAPTURE_OFF,
         )
     least, got = prompt + max(generated - 1, 0) - first_row, len(rows_RLK)
-    if got == least or (last == "captured" and got == least + 1):
+    if last == "captured" and got == least + 1:
         return None
-    if declared is not None and got < least:
-        return declared
-    if choice.short_prefill and generated == 0 and got == least - 1:
+    if choice.short_prefill and declared is None and generated == 0 and got == least - 1:
         return "not_captured"
-    raise DataError(
-        f"expected {least} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the last "
-        f"fed), got {got}: is first_row what the request asked for (routed_experts_prompt_start, or SGLang's "
-        f"routed_experts_start_len)? @ call {choice.call_id}",
-        kind=ErrorKind.ROW_COUNT,
+    return loss_of_rows(
+        got, prompt=prompt, generated=generated, first_row=first_row, declared=declared, call=choice.call_id
     )
+
+
+def require_presence(rows_RLK: NDArray[np.int16], options: CaptureOptions, *, call: str) -> RowLoss | None:
+    """Judge whether the rows of a call hold ids: a payload that is MISSING throughout has the field and no content.
+
+    Args:
+        rows_RLK: The rows of tokens that were fed.
+        options: ``absent`` and ``max_missing_share`` are looked at.
+        call: Named in errors.
+
+    Returns:
+        What ``absent`` declares of a call without ids; None for any other. Raises CaptureError (CAPTURE_OFF) for a call
+        without ids where nothing is declared, DataError (ROUTES_MISSING) for more MISSING rows than may be.
+
+    >>> require_presence(np.full((3, 1, 2), -1, np.int16), CaptureOptions(absent="lost"), call="c")
+    'lost'
+    """
+    absent_R = (rows_RLK[:, :, 0] == MISSING).any(axis=1)
+    absent, rows = int(absent_R.sum()), len(rows_RLK)
+    if absent == rows > 0 and bool((rows_RLK == MISSING).all()):
+        if options.absent is not None:
+            return options.absent
+        raise CaptureError(
+            f"expected rows with ids, got {rows} rows that are all {MISSING}: the field came without content, so the "
+            f"engine captured nothing or a hop between filled it in (absent='not_captured' declares it) @ call {call}",
+            kind=ErrorKind.CAPTURE_OFF,
+        )
+    if options.max_missing_share is not None and absent > options.max_missing_share * rows:
+        raise DataError(
+            f"expected at most {options.max_missing_share:.4f} of the rows missing, got {absent} of {rows} "
+            f"@ call {call}",
+            kind=ErrorKind.ROUTES_MISSING,
+        )
+    return None
 
 
 def _logprobs(choice: Choice) -> NDArray[np.float32] | None:
@@ -589,6 +651,49 @@ def check_requests(
         raise refused("a finite temperature of at least 0", repr(temperature))
     if seed < 0:
         raise refused("a seed of at least 0", repr(seed))
+
+
+def loss_of_rows(
+    got: int, *, prompt: int, generated: int, first_row: int, declared: RowLoss | None, call: str
+) -> RowLoss | None:
+    """Say why rows of a call are absent, by the number that came.
+
+    An engine feeds the prompt and all generated tokens but the last. One row too many or too few means that rows are
+    not where they are thought to be: a request that was trimmed, or answered from a prefix cache, would have the rows
+    of other tokens.
+
+    Args:
+        got: Rows that came, of tokens ``[first_row, first_row + got)``.
+        prompt: Prompt tokens.
+        generated: Generated tokens.
+        first_row: The token of row 0, as the request asked.
+        declared: What the engine said of rows that are not there.
+        call: The call's name, for the message.
+
+    Returns:
+        None where all rows came, else ``declared``. Raises DataError (ROW_COUNT) for fewer rows that nothing explains,
+        and for more.
+
+    >>> loss_of_rows(3, prompt=4, generated=2, first_row=2, declared=None, call="c")
+    >>> loss_of_rows(1, prompt=4, generated=2, first_row=2, declared="aborted", call="c")
+    'aborted'
+    """
+    expected = prompt + max(generated - 1, 0) - first_row
+    if got == expected:
+        return None
+    if declared is not None and got < expected:
+        return declared
+    said = (
+        "is first_row what the request asked for (routed_experts_prompt_start, or SGLang's routed_experts_start_len), "
+        "and is this the whole answer, not a DELTA?"
+        if got
+        else "the field is there and holds no row, so the engine captured nothing or a hop between emptied it"
+    )
+    raise DataError(
+        f"expected {expected} rows from row {first_row} ({prompt} prompt + {generated} generated tokens, all but the "
+        f"last fed), got {got}: {said} @ call {call}",
+        kind=ErrorKind.ROW_COUNT,
+    )
 
 
 def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) -> int:

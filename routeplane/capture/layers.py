@@ -124,13 +124,15 @@ def rows_without_filler(
     *,
     captured: Sequence[tuple[int, int]],
     axis: LayerAxis = "decoder",
+    first_token: int = 0,
     call: str | None = None,
 ) -> NDArray[np.int16]:
     """The rows of an array ``[S, D, K]`` inside the intervals ``captured``, MISSING everywhere else: fresh int16
     ``[S, L, K]``.
 
     ``captured``: ``[start, stop)`` of the positions that an engine was asked about, in order and apart. What stands
-    outside is not looked at. Raises UsageError for other intervals, and as ``wire.rows_from_axis``.
+    outside is not looked at. ``first_token``: the token of row 0, for the messages. Raises UsageError for other
+    intervals, and as ``wire.rows_from_axis``.
     """
     array_SDK = np.asarray(routes)
     bounds = [0, *itertools.chain.from_iterable(captured), len(array_SDK)]
@@ -138,7 +140,9 @@ def rows_without_filler(
         raise refused(f"intervals in order, inside [0, {len(array_SDK)})", f"{list(captured)[:8]}")
     rows_SLK = spec.missing_rows(len(array_SDK))
     for start, stop in captured:
-        rows_SLK[start:stop] = rows_from_axis(array_SDK[start:stop], spec, axis=axis, first_row=start, call=call)
+        rows_SLK[start:stop] = rows_from_axis(
+            array_SDK[start:stop], spec, axis=axis, first_row=first_token + start, call=call
+        )
     return rows_SLK
 
 

@@ -113,14 +113,12 @@ def _spans_of_call(call: ModelCall) -> tuple[Span, ...]:
 
 def _captures_of_call(call: ModelCall) -> tuple[Capture, ...]:
     absent: CaptureState = call.loss or "not_captured"
-    # A call that generated nothing fed its whole prompt; otherwise its last token was only sampled.
-    fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
     cached = min(max(call.cached, call.first_row), call.rows_stop)
     edges: tuple[tuple[int, CaptureState, int | None], ...] = (
         (call.first_row, absent, None),
         (cached, "cached", None),
         *((min(stop, call.rows_stop), "captured", version) for _, stop, version in call.row_versions()),
-        (max(fed, call.rows_stop), absent, None),
+        (call.num_fed, absent, None),
         (call.num_tokens, "not_fed", None),
     )
     captures, at = [], 0

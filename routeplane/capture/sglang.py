@@ -28,7 +28,16 @@ _WHY_ABSENT = (
     "start the server with --enable-return-routed-experts and ask with return_routed_experts (a gateway may drop the "
     "field)"
 )
-_OPTIONS = ("absent", "cached", "decoder_layers", "fused_shared", "logprobs_mode", "media", "version_numbers")
+_OPTIONS = (
+    "absent",
+    "cached",
+    "decoder_layers",
+    "fused_shared",
+    "logprobs_mode",
+    "max_missing_share",
+    "media",
+    "version_numbers",
+)
 
 
 def calls(

@@ -190,12 +190,13 @@ class GymEnvironment:
 def check_routes(answer: Mapping[str, Any]) -> None:
     """Raise DataError (ROUTES_MISSING) unless every model call of a rollout carries rows that hold ids.
 
-    A payload whose rows are all MISSING has the field and no content; a row that is there in any form counts. Raises
-    DataError as ``capture.wire.decode`` for a payload that cannot be read.
+    A payload whose rows are all MISSING has the field and no content; a row of the last token, which no engine fed,
+    does not count. Raises DataError as ``capture.wire.decode`` for a payload that cannot be read.
 
     Example::
 
-        >>> check_routes({"response": {"output": [{"generation_token_ids": [7], "routed_experts": [[[0, 1]]]}]}})
+        >>> item = {"prompt_token_ids": [5], "generation_token_ids": [7], "routed_experts": [[[0, 1]], [[0, 1]]]}
+        >>> check_routes({"response": {"output": [item]}})
     """
     calls = [
         (place, item)
@@ -203,14 +204,18 @@ def check_routes(answer: Mapping[str, Any]) -> None:
         if item.get("generation_token_ids")
     ]
     without = [place for place, item in calls if item.get("routed_experts") is None]
-    held = {place: item["routed_experts"] for place, item in calls if place not in without}
-    empty = [place for place, value in held.items() if not (decode(value).routes != MISSING).any()]
+    empty = [place for place, item in calls if place not in without and not _has_ids(item)]
     if without or empty or not calls:
         raise DataError(
             f"expected rows of ids with every model call of a rollout, got {len(calls)} calls, "
             f"no routes @ items {without}, only MISSING rows @ items {empty}",
             kind=ErrorKind.ROUTES_MISSING,
         )
+
+
+def _has_ids(item: Mapping[str, Any]) -> bool:
+    fed = len(item.get("prompt_token_ids") or ()) + len(item["generation_token_ids"]) - 1
+    return bool((decode(item["routed_experts"]).routes[: fed or None] != MISSING).any())
 
 
 def _answers(url: str) -> bool:

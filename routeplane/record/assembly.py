@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -117,40 +118,50 @@ def assemble(
     were fed and did not come are marked with their state or refused. The last of ``calls`` may be UnfedTokens. A token
     inside a record whose row no call brought is ``lost``, unless its call was made without capture.
 
-    Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call and token,
-    UsageError for an unknown policy.
+    Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call, token and
+    sample, UsageError for an unknown policy.
     """
     _check_policies(overlap=overlap, on_break=on_break, on_missing=on_missing)
-    made, tail = _split_tail(list(calls))
-    verified = [_checked(call, spec) for call in made]
-    segments = _plan(verified, split=on_break == "split")
-    records, report = [], AssemblyReport(calls=len(verified), breaks=len(segments) - 1)
-    for index, segment in enumerate(segments):
-        unfed = tail if index == len(segments) - 1 else None
-        fill = _Fill(segment, spec, unfed)
-        for position in range(len(segment)):
-            fill.add(position, keep_last=overlap == "keep_last")
-        captures = fill.captures()
-        if on_missing == "raise":
-            _refuse_missing(captures, sample_id)
-        record = RouteRecord(
-            sample_id=sample_id,
-            attempt=attempt,
-            segment=index,
-            group=group,
-            token_ids=_tokens(segment, unfed),
-            routes=fill.routes_SLK,
-            spans=_spans(segment, unfed),
-            captures=captures,
-            spec=spec,
-            logprobs=_logprobs(segment, unfed),
-            attributes=_attributes(segment, attributes),
-            columns=fill.columns(),
-        )
-        records.append(record)
-        found = replace(fill.counts, records=1, coverage=record.coverage())
-        report = report.merge(found)
+    with _naming(sample_id):
+        made, tail = _split_tail(list(calls))
+        verified = [_checked(call, spec) for call in made]
+        segments = _plan(verified, split=on_break == "split")
+        records, report = [], AssemblyReport(calls=len(verified), breaks=len(segments) - 1)
+        for index, segment in enumerate(segments):
+            unfed = tail if index == len(segments) - 1 else None
+            fill = _Fill(segment, spec, unfed)
+            for position in range(len(segment)):
+                fill.add(position, keep_last=overlap == "keep_last")
+            captures = fill.captures()
+            if on_missing == "raise":
+                _refuse_missing(captures, sample_id)
+            record = RouteRecord(
+                sample_id=sample_id,
+                attempt=attempt,
+                segment=index,
+                group=group,
+                token_ids=_tokens(segment, unfed),
+                routes=fill.routes_SLK,
+                spans=_spans(segment, unfed),
+                captures=captures,
+                spec=spec,
+                logprobs=_logprobs(segment, unfed),
+                attributes=_attributes(segment, attributes),
+                columns=fill.columns(),
+            )
+            records.append(record)
+            found = replace(fill.counts, records=1, coverage=record.coverage())
+            report = report.merge(found)
     return Assembly(records=tuple(records), report=report)
+
+
+@contextmanager
+def _naming(sample_id: str) -> Iterator[None]:
+    """Name the sample in errors of its calls, which know their own names alone."""
+    try:
+        yield
+    except DataError as error:
+        raise error.of_sample(sample_id) from error
 
 
 def _split_tail(given: list[ModelCall | UnfedTokens]) -> tuple[list[ModelCall], UnfedTokens | None]:
@@ -245,8 +256,7 @@ class _Fill:
         call = self._segment[position]
         if call.routes is not None and len(call.routes):
             self._take(position, call, keep_last=keep_last)
-        # A call that generated nothing fed its whole prompt; otherwise its last token was only sampled.
-        fed = call.num_tokens if len(call.generation_ids) == 0 else call.num_tokens - 1
+        fed = call.num_fed
         unexplained_S = np.flatnonzero((self._rank_S[:fed] == _ABSENT) & (self._state_S[:fed] == _UNKNOWN))
         self._state_S[unexplained_S] = _CODE[call.loss or "not_captured"]
         if position > 0 and call.loss is None and _brings_rows(call):

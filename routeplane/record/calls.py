@@ -1,8 +1,8 @@
 """Requests to an engine as they happened (ModelCall), before they become a record.
 
-A call fed P prompt tokens and all its G generated ones but the last, so n = P + G tokens bring n - 1 rows, or n where
-the last was fed too. Nothing else is accepted, unless the capture declares why rows are absent. Knows no engine;
-``assemble`` turns calls into records.
+A call fed P prompt tokens and all its G generated ones but the last, so n = P + G tokens bring n - 1 rows; n where
+nothing was generated, or where the reader declares that the last was fed too. Nothing else is accepted, unless the
+capture declares why rows are absent. Knows no engine; ``assemble`` turns calls into records.
 
 Axes: S token positions of the call (n), R rows that came, L captured layers, K top-k slots.
 """
@@ -24,11 +24,12 @@ from routeplane.record.spans import Sampling
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ModelCall", "RowLoss", "VersionSpan", "merge_layers"]
+__all__ = ["FedRows", "ModelCall", "RowLoss", "VersionSpan", "merge_layers"]
 
 #: Why rows that were fed did not come: the states that a capture may declare.
 RowLoss = Literal["aborted", "lost", "not_captured"]
-
+#: Which tokens a call fed, hence which rows it brings: all but the last one sampled, or that one too.
+FedRows = Literal["but_last", "all"]
 
 #: Tokens ``[start, stop)`` of a call and the version of the weights that sampled them, None where it is unknown.
 VersionSpan = tuple[int, int, int | None]
@@ -46,8 +47,9 @@ class ModelCall:
     ``sampling``: the parameters. ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order.
     ``cached``: rows ``[first_row, cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``:
     declares that rows are absent, and why (those before ``first_row`` included, unless another call brings them);
-    without it ``first_row + R`` must be n or n - 1. ``columns``: aligned columns of P + G entries. ``checksum``: None
-    computes it.
+    without it ``first_row + R`` must be the number of tokens that were fed. ``rows``: which those are: ``"but_last"``,
+    n - 1 (n where nothing was generated), or ``"all"``, n: the engine fed the last token too, as for a continuation
+    that it scored. ``columns``: aligned columns of P + G entries. ``checksum``: None computes it.
 
     Raises DataError for anything else. Arrays are kept as read-only views where their type fits.
     """
@@ -63,6 +65,7 @@ class ModelCall:
     media: tuple[str, ...] = ()
     cached: int = 0
     loss: RowLoss | None = None
+    rows: FedRows = "but_last"
     columns: Mapping[str, Any] = field(default_factory=dict)  # takes arrays too; AlignedColumn by name ever after
     versions: tuple[VersionSpan, ...] = ()
     sampling: Sampling | None = None
@@ -86,6 +89,8 @@ class ModelCall:
         self._check_versions()
         if self.loss is not None and self.loss not in get_args(RowLoss):
             raise DataError(f"expected loss of {get_args(RowLoss)}, got {self.loss!r}", kind=ErrorKind.COVERAGE)
+        if self.rows not in get_args(FedRows):
+            raise DataError(f"expected rows of {get_args(FedRows)}, got {self.rows!r}", kind=ErrorKind.ROW_COUNT)
         self._check_rows()
         if self.checksum is None:
             settle(self, checksum=self.compute_checksum())
@@ -137,11 +142,12 @@ class ModelCall:
                 f"expected {len(self.layer_ids)} layers {list(self.layer_ids)}, got {routes_RLK.shape[1]} {where}",
                 kind=ErrorKind.LAYERS,
             )
-        rows, end, tokens = len(routes_RLK), self.first_row + len(routes_RLK), self.num_tokens
-        if end > tokens or (end < tokens - 1 and self.loss is None):
+        rows, end, fed = len(routes_RLK), self.first_row + len(routes_RLK), self.num_fed
+        if end > fed or (end < fed and self.loss is None):
+            which = "all" if fed == self.num_tokens else 'all but the last (rows="all" where that was fed too)'
             raise DataError(
-                f"expected rows up to token {tokens - 1} or {tokens} ({len(self.prompt_ids)} prompt + "
-                f"{len(self.generation_ids)} generated), got {rows} from {self.first_row} {where}",
+                f"expected rows up to token {fed} ({len(self.prompt_ids)} prompt + {len(self.generation_ids)} "
+                f"generated tokens, of which the engine fed {which}), got {rows} from {self.first_row} {where}",
                 kind=ErrorKind.ROW_COUNT,
             )
         if self.cached > end:
@@ -151,6 +157,11 @@ class ModelCall:
     def num_tokens(self) -> int:
         """n = P + G."""
         return len(self.prompt_ids) + len(self.generation_ids)
+
+    @property
+    def num_fed(self) -> int:
+        """How many tokens the engine fed: n, or n - 1 where the last one was only sampled."""
+        return self.num_tokens - int(self.rows == "but_last" and len(self.generation_ids) > 0)
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Which weights sampled the generated tokens: one span where nothing changed, none where none was generated."""
@@ -197,6 +208,8 @@ class ModelCall:
             out.text("digest", digest)
         out.int64("cached", self.cached)
         out.text("loss", self.loss)
+        if self.rows != "but_last":
+            out.text("rows", self.rows)
         if self.versions:
             out.begin_list("versions", len(self.versions))
             for start, stop, version in self.versions:
@@ -276,6 +289,7 @@ def _check_same_call(first: ModelCall, part: ModelCall) -> None:
         "media",
         "cached",
         "loss",
+        "rows",
         "versions",
         "sampling",
     ):

@@ -178,9 +178,11 @@ def _capture(
     total = len(rows_SLK)
     brought_SL = np.zeros((total, spec.num_layers), dtype=np.bool_)
     loss = draw(st.none() | st.sampled_from(_LOSSES)) if draw(st.booleans()) else None
+    fed = total if not generated or draw(st.booleans()) else total - 1
+    declared = {"loss": loss, "rows": "all" if generated and fed == total else "but_last"}
     if draw(st.integers(0, 5)) == 5:
-        return brought_SL, {"routes": None, "loss": loss}
-    first, stop = _rows(draw, total=total, generated=generated, held=held, short=loss is not None)
+        return brought_SL, {"routes": None, **declared}
+    first, stop = _rows(draw, fed=fed, held=held, short=loss is not None)
     slots = list(range(spec.num_layers))
     named = draw(st.booleans())
     if named:
@@ -194,15 +196,13 @@ def _capture(
         "first_row": first,
         "layer_ids": tuple(spec.layer_ids[slot] for slot in slots) if named else None,
         "cached": draw(st.integers(0, stop)) if draw(st.booleans()) else 0,
-        "loss": loss,
+        **declared,
     }
 
 
-def _rows(draw: st.DrawFn, *, total: int, generated: int, held: int, short: bool) -> tuple[int, int]:
+def _rows(draw: st.DrawFn, *, fed: int, held: int, short: bool) -> tuple[int, int]:
     """``[first, stop)``: what the engine returns of a call's rows."""
-    stop = total if draw(st.booleans()) or (not generated and draw(st.booleans())) else total - 1
-    if short:
-        stop = draw(st.integers(0, stop))
+    stop = draw(st.integers(0, fed)) if short else fed
     first = draw(st.sampled_from([0, min(held, stop), draw(st.integers(0, stop))]))
     return first, stop
 

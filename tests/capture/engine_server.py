@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "auto",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc
     "HF_HUB_OFFLINE": "1",
@@ -63,15 +64,17 @@ class Server:
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
-    def end(self, number: int, *, wait_s: float = 60) -> None:
-        """Send a signal to the server, and wait until it is gone."""
-        self.process.send_signal(number)
-        self.process.wait(timeout=wait_s)
+    def post(self, path: str) -> None:
+        """Call an endpoint of an operator's."""
+        httpx.post(f"{self.url}{path}", timeout=60).raise_for_status()
 
 
 @contextmanager
-def running(model: Path, place: Path, log: Path, **config: Any) -> Iterator[Server]:
-    """A server that writes into a place; what is left of it is killed on the way out."""
+def running(model: Path, place: Path, log: Path, *, arguments: Sequence[str] = (), **config: Any) -> Iterator[Server]:
+    """A server that writes into a place; what is left of it is killed on the way out.
+
+    ``arguments``: further ones of the server; ``config``: of its writer.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -84,6 +87,7 @@ def running(model: Path, place: Path, log: Path, **config: Any) -> Iterator[Serv
         *("--scheduler-cls", "routeplane.capture.vllm.RouteScheduler"),
         *("--additional-config", json.dumps({"routeplane": writer})),
         *("--middleware", "routeplane.capture.http.RouteMiddleware", "--disable-uvicorn-access-log"),
+        *arguments,
     ]
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -99,8 +103,9 @@ def running(model: Path, place: Path, log: Path, **config: Any) -> Iterator[Serv
                 os.killpg(process.pid, number)
             except ProcessLookupError:
                 break
-            if process.poll() is None and number == signal.SIGTERM:
-                process.wait(timeout=60)
+            if number == signal.SIGTERM:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=60)
             time.sleep(0.2)
 
 
@@ -189,10 +194,14 @@ def _take_chunk(chunk: dict[str, Any], context: Any, answers: Answers) -> None:
             answers.take(choice, (*context, chunk))
 
 
-async def load(url: str, *, stem: str, count: int, answers: Answers, at_once: int = 12) -> None:
-    """Requests of all forms, so many at once, until ``count`` were sent or the server is gone."""
+async def load(url: str, *, stem: str, count: int, answers: Answers, at_once: int = 12, patience_s: float = 60) -> None:
+    """Requests of all forms, so many at once, until ``count`` were sent or the server is gone.
+
+    ``patience_s``: when a client hangs up. A server that ends with vLLM's default timeout kills its engine and then
+    waits for clients whose answers will never come.
+    """
     limit = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=patience_s) as client:
 
         async def one(number: int) -> None:
             async with limit:

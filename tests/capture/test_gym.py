@@ -344,7 +344,8 @@ def test_any_rollout_comes_through_gym(made: Rollout, form: Any, filler: bool) -
         kept.append(rows_SLK[: tokens - 1])
     if not items:
         return
-    got = gym_rollout(items, spec, sample_id="s", weights_version=1, on_break="split", axis="captured", cached=0)
+    given: dict[str, Any] = {"axis": "captured", "cached": 0, "absent": "not_captured"}  # calls without any row too
+    got = gym_rollout(items, spec, sample_id="s", weights_version=1, on_break="split", **given)
     plain: list[dict[int, Any]] = []
     tokens_so_far: list[int] = []
     for one, rows_SLK in zip(items, kept, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,11 @@ from tests.capture.vllm_engine import (
     Engine,
     assert_equals_reference,
     reference_logprobs,
-    running_engine,
     states,
 )
+from tests.meta.test_doctests import run_examples
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine for all tests here."""
-    with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
-        yield running
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,6 +297,16 @@ def test_no_logprobs_asked_none_recorded(engine: Engine) -> None:
     )
 
     assert (None, {}) == (record.logprobs, dict(record.attributes))
+
+
+@pytest.mark.parametrize("name", ["engines", "outputs", "probing"])
+def test_the_examples_of_a_file_run(engine: Engine, name: str) -> None:
+    """What its docstrings show is what happens, with an engine, its spec and an output at hand."""
+    module = import_module(f"routeplane.capture.vllm.{name}")
+    given = {"llm": engine.llm, "spec": SPEC, "output": engine.ask(SHORT)[0]}
+
+    count, failures = run_examples(module, module.__name__, given)
+    assert ([], True) == (failures, count > 0)
 
 
 def test_a_prefill_in_chunks_leaves_no_seam(engine: Engine) -> None:

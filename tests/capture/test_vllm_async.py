@@ -15,13 +15,21 @@ import pytest
 from vllm.sampling_params import RequestOutputKind
 
 from routeplane.capture import vllm as capture
-from routeplane.capture.vllm import OutputOptions, RouteWritingEngine, merge_deltas, probe_async, spec_from_vllm
+from routeplane.capture.vllm import (
+    OutputOptions,
+    RouteWritingEngine,
+    async_llm,
+    merge_deltas,
+    probe_async,
+    spec_from_vllm,
+)
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, new_stream, open_stream
 from tests.capture.async_engine import AsyncEngine, running_async_engine, sampling
 from tests.capture.vllm_engine import LONG, SHORT, SPEC, assert_equals_reference, states
+from tests.meta.test_doctests import run_examples
 
 pytestmark = pytest.mark.vllm
 
@@ -343,3 +351,11 @@ def test_what_cannot_work_is_refused_at_once(engine: AsyncEngine) -> None:
                 await made.writer.conversation("c").turn(SHORT, sampling(n=2))
 
     engine.run(job())
+
+
+def test_the_examples_of_the_file_run(engine: AsyncEngine) -> None:
+    """What its docstrings show is what happens, with an engine, a sink and sampling parameters at hand."""
+    given = {"engine": engine.llm, "sink": new_stream(MemoryStream(), SPEC), "sampling": sampling(), "run": engine.run}
+
+    count, failures = run_examples(async_llm, async_llm.__name__, given)
+    assert ([], True) == (failures, count > 0)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routeplane.capture import CaptureOptions
+from routeplane.capture.http import openai
 from routeplane.capture.http.tickets import call_of_ticket
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, open_carrier
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, request_args
-from routeplane.errors import ErrorKind, TransportError, UsageError
+from routeplane.capture.wire import encode
+from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord
@@ -226,6 +230,45 @@ def test_a_sequence_without_rows_is_refused_and_the_engine_goes_on(tmp_path: Pat
     begin(writer, "late", generated=2)
     writer.finish("late", "length")
     assert "closed" in answer(writer, "late")["routeplane_error"]
+
+
+@given(
+    first_row=st.integers(0, 4),
+    generated=st.integers(1, 3),
+    off=st.integers(-2, 2),
+    reason=st.sampled_from(["length", "stop", "abort"]),
+)
+def test_rows_that_are_off_are_refused_as_in_the_readers_of_answers(
+    first_row: int, generated: int, off: int, reason: str
+) -> None:
+    """A row too many or too few, of a trimmed request too: the writer records what a reader of the answer takes."""
+    rows_RDK = layers_of(first_row, max(first_row, 3 + generated + off))
+    prompt, tokens = [1, 2, 3, 4], list(range(10, 10 + generated))
+    choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "routed_experts": encode(rows_RDK, form="npy")}
+    response = {"id": "r", "prompt_token_ids": prompt, "choices": [choice]}
+    read: Any
+    try:
+        [read] = openai.calls(
+            response, SPEC, weights_version=None, first_row=first_row, options=CaptureOptions(cached=0)
+        )
+    except RouteplaneError as error:
+        read = error.kind
+    with TemporaryDirectory() as place:
+        writer = writer_into(Path(place))
+        writer.open("r", prompt, extra_args=None, first_row=first_row)
+        writer.sequences["r"].cached = 0
+        writer.sequences["r"].add(tokens, rows_RDK)
+        writer.finish("r", reason)
+        said = answer(writer, "r")
+        writer.close()
+        record = records_of(Path(place)).get("r")
+        refusals = dict(writer.report().refusals)
+
+    if record is None:
+        assert {str(read): 1} == refusals
+    else:
+        call = call_of_ticket(record, RouteTicket.from_json(said[KEY]))
+        assert (read.first_row, read.rows_stop, read.loss) == (call.first_row, call.rows_stop, call.loss)
 
 
 def test_an_aborted_request_is_sealed_by_age(tmp_path: Path) -> None:

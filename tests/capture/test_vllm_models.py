@@ -128,12 +128,9 @@ def forward_rows(model: Any, spec: RouteSpec, token_ids: Any) -> NDArray[np.int3
     return np.sort(rows_SLK, axis=2)
 
 
-# each starts an engine; one family is enough on every change
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(one, marks=[] if one is FAMILIES[0] else [pytest.mark.slow]) for one in FAMILIES],
-    ids=[f"{one.name}-{one.dtype}" for one in FAMILIES],
-)
+# each starts an engine; the family of all other files is enough on every change
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=[f"{one.name}-{one.dtype}" for one in FAMILIES])
 def test_rows_of_a_family_are_those_of_transformers(
     family: Family, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:

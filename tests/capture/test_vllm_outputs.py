@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,16 +21,10 @@ from routeplane.capture import vllm as capture
 from routeplane.capture.vllm import OutputOptions, generate_records, start_engine
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.calls import ModelCall
-from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, reference_rows, running_engine, states
+from tests.capture.test_servers import MATRIX
+from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, reference_rows, states
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine for all tests here."""
-    with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +105,46 @@ def test_an_abort_with_all_its_rows_lacks_nothing(good: RequestOutput) -> None:
     [call] = capture.calls(changed(good, finish_reason="abort"), SPEC, weights_version=1)
 
     assert (None, 21) == (call.loss, call.rows_stop)
+
+
+def with_versions(output: RequestOutput, *edges: tuple[str, int, int]) -> RequestOutput:
+    """The same output as vLLM 0.32 gives it: with spans of the weights that sampled its tokens."""
+    copied = changed(output)
+    spans = [SimpleNamespace(version=name, start=start, end=stop) for name, start, stop in edges]
+    copied.outputs[0].weight_versions = spans
+    return copied
+
+
+def test_an_update_at_every_position_is_in_the_call(good: RequestOutput) -> None:
+    """Spans of the output's tokens become those of the call; a contradiction with the caller is refused."""
+    prompt, generated = len(SHORT), len(good.outputs[0].token_ids)
+    for at in range(1, generated):
+        straddling = with_versions(good, ("7", 0, at), ("v8", at, generated))
+        options = OutputOptions(version_numbers={"v8": 8})
+        [call] = capture.calls(straddling, SPEC, weights_version=None, options=options)
+        assert ((prompt, prompt + at, 7), (prompt + at, prompt + generated, 8)) == call.versions
+        with pytest.raises(DataError) as caught:
+            capture.calls(straddling, SPEC, weights_version=7, options=options)
+        assert ErrorKind.SPANS == caught.value.kind
+    [unset] = capture.calls(with_versions(good, ("default", 0, generated)), SPEC, weights_version=5)
+    assert (5, ()) == (unset.weights_version, unset.versions)
+
+
+def test_rows_of_other_tokens_never_pass(good: RequestOutput) -> None:
+    """The matrix of every reader: a request that began at row 2, read with another first row, with a row added."""
+    rows_RDK = good.outputs[0].routed_experts[2:].astype(np.int16)
+    pads = {"zeros": np.zeros_like(rows_RDK[:1]), "minus one": np.full_like(rows_RDK[:1], -1), "legal": rows_RDK[-1:]}
+    [truth] = capture.records(good, SPEC)
+    for error, place, pad in MATRIX:
+        ends = {"none": [rows_RDK], "in front": [pads.get(pad), rows_RDK], "behind": [rows_RDK, pads.get(pad)]}
+        sent = changed(good, routed_experts=np.concatenate(ends[place]))
+        options = OutputOptions(first_row=2 + error)
+        if (error, place) == (0, "none"):
+            [record] = capture.records(sent, SPEC, options=options)
+            assert truth.routes[2:].tolist() == record.routes[2:].tolist()
+            continue
+        with pytest.raises(RouteplaneError):
+            capture.records(sent, SPEC, options=options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,9 @@ from vllm import LLM, RequestOutput
 
 from routeplane.capture.vllm import probe
 from routeplane.errors import CaptureError, ErrorKind, UsageError
-from tests.capture.vllm_engine import SPEC, Engine, running_engine
+from tests.capture.vllm_engine import SPEC, Engine
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One engine for all tests here."""
-    with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
-        yield running
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,11 +73,14 @@ def writer_options(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writing]:
+def writing(tmp_path_factory: pytest.TempPathFactory, engines_of_process: list[Any]) -> Iterator[Writing]:
     """One engine for all tests here."""
     folder = tmp_path_factory.mktemp("streams")
     with running_engine(tmp_path_factory.mktemp("qwen3_moe"), **writer_options(folder)) as engine:
-        yield Writing(engine=engine, folder=folder)
+        engines_of_process.append(engine.llm)
+        made = Writing(engine=engine, folder=folder)
+        yield made
+        made.scheduler.shutdown()
 
 
 def ticket_of(output: RequestOutput) -> RouteTicket:
@@ -365,7 +368,13 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], type[RouteplaneError], ErrorKind]] =
 }
 
 
-@pytest.mark.parametrize(("options", "error", "kind"), BAD_STARTS.values(), ids=BAD_STARTS)
+@pytest.mark.parametrize(
+    ("options", "error", "kind"),
+    [
+        pytest.param(*case, id=name, marks=() if name == "raw logits" else pytest.mark.slow)
+        for name, case in BAD_STARTS.items()
+    ],
+)
 def test_a_writer_that_cannot_write_stops_the_start(
     writing: Writing, options: dict[str, Any], error: type[RouteplaneError], kind: ErrorKind
 ) -> None:
@@ -407,7 +416,10 @@ class CountingScheduler(RouteScheduler):
         return super()._preempt_request(*args, **kwargs)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize(
+    "prefix_cache",
+    [pytest.param(True, id="prefix cache"), pytest.param(False, id="no prefix cache", marks=pytest.mark.slow)],
+)
 def test_preempted_sequences_have_the_rows_of_undisturbed_ones(
     writing: Writing, tmp_path: Path, prefix_cache: bool
 ) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
 from tests.capture.reading import chunk_calls, gym_calls, response_calls
 from tests.capture.tiny_server import TOOLS, WORDS, running_server, tool_result, write_model
-from tests.capture.vllm_engine import SPEC, Engine, reference_rows, running_engine
+from tests.capture.vllm_engine import SPEC, Engine, reference_rows
 
 pytestmark = pytest.mark.vllm
 
@@ -123,13 +122,6 @@ def _converse(client: openai.OpenAI, form: str) -> list[Any]:
         replies.append(_ask(client, messages, form=form, start=known))
         messages += tool_result(replies[-1], f"w{200 + turn} w210")
     return replies
-
-
-@pytest.fixture(scope="module")
-def engine(talk: Talk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The same weights in the engine of this process; begun when the server has ended."""
-    with running_engine(tmp_path_factory.mktemp("qwen3_moe")) as running:
-        yield running
 
 
 def calls_of(talk: Talk, form: str) -> list[ModelCall]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from routeplane.capture.vllm.hooked_names import FIELDS, FUNCTIONS, find_drift
+from routeplane.capture.vllm.interface import FIELDS, FUNCTIONS, find_drift
 from tests.vllm_wheels import SIGNATURES, drift_of
 
 FOUND: dict[str, dict[str, list[str] | None]] = json.loads(SIGNATURES.read_text(encoding="utf-8"))

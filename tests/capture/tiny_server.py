@@ -49,9 +49,9 @@ w{{ {'system': 12, 'user': 13, 'tool': 14}[message['role']] }} {{ message['conte
 {%- if add_generation_prompt -%}w10{%- endif -%}"""
 
 
-def write_model(folder: Path) -> Any:
+def write_model(folder: Path, *, seed: int = 0) -> Any:
     """Weights, tokenizer and chat template; the model, in Transformers."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE))
     model.eval().save_pretrained(folder)
     special = {0: "<unk>", 1: "<bos>", 2: "<eos>", 3: "<pad>"}

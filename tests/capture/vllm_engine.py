@@ -84,7 +84,10 @@ class Engine:
 
 @contextmanager
 def running_engine(folder: Path, **options: Any) -> Iterator[Engine]:
-    """An engine whose steps take 256 tokens; the second of four layers is dense. ``options``: ``start_engine``'s."""
+    """An engine whose steps take 256 tokens; the second of four layers is dense. ``options``: ``start_engine``'s.
+
+    It is not shut down here, which would end what all engines of the process share (``engines_of_process``).
+    """
     settings: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 256,
@@ -96,10 +99,7 @@ def running_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     model.eval().save_pretrained(folder)
     # vLLM compiles two small functions of its sampler again for every batch size, which takes longer than all the rest.
     with torch.compiler.set_stance("force_eager"):
-        llm = start_engine(str(folder), **settings)
-        yield Engine(llm=llm, folder=folder, model=model)
-    # Ends what all engines of a process share, so no test may do it to an engine of its own.
-    llm.llm_engine.engine_core.shutdown()
+        yield Engine(llm=start_engine(str(folder), **settings), folder=folder, model=model)
 
 
 def reference_rows(model: Any, token_ids: Any) -> list[list[list[int]]]:

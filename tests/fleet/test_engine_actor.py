@@ -34,7 +34,8 @@ pytestmark = pytest.mark.vllm
 #: vLLM's own settings, in the actors alone.
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "auto",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -131,6 +132,7 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
         completion(again.endpoint.url)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_loads_ends_the_plan(model: Path) -> None:
     """SIGKILL once the engine has a process of its own: ACTOR_LOST is told, and no process and no socket is left."""
     spec = spec_of(model)

@@ -230,6 +230,14 @@ def test_rows_that_are_all_missing_are_not_routes(rows: object) -> None:
         check_routes({"response": {"output": [item]}})
 
 
+def test_a_row_of_the_last_token_is_not_content() -> None:
+    """A harness fills the row that no engine made; the rows of the tokens that were fed are what counts."""
+    item = {"prompt_token_ids": [5], "generation_token_ids": [7], "routed_experts": [[[-1, -1]], [[0, 1]]]}
+    with pytest.raises(DataError, match=r"only MISSING rows @ items \[0\]"):
+        check_routes({"response": {"output": [item]}})
+    check_routes({"response": {"output": [{**item, "routed_experts": [[[0, 1]], [[-1, -1]]]}]}})
+
+
 def test_a_call_without_the_field_is_named() -> None:
     """The second call of two."""
     items = [{"generation_token_ids": [7], "routed_experts": [[[0, 1]]]}, {"generation_token_ids": [7]}]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-#: Files that only an environment of its own can import; their examples run there.
+#: Files that only an environment of its own can import. Examples of the first four run on an engine, in
+#: ``tests/capture/test_vllm.py`` and ``test_vllm_async.py``.
 _OWN_ENVIRONMENT = (
-    "routeplane/capture/vllm/",
+    *(f"routeplane/capture/vllm/{name}.py" for name in ("async_llm", "engines", "outputs", "probing")),
     "routeplane/cli/demo/automodel_trainer.py",
     "routeplane/cli/demo/megatron_trainer.py",
 )
@@ -28,12 +30,12 @@ FILES = [
 ]
 
 
-def run_examples(module: object, name: str) -> tuple[int, list[str]]:
-    """How many examples a module's docstrings hold, and what failed."""
+def run_examples(module: object, name: str, given: Mapping[str, object] | None = None) -> tuple[int, list[str]]:
+    """How many examples a module's docstrings hold, and what failed. ``given``: names that they use without making."""
     failures: list[str] = []
     runner = doctest.DocTestRunner(optionflags=_FLAGS, verbose=False)
     count = 0
-    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name, extraglobs=dict(given or {})):
         if test.examples:
             count += 1
             runner.run(test, out=failures.append)

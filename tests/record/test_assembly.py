@@ -87,7 +87,7 @@ def test_a_break_raises_unless_it_may_split(rollout: Rollout) -> None:
         assert 1 == len(assemble(rollout.calls, rollout.spec, sample_id="s").records)
         return
     (first, *_) = [each.call.call_id for each in rollout.turns if each.segment == 1]
-    with pytest.raises(DataError, match=rf"expected .*, got .* @ call {first}$") as caught:
+    with pytest.raises(DataError, match=rf"expected .*, got .* @ call {first}, sample s$") as caught:
         assemble(rollout.calls, rollout.spec, sample_id="s")
 
     assert ErrorKind.CONTEXT_BREAK == caught.value.kind

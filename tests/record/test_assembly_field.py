@@ -30,12 +30,15 @@ def captures_of(record: RouteRecord) -> list[tuple[int, int, str, str]]:
 def test_a_prefill_has_a_row_for_every_token() -> None:
     """Kind of report 1: a prefill-only call of 5 tokens fed all 5; an engine that cuts one is found out."""
     (whole,) = assemble([turn(0, 5, 0)], SPEC, sample_id="s").records
-    (cut,) = assemble([turn(0, 5, 0, routes=watermarks(4))], SPEC, sample_id="s").records
+    with pytest.raises(DataError, match="fed all"):
+        turn(0, 5, 0, routes=watermarks(4))
+    short = turn(0, 5, 0, routes=watermarks(4), loss="not_captured")
+    (cut,) = assemble([short], SPEC, sample_id="s").records
 
     assert [(0, 5, "captured", "call-0")] == captures_of(whole)
     assert [(0, 4, "captured", "call-0"), (4, 5, "not_captured", "call-0")] == captures_of(cut)
     with pytest.raises(DataError, match=r"tokens \[4, 5\).*not_captured in call call-0"):
-        assemble([turn(0, 5, 0, routes=watermarks(4))], SPEC, sample_id="s", on_missing="raise")
+        assemble([short], SPEC, sample_id="s", on_missing="raise")
 
 
 def test_the_last_sampled_token_is_missing_and_never_zero() -> None:
@@ -48,24 +51,23 @@ def test_the_last_sampled_token_is_missing_and_never_zero() -> None:
     assert 0.0 == made.report.coverage.missing_share
 
 
-def test_a_row_padded_by_the_engine_is_the_same() -> None:
-    """Kind of reports 3, 9: n rows of which the last is MISSING say what n - 1 rows say."""
-    padded = np.concatenate([watermarks(4), SPEC.missing_rows(1)])
-    short, full = (assemble([turn(0, 3, 2, routes=rows)], SPEC, sample_id="s") for rows in (padded[:4], padded))
-
-    assert short.records[0].equals(full.records[0])
+def test_a_row_padded_by_the_engine_is_refused() -> None:
+    """Kind of reports 3, 9: n rows are those of other tokens, or padded, where only n - 1 tokens were fed."""
+    for last in (SPEC.missing_rows(1), watermarks(1, first=4)):
+        with pytest.raises(DataError, match='rows="all"'):
+            turn(0, 3, 2, routes=np.concatenate([watermarks(4), last]))
 
 
 def test_a_last_token_that_was_fed_keeps_its_row() -> None:
-    """Kind of report 14: an engine that returns P + G rows is believed; the last row is captured."""
-    (record,) = assemble([turn(0, 3, 2, routes=watermarks(5))], SPEC, sample_id="s").records
+    """Kind of report 14: P + G rows are taken where the reader says that all tokens were fed; the last is captured."""
+    (record,) = assemble([turn(0, 3, 2, rows="all")], SPEC, sample_id="s").records
 
     assert [(0, 5, "captured", "call-0")] == captures_of(record)
 
 
 def test_cumulative_snapshots_do_not_add_up() -> None:
     """Kind of report 7: rows that come again, cumulative with each piece, take one place; the overlap counts."""
-    pieces = [turn(0, 1, 1, routes=watermarks(2)), turn(1, 2, 1, routes=watermarks(3))]
+    pieces = [turn(0, 1, 1, rows="all"), turn(1, 2, 1, rows="all")]
     made = assemble(pieces, SPEC, sample_id="s")
 
     assert watermarks(3).tolist() == made.records[0].routes.tolist()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ChecksumError, DataError, ErrorKind
-from routeplane.record.calls import ModelCall, RowLoss, merge_layers
+from routeplane.record.calls import FedRows, ModelCall, RowLoss, merge_layers
 from routeplane.record.spans import PRESENT_STATES, STATES
 from routeplane.testing.builders import watermark
 from routeplane.testing.strategies import Rollout, rollouts
@@ -47,58 +47,66 @@ def call(prompt: int, generated: int, **fields: Any) -> ModelCall:
 SMALL = st.integers(0, 6)
 
 
-@given(prompt=SMALL, generated=SMALL, first=st.integers(0, 8), count=SMALL, loss=st.sampled_from([None, "lost"]))
-def test_rows_end_at_the_last_token_or_before_it(
-    prompt: int, generated: int, first: int, count: int, loss: RowLoss | None
+@given(
+    prompt=SMALL,
+    generated=SMALL,
+    first=st.integers(0, 8),
+    count=SMALL,
+    loss=st.sampled_from([None, "lost"]),
+    fed=st.sampled_from(["but_last", "all"]),
+)
+def test_rows_end_at_the_last_token_that_was_fed(
+    prompt: int, generated: int, first: int, count: int, loss: RowLoss | None, fed: FedRows
 ) -> None:
-    """Exactly {n-1, n} is one past the last row; less needs a declared loss, more is never right."""
+    """n - 1 is one past the last row, n where all were fed; less needs a declared loss, more is never right."""
     total = prompt + generated
     if not total:
         return
     end = first + count
-    legal = end in (total - 1, total) or (end <= total and loss is not None)
+    stop = total - 1 if generated and fed == "but_last" else total
+    legal = end == stop or (end <= stop and loss is not None)
     if legal:
-        made = call(prompt, generated, routes=rows(count, first=first), first_row=first, loss=loss)
-        assert (total, end) == (made.num_tokens, made.rows_stop)
+        made = call(prompt, generated, routes=rows(count, first=first), first_row=first, loss=loss, rows=fed)
+        assert (total, end, stop) == (made.num_tokens, made.rows_stop, made.num_fed)
         assert list(range(total)) == made.token_ids.tolist()
     else:
         with pytest.raises(DataError, match="expected ") as caught:
-            call(prompt, generated, routes=rows(count, first=first), first_row=first, loss=loss)
+            call(prompt, generated, routes=rows(count, first=first), first_row=first, loss=loss, rows=fed)
         assert ErrorKind.ROW_COUNT == caught.value.kind
 
 
-COUNTS: dict[str, tuple[int, int, int, bool]] = {
-    # prompt, generated, rows, legal
-    "row_1_prefill_only_whole": (5, 0, 5, True),
-    "row_1_prefill_only_one_short": (5, 0, 4, True),
-    "row_1_one_generated": (5, 1, 5, True),
-    "row_1_three_generated": (5, 3, 7, True),
-    "row_1_three_generated_two_short": (5, 3, 6, False),
-    "row_3_prompt_3_gen_2": (3, 2, 4, True),
-    "row_4_seven_tokens_six_rows": (4, 3, 6, True),
-    "row_4_seven_tokens_five_rows": (4, 3, 5, False),
-    "row_4_seven_tokens_eight_rows": (4, 3, 8, False),
-    "row_9_five_tokens_six_rows": (3, 2, 6, False),
-    "row_9_five_tokens_four_rows": (3, 2, 4, True),
-    "row_10_six_tokens_four_rows": (3, 3, 4, False),
-    "row_14_prompt_100_gen_50_149": (100, 50, 149, True),
-    "row_14_prompt_100_gen_50_150": (100, 50, 150, True),
-    "row_14_prompt_100_gen_50_only_50": (100, 50, 50, False),
-    "no_rows_at_all": (3, 2, 0, False),
-    "one_token_no_row": (0, 1, 0, True),
+COUNTS: dict[str, tuple[int, int, int, FedRows | None]] = {
+    # prompt, generated, rows, under which declaration they are legal
+    "row_1_prefill_only_whole": (5, 0, 5, "but_last"),
+    "row_1_prefill_only_one_short": (5, 0, 4, None),
+    "row_1_one_generated": (5, 1, 5, "but_last"),
+    "row_1_three_generated": (5, 3, 7, "but_last"),
+    "row_1_three_generated_two_short": (5, 3, 6, None),
+    "row_3_prompt_3_gen_2": (3, 2, 4, "but_last"),
+    "row_4_seven_tokens_six_rows": (4, 3, 6, "but_last"),
+    "row_4_seven_tokens_five_rows": (4, 3, 5, None),
+    "row_4_seven_tokens_eight_rows": (4, 3, 8, None),
+    "row_9_five_tokens_six_rows": (3, 2, 6, None),
+    "row_9_five_tokens_four_rows": (3, 2, 4, "but_last"),
+    "row_10_six_tokens_four_rows": (3, 3, 4, None),
+    "row_14_prompt_100_gen_50_149": (100, 50, 149, "but_last"),
+    "row_14_prompt_100_gen_50_150": (100, 50, 150, "all"),
+    "row_14_prompt_100_gen_50_only_50": (100, 50, 50, None),
+    "no_rows_at_all": (3, 2, 0, None),
+    "one_token_no_row": (0, 1, 0, "but_last"),
 }
 
 
 @pytest.mark.parametrize(("prompt", "generated", "count", "legal"), COUNTS.values(), ids=COUNTS)
-def test_row_counts_of_the_field(prompt: int, generated: int, count: int, legal: bool) -> None:
-    """Kind of reports 1, 3, 4, 9, 10, 14: for P + G tokens engines return n - 1 or n rows; all else fails."""
-    if legal:
-        assert count == call(prompt, generated, routes=rows(count)).rows_stop
-        return
-    with pytest.raises(DataError, match=rf"{prompt} prompt \+ {generated} generated\), got {count} from 0") as caught:
-        call(prompt, generated, routes=rows(count))
-
-    assert ErrorKind.ROW_COUNT == caught.value.kind
+def test_row_counts_of_the_field(prompt: int, generated: int, count: int, legal: FedRows | None) -> None:
+    """Kind of reports 1, 3, 4, 9, 10, 14: n - 1 rows, n where the reader says that all were fed; all else fails."""
+    for fed in get_args(FedRows):
+        if fed == legal or (legal and not generated):
+            assert count == call(prompt, generated, routes=rows(count), rows=fed).rows_stop
+            continue
+        with pytest.raises(DataError, match=rf"{prompt} prompt \+ {generated} generated.*got {count} from 0") as caught:
+            call(prompt, generated, routes=rows(count), rows=fed)
+        assert ErrorKind.ROW_COUNT == caught.value.kind
 
 
 def test_prompt_rows_and_generated_rows_are_one_array() -> None:
@@ -260,12 +268,12 @@ BAD_PARTS: dict[str, tuple[Callable[[], list[ModelCall]], str, ErrorKind]] = {
     "other_answer": (_disagree(generation_ids=np.asarray([3, 9])), "in generation_ids", ErrorKind.TOKEN_MISMATCH),
     "other_weights": (_disagree(weights_version=2), "agree in weights_version, got 1 and 2", ErrorKind.LAYERS),
     "one_row_more": (
-        _disagree(routes=np.repeat(rows(5, layers=(4,)), 2, axis=1)),
+        _disagree(routes=np.repeat(rows(5, layers=(4,)), 2, axis=1), rows="all"),
         "agree in rows_stop, got 4 and 5",
         ErrorKind.LAYERS,
     ),
     "rows_shifted": (
-        lambda: [_part(WHOLE, [0]), _part(WHOLE, [1, 2], first_row=1)],
+        lambda: [_part(WHOLE, [0]), _part(WHOLE, [1, 2], first_row=1, rows="all")],
         "agree in first_row, got 0 and 1",
         ErrorKind.LAYERS,
     ),

@@ -267,11 +267,13 @@ def test_rollouts_without_breaks_extend(rollout: Rollout) -> None:
 
 def _overlaps(rollout: Rollout, *, drifting: bool) -> bool:
     for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+        if before.segment != after.segment:
+            continue
         both_SL = before.brought_SL & after.brought_SL[: len(before.brought_SL)]
         ours_SLK, theirs_SLK = before.rows_SLK, after.rows_SLK[: len(before.rows_SLK)]
         differs_SL = (np.sort(ours_SLK, axis=2) != np.sort(theirs_SLK, axis=2)).any(axis=2)
         moved_SL = (ours_SLK != theirs_SLK).any(axis=2) & ~differs_SL
-        if before.segment == after.segment and (both_SL & (differs_SL if drifting else moved_SL)).any():
+        if (both_SL & (differs_SL if drifting else moved_SL)).any():
             return True
     return False
 

@@ -54,6 +54,7 @@ _OPTIONS = (
     "form",
     "fused_shared",
     "logprobs_mode",
+    "max_missing_share",
     "media",
     "version_numbers",
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.capture.choices import DEFAULTS, CaptureOptions
+from routeplane.capture.choices import DEFAULTS, CaptureOptions, require_presence
 from routeplane.capture.layers import LayerAxis, rows_without_filler
 from routeplane.capture.wire import decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
@@ -188,8 +188,9 @@ def calls(
         spec: The geometry of the rows.
         weights_version: Of the policy that sampled; None where unknown.
         ignore: Names of arrays that are not token columns.
-        options: ``absent`` says what a message with tokens and without rows means, and ``axis`` what the layer axis
-            counts: the captured layers, as ``message_log`` writes it, unless said otherwise.
+        options: ``absent`` says what a message with tokens and without rows means, or a call whose rows are all
+            MISSING, and ``axis`` what the layer axis counts: the captured layers, as ``message_log`` writes it, unless
+            said otherwise.
 
     Returns:
         The calls. Raises DataError naming message and field, CaptureError (CAPTURE_OFF) for absent rows.
@@ -317,7 +318,7 @@ def _rows(
             stop = min(stop, len(message.token_M) - 1)  # what would have fed the last token brought nothing
         captured = [(0, stop)]
         rows_SLK[message.start : message.stop] = rows_without_filler(
-            message.routes_MDK, spec, captured=captured, axis=axis, call=where
+            message.routes_MDK, spec, captured=captured, axis=axis, first_token=message.start, call=where
         )
     return rows_SLK
 
@@ -326,7 +327,7 @@ def _calls(
     messages: Sequence[_Message], spec: RouteSpec, *, weights_version: int | None, options: CaptureOptions
 ) -> Iterable[ModelCall | UnfedTokens]:
     """One call per generation, each with the rows that no call before it has; tokens behind the last were not fed."""
-    options.only(("absent", "axis", "logprobs_mode", "media"), reader="message logs")
+    options.only(("absent", "axis", "logprobs_mode", "max_missing_share", "media"), reader="message logs")
     fed = max((one.stop - 1 for one in messages if one.role == _ASSISTANT), default=messages[-1].stop)
     rows_SLK = _rows(messages, spec, fed=fed, absent=options.absent, axis=options.axis or "captured")
     token_S = np.concatenate([one.token_M for one in messages])
@@ -343,6 +344,7 @@ def _calls(
             continue
         prompt = stop if generation is None else generation.start
         last = stop if generation is None else min(stop, max(fed, before))
+        loss = require_presence(rows_SLK[before:last], options, call=f"turn-{turn}")
         yield ModelCall(
             prompt_ids=token_S[:prompt],
             generation_ids=token_S[prompt:stop],
@@ -351,7 +353,9 @@ def _calls(
             weights_version=weights_version,
             call_id=f"turn-{turn}",
             logprobs=None if generation is None else generation.logprobs_M,
-            loss=(options.absent or "not_captured") if last < stop - 1 else None,
+            loss=(options.absent or "not_captured") if last < stop - 1 else loss,
+            # a later call fed the last token of an earlier one, and the log has its row
+            rows="all" if generation is not None and last == stop else "but_last",
             media=options.media,
             columns={name: values[:stop] for name, values in columns.items()},
         )

@@ -139,6 +139,7 @@ def _call_behind(record: RouteRecord, call_id: str, *, start: int, stop: int) ->
         media=tuple(json.loads(record.attributes["media"])) if "media" in record.attributes else (),
         cached=max((capture.stop for capture in record.captures if capture.state == "cached"), default=0),
         loss=lost[0] if lost else None,
+        rows="all" if generated and record.captures[-1].state != "not_fed" else "but_last",
         columns=dict(record.columns),
     )
 

@@ -13,14 +13,14 @@ from routeplane.errors import ErrorKind, MissingExtraError
 
 if TYPE_CHECKING:
     from routeplane.capture.vllm.api_server import ServedEngine, load_engine
+    from routeplane.capture.vllm.async_llm import Answer, Conversation, RouteWritingEngine, WritingReport
     from routeplane.capture.vllm.engine_writer import EngineReport
     from routeplane.capture.vllm.engines import generate_records, generate_tickets, start_engine, stop_engine
-    from routeplane.capture.vllm.model_config import spec_from_vllm
+    from routeplane.capture.vllm.interface import spec_from_vllm
     from routeplane.capture.vllm.outputs import LogprobsMode, OutputOptions, calls, merge_deltas, records
     from routeplane.capture.vllm.probing import ProbeReport, probe, probe_async
     from routeplane.capture.vllm.scheduler import RouteScheduler
     from routeplane.capture.vllm.writer_options import WriterConfig, request_args
-    from routeplane.capture.vllm.writing_engine import Answer, Conversation, RouteWritingEngine, WritingReport
 
 __all__ = [
     "Answer",
@@ -51,14 +51,14 @@ __all__ = [
 # Module -> the names of this face that it holds.
 _HOMES = {
     "api_server": ("ServedEngine", "load_engine"),
-    "engine_writer": ("EngineReport",),
+    "async_llm": ("Answer", "Conversation", "RouteWritingEngine", "WritingReport"),
     "engines": ("generate_records", "generate_tickets", "start_engine", "stop_engine"),
-    "model_config": ("spec_from_vllm",),
+    "interface": ("spec_from_vllm",),
     "outputs": ("LogprobsMode", "OutputOptions", "calls", "merge_deltas", "records"),
     "probing": ("ProbeReport", "probe", "probe_async"),
     "scheduler": ("RouteScheduler",),
+    "engine_writer": ("EngineReport",),
     "writer_options": ("WriterConfig", "request_args"),
-    "writing_engine": ("Answer", "Conversation", "RouteWritingEngine", "WritingReport"),
 }
 
 

@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routeplane.capture.vllm.engines import SETTINGS
-from routeplane.capture.vllm.model_config import require_moe, spec_from_vllm
+from routeplane.capture.vllm.interface import require_moe, spec_from_vllm
 from routeplane.capture.vllm.probing import ProbeReport, probe_async
 from routeplane.errors import CaptureError, ErrorKind
 from routeplane.record.spec import RouteSpec

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from routeplane.capture.choices import cached_rows
+from routeplane.capture.choices import cached_rows, loss_of_rows
 from routeplane.capture.http.tickets import ticket_of_record
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
@@ -448,12 +448,17 @@ class _RecordBuilder:
     def _call(self, job: _Job, name: str) -> ModelCall:
         sequence = job.sequence
         rows_RDK = sequence.layers()
-        fed = len(sequence.prompt_ids) + max(len(sequence.tokens) - 1, 0)
-        came = 0 if rows_RDK is None else len(rows_RDK)
-        loss = _LOSS_OF.get(job.reason) if came < fed - sequence.first_row else None
-        if job.lost_rows:
-            loss = "lost"
-        if rows_RDK is None and loss is None and sequence.tokens:
+        loss = "lost" if job.lost_rows else _LOSS_OF.get(job.reason)
+        if rows_RDK is not None:
+            loss = loss_of_rows(
+                len(rows_RDK),
+                prompt=len(sequence.prompt_ids),
+                generated=len(sequence.tokens),
+                first_row=sequence.first_row,
+                declared=loss,
+                call=name,
+            )
+        elif loss is None and sequence.tokens:
             raise DataError(f"expected rows, got none @ request {job.request_id}", kind=ErrorKind.ROUTES_MISSING)
         routes_RLK = (
             None

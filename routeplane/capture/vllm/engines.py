@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.choices import check_requests, sample_names
-from routeplane.capture.vllm.model_config import captures_routes, model_config_of, require_moe, spec_from_vllm
+from routeplane.capture.vllm.interface import captures_routes, model_config_of, require_moe, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, records
 from routeplane.capture.vllm.writer_options import KEY, request_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError
@@ -98,8 +98,9 @@ def generate_records(
         One record per prompt, with raw log-probabilities of what was sampled. Raises CaptureError where the engine runs
         without capture, UsageError for bad prompts, seeds or names, else as ``records``.
 
-    Example:
-        ``made = generate_records(llm, [[10, 11, 12]], max_tokens=64, weights_version=12)``
+    >>> [record] = generate_records(llm, [[10, 11, 12]], max_tokens=4, weights_version=12)
+    >>> record.num_tokens
+    7
     """
     names = sample_names(sample_ids, len(prompts))
     check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from vllm import RequestOutput
 
-from routeplane.capture.choices import cached_rows
+from routeplane.capture.choices import Choice, cached_rows, loss_of_rows, versions_of
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import record_of_call
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
@@ -53,6 +53,12 @@ class OutputOptions:
         absent: What tokens without routes mean. None refuses them: the engine may capture nothing at all. ``lost``
             where capture is known to be on (up to 0.30 the array vanishes where DELTA outputs are merged for a slow
             consumer), ``not_captured`` where this request asked for none.
+        version_numbers: The number of each weights version that the engine names by text (0.32 and later). Decimal text
+            is its own number; a name without a number, as vLLM's ``default``, is a version that is not known.
+
+    >>> [call] = calls(output, spec, weights_version=12, options=OutputOptions(cached=0))
+    >>> call.cached
+    0
     """
 
     first_row: int = 0
@@ -60,6 +66,7 @@ class OutputOptions:
     logprobs_mode: str = "raw_logprobs"
     media: Sequence[str] = ()
     absent: RowLoss | None = None
+    version_numbers: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.absent is not None and self.absent not in get_args(RowLoss):
@@ -95,8 +102,9 @@ def calls(
         DataError: Rows or log-probabilities are not those of the tokens.
         UsageError: An unfinished output, or logits in the place of log-probabilities.
 
-    Example:
-        ``[call] = calls(output, spec, weights_version=12)``
+    >>> [call] = calls(output, spec, weights_version=12)
+    >>> call.num_tokens - call.rows_stop
+    1
     """
     if not isinstance(output, RequestOutput):
         raise UsageError(f"expected a vLLM RequestOutput, got {type(output).__name__}", kind=ErrorKind.ARGUMENT)
@@ -146,8 +154,9 @@ def records(
         Records that own their arrays. ``attributes["logprobs_mode"]`` is ``raw`` or ``processed`` where the output
         carries log-probabilities. Raises as ``calls``.
 
-    Example:
-        ``[record] = records(output, spec, sample_id="prompt-7", weights_version=12)``
+    >>> [record] = records(output, spec, sample_id="prompt-7", weights_version=12)
+    >>> record.key
+    RecordKey(sample_id='prompt-7', attempt=0, segment=0)
     """
     made = calls(output, spec, weights_version=weights_version, call_id=call_id, options=options)
     name = sample_id if sample_id is not None else output.request_id
@@ -175,8 +184,8 @@ def merge_deltas(outputs: Iterable[RequestOutput]) -> RequestOutput:
     Returns:
         The output of the whole request. Raises UsageError for no output, or for outputs of two requests.
 
-    Example:
-        ``whole = merge_deltas([part async for part in engine.generate(prompt, sampling, "r0")])``
+    >>> merge_deltas([output]).request_id == output.request_id
+    True
     """
     parts = list(outputs)
     if not parts or len({part.request_id for part in parts}) != 1:
@@ -217,25 +226,49 @@ def _call(
         raise UsageError(f"expected a finished output, got an unfinished one @ call {name}", kind=ErrorKind.ARGUMENT)
     first_row, absent = options.first_row, options.absent
     routes_RLK = _rows(choice, spec, first_row=first_row, name=name, absent=absent)
-    fed = len(prompt_ids) + max(len(choice.token_ids) - 1, 0)
-    if routes_RLK is None and absent is not None and len(choice.token_ids):
-        loss: RowLoss | None = absent
+    declared = _LOSS_OF.get(choice.finish_reason)
+    if routes_RLK is None:
+        loss = declared if declared is not None and len(choice.token_ids) == 0 else absent
     else:
-        loss = _loss(choice, fed - first_row, routes_RLK, prompt=len(prompt_ids), first_row=first_row, name=name)
+        loss = loss_of_rows(
+            len(routes_RLK),
+            prompt=len(prompt_ids),
+            generated=len(choice.token_ids),
+            first_row=first_row,
+            declared=declared,
+            call=name,
+        )
     # The last prompt token is always computed: its logits are needed.
     bound = len(prompt_ids) - 1 if cached is None else cached
+    said = _said(choice, prompt_ids, name=name)
+    version, versions = versions_of(said, weights_version=weights_version, numbers=options.version_numbers)
     return ModelCall(
         prompt_ids=np.asarray(prompt_ids),
         generation_ids=np.asarray(choice.token_ids, dtype=np.int64),
         routes=routes_RLK,
         first_row=first_row,
         layer_ids=spec.layer_ids,
-        weights_version=weights_version,
+        weights_version=version,
+        versions=versions,
         call_id=name,
         logprobs=_logprobs(choice, options.logprobs_mode, name),
         media=tuple(options.media),
         cached=cached_rows(bound, routes_RLK, first_row=first_row),
         loss=loss,
+    )
+
+
+def _said(choice: Any, prompt_ids: Sequence[int], *, name: str) -> Choice:
+    """What an output says of the weights: from 0.32 on, spans of its tokens, on the last output of a request."""
+    spans = getattr(choice, "weight_versions", None)
+    return Choice(
+        call_id=name,
+        prompt_ids=prompt_ids,
+        generation_ids=choice.token_ids,
+        finish_reason=choice.finish_reason,
+        weight_versions=None
+        if spans is None
+        else [{"version": one.version, "start": one.start, "end": one.end} for one in spans],
     )
 
 
@@ -252,24 +285,6 @@ def _rows(
         "(--enable-return-routed-experts); up to 0.30 the routes also vanish where a slow consumer's DELTA outputs are "
         f"merged: absent='lost' says that this is so @ call {name}",
         kind=ErrorKind.CAPTURE_OFF,
-    )
-
-
-def _loss(
-    choice: Any, expected: int, routes_RLK: NDArray[np.int16] | None, *, prompt: int, first_row: int, name: str
-) -> RowLoss | None:
-    """Why rows are absent, or None where all are there. Rows that nothing explains are refused."""
-    got = 0 if routes_RLK is None else len(routes_RLK)
-    declared = _LOSS_OF.get(choice.finish_reason)
-    if routes_RLK is not None and got == expected:
-        return None
-    if declared is not None and got <= expected:
-        return declared
-    raise DataError(
-        f"expected {expected} rows ({prompt} prompt + {len(choice.token_ids)} generated tokens, all but the last fed, "
-        f"from row {first_row}), got {got}: is first_row the request's routed_experts_prompt_start, and is this the "
-        f"whole output, not a DELTA? @ call {name}",
-        kind=ErrorKind.ROW_COUNT,
     )
 
 

@@ -24,9 +24,8 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import RequestStatus
 
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, RunningSequence
-from routeplane.capture.vllm.hooked_names import find_drift
-from routeplane.capture.vllm.model_config import captures_routes, spec_from_vllm
-from routeplane.capture.vllm.self_check import SelfCheck
+from routeplane.capture.vllm.interface import captures_routes, find_drift, spec_from_vllm
+from routeplane.capture.vllm.probing import SelfCheck
 from routeplane.capture.vllm.writer_options import WriterConfig
 from routeplane.errors import CaptureError, ErrorKind, UsageError, refused
 
@@ -56,7 +55,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
     """vLLM's scheduler, and the writer of the routes that pass through it.
 
     Before the engine takes its first request, it generates a few tokens and compares their rows with those of a second
-    pass (``self_check``). ``shutdown`` seals what is there. Four calls reach it through ``collective_rpc`` of an
+    pass (``probing``). ``shutdown`` seals what is there. Four calls reach it through ``collective_rpc`` of an
     ``LLM``, an ``AsyncLLM`` or a server: ``routeplane_set_version`` (the version of the weights that run now),
     ``routeplane_report`` (counts), ``routeplane_tickets`` (those of a request's id), ``routeplane_flush``.
 

@@ -19,7 +19,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from routeplane.capture.recorder import RouteRecorder, WeightsChange
-from routeplane.capture.vllm.model_config import captures_routes, model_config_of, spec_from_vllm
+from routeplane.capture.vllm.interface import captures_routes, model_config_of, spec_from_vllm
 from routeplane.capture.vllm.outputs import OutputOptions, calls
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.counts import Counts, rule
@@ -54,8 +54,8 @@ class WritingReport(Counts):
         weight_updates: Updates of weights.
         coverage: Of the records written.
 
-    Example:
-        ``writer.report().scalars()``
+    >>> WritingReport(calls=2).merge(WritingReport(calls=1)).scalars()["routeplane/writing_calls"]
+    3.0
     """
 
     SCOPE: ClassVar[str] = "writing_"
@@ -105,6 +105,13 @@ class RouteWritingEngine:
     takes the engine's. Belongs to one event loop.
 
     Raises CaptureError where the engine does not capture, SpecError where the sink is of another geometry.
+
+    >>> async def one_answer():
+    ...     async with RouteWritingEngine(engine, sink, weights_version=12) as writer:
+    ...         answer = await writer.generate([10, 11, 12], sampling, sample_id="prompt-7")
+    ...     return len(answer.token_ids), writer.report().records
+    >>> run(one_answer())
+    (12, 1)
     """
 
     def __init__(
