@@ -41,6 +41,7 @@ from routeplane.batch.shard import RankOf, Shard, records_of_rank
 from routeplane.batch.slots import require_positive
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.record.aligned import AlignedColumn, ColumnType
+from routeplane.record.coverage import MaskCounts
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -353,7 +354,8 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         if plan is None:
             _check_record(record, target.options)
     if target.options.max_unmasked is not None:
-        sum_masks(records).require(target.options.max_unmasked)
+        masks = MaskCounts.of_all((record.columns, record.spans) for record in records)
+        masks.require(target.options.max_unmasked)
     slots = layer_slots(records, target.spec)
     columns = batch_columns(records, slots=slots)
     if plan is None:

@@ -9,6 +9,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -139,6 +140,11 @@ class MaskCounts(Counts):
         # an offset and a state for each sampled token; a prompt's entries are empty
         size = mask.values.nbytes + 9 * sampled
         return cls(sampled=sampled, kept_ids=len(mask.values), mask_bytes=size, **states)
+
+    @classmethod
+    def of_all(cls, records: Iterable[tuple[Mapping[str, AlignedColumn], Iterable[Span]]]) -> MaskCounts:
+        """Count several records, each given by its columns and spans."""
+        return reduce(cls.merge, (cls.of(columns, spans) for columns, spans in records), cls())
 
     @property
     def unmasked(self) -> int:
