@@ -62,6 +62,8 @@ BROWSER_LOG := $(VENV)/chromium.log
 TRAINERS := automodel megatron
 # NeMo Gym's model server, between an engine and an agent; its releases need a newer Python than the engine's wheels
 GYM := nemo-gym==0.4.0
+# what NeMo RL and verl carry a step's columns in; its Ray and its configuration are its own
+QUEUE := TransferQueue==0.1.11
 # of pyenv's versions where there are any: its shim refuses one that is not the chosen one
 GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 # the documentation's site
@@ -96,7 +98,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-vllm-next engine-faults bench bench-full trust lint format engine trainers replay-table gym browser
+.PHONY: docs docs-reference help demo test test-all test-vllm-next engine-faults bench bench-full trust lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,7 +115,7 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)
 test: lint engine trainers browser ## what must pass on every change
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers gym browser ## the same, with the slow and nightly tests
+test-all: lint engine trainers gym queue browser ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
 # The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
@@ -154,7 +156,7 @@ format: $(STAMP)-dev ## let ruff lay out the code
 # and a process for themselves; trainers have environments of their own.
 define pytest
 failed=0; \
-$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron$$($(BROWSER) >/dev/null || echo ' and not browser')" \
+$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron$$($(BROWSER) >/dev/null || echo ' and not browser')$$([ -e $(VENV)-transfer-queue/.stamp ] || echo ' and not transfer_queue')" \
   --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 for trainer in $(TRAINERS); do \
   if [ -e $(VENV)-$$trainer/.stamp ]; then \
@@ -299,6 +301,27 @@ gym:
 	  echo "$(GYM) cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(VENV)-gym/install.log" >&2; exit 1; \
 	else \
 	  echo "$(GYM) cannot be installed here (see $(VENV)-gym/install.log): the gym tests are left out"; \
+	fi
+
+# TransferQueue's own environment: tests write to it and read from it in a process of its own.
+$(VENV)-transfer-queue/.stamp: Makefile pyproject.toml
+	@echo "installing $(TORCH) and $(QUEUE) into $(VENV)-transfer-queue"
+	@mkdir -p $(VENV)-transfer-queue
+	@{ [ -e $(VENV)-transfer-queue/bin/python ] || $(PYTHON) -m venv $(VENV)-transfer-queue; \
+	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) && \
+	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(QUEUE) -e .; } \
+	  >$(VENV)-transfer-queue/install.log 2>&1 || \
+	  { tail -n 3 $(VENV)-transfer-queue/install.log >&2; echo "$(QUEUE) cannot be installed here: see $(VENV)-transfer-queue/install.log" >&2; exit 1; }
+	@touch $@
+
+# There, or one line, or (REQUIRE_ENGINES=1) a failure.
+queue:
+	@$(MAKE) -s $(VENV)-transfer-queue/.stamp 2>/dev/null || \
+	if [ "$(REQUIRE_ENGINES)" = 1 ]; then \
+	  tail -n 3 $(VENV)-transfer-queue/install.log >&2; \
+	  echo "$(QUEUE) cannot be installed here, and REQUIRE_ENGINES=1 asks for it: see $(VENV)-transfer-queue/install.log" >&2; exit 1; \
+	else \
+	  echo "$(QUEUE) cannot be installed here (see $(VENV)-transfer-queue/install.log): its tests are left out"; \
 	fi
 
 # Reports are looked at in headless Chromium: there, or installed by root where apt-get is, or one line, or

@@ -134,8 +134,6 @@ class ErrorKind(StrEnum):
     WRITER = "writer"  # another writer holds the name
     ROLLED_BACK = "rolled_back"  # a commit of an archive was lost, or the archive was set back
     STORAGE = "storage"  # an object store did not answer, or refused
-    # sampling masks
-    MASKS_MISSING = "masks_missing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

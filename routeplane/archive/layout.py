@@ -64,6 +64,7 @@ __all__ = [
     "root_document",
     "routes_layout",
     "row_of",
+    "run_attributes",
     "seal",
     "token_layout",
     "unseal",
@@ -142,6 +143,17 @@ def root_document(spec: RouteSpec) -> dict[str, Any]:
     """Return ``zarr.json`` of an archive."""
     ours = {"archive": ARCHIVE_VERSION, "format": FORMAT_VERSION, "spec": json.loads(spec.to_json())}
     return group_document({"routeplane": ours})
+
+
+def run_attributes(spec: RouteSpec, *, run: str, attributes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the attributes of a run's zarr group: what a reader without this library needs to know of its arrays."""
+    said = {"model": spec.model, "num_experts": list(spec.experts_per_layer), "layer_ids": list(spec.layer_ids)}
+    return {
+        "run": run,
+        **said,
+        "missing": NARROW_MISSING if spec.narrow_allowed else MISSING,
+        "about": dict(attributes),
+    }
 
 
 def leaf_document() -> dict[str, Any]:

@@ -44,10 +44,11 @@ from routeplane.archive.layout import (
     root_document,
     unseal,
 )
-from routeplane.archive.shards import ChunkReader, Range
+from routeplane.archive.shards import ChunkReader, Range, joined, neighbours
 from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
 from routeplane.record.aligned import blank_weights, read_column
 from routeplane.record.codec import widen
+from routeplane.record.counts import html_table
 from routeplane.record.coverage import Coverage, lose_rows, settle_partial
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
@@ -424,7 +425,7 @@ def read_record(
     Raises FormatError for damaged chunks, DataError for rows that are illegal or contradict the captures, UsageError.
     """
     piece, slots = Piece.of(row, tokens), _slots(run.spec, layers)
-    stored_SLK = _joined([run.chunks.read(wanted) for wanted in route_ranges(piece, slots)])
+    stored_SLK = joined([run.chunks.read(wanted) for wanted in route_ranges(piece, slots)])
     beside = read_beside(run, row, piece=piece, slots=slots)
     return build(run, row, piece=piece, beside=beside, stored=stored_SLK, slots=slots, verify=verify)
 
@@ -434,16 +435,12 @@ def read_rows(
 ) -> NDArray[np.int16]:
     """Return the rows alone, int16 ``[rows, L, K]``, chunks checked and nothing else."""
     wanted = route_ranges(Piece.of(row, tokens), _slots(run.spec, layers))
-    return widened(_joined([run.chunks.read(each) for each in wanted]), run.spec)
+    return widened(joined([run.chunks.read(each) for each in wanted]), run.spec)
 
 
 def widened(stored_SLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.int16]:
     """Return what was read of ``routes`` as int16 ``[S, L, K]``."""
     return widen(stored_SLK, spec) if stored_SLK.dtype == np.uint8 else stored_SLK.astype(np.int16, copy=False)
-
-
-def _joined(found: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
 
 def _slots(spec: RouteSpec, layers: Sequence[int] | None) -> list[int] | None:
@@ -452,18 +449,8 @@ def _slots(spec: RouteSpec, layers: Sequence[int] | None) -> list[int] | None:
 
 def route_ranges(piece: Piece, slots: Sequence[int] | None, *, array: str = ROUTES) -> list[Range]:
     """Return what of ``routes`` belongs to a piece; one range for each group of neighbouring layers."""
-    groups = [None] if slots is None else list(_neighbours(slots))
+    groups = [None] if slots is None else list(neighbours(slots))
     return [Range(array=array, start=piece.first_row, stop=piece.last_row, slots=group) for group in groups]
-
-
-def _neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = slots[0]
-    for slot in slots[1:]:
-        if slot != last + 1:
-            yield first, last + 1
-            first = slot
-        last = slot
-    yield first, last + 1
 
 
 def read_beside(run: Run, row: Row, *, piece: Piece, slots: Sequence[int] | None = None) -> dict[str, Any]:
@@ -499,7 +486,7 @@ def _read_column(run: Run, array: str, kind: ColumnType, piece: Piece, slots: Se
         column = read_column(kind, _read_tokens(run, array, piece), offsets=None, valid=valid, name=array)
         return column if slots is None else column.pick_layers(slots)
     ranges = route_ranges(replace(piece, first_row=piece.first_token, last_row=piece.last_token), slots, array=array)
-    values = _joined([run.chunks.read(wanted) for wanted in ranges])
+    values = joined([run.chunks.read(wanted) for wanted in ranges])
     return read_column(replace(kind, shape=values.shape[1:]), values, offsets=None, valid=valid, name=array)
 
 
@@ -619,6 +606,16 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         for run in self.runs:
             found.update(run.digest.encode())
         return found.hexdigest()
+
+    def __repr__(self) -> str:
+        return (
+            f"Archive({self.catalog.store.where}, commit {self.commit}: {len(self)} records, {self.num_tokens} tokens "
+            f"in {len(self.runs)} runs)"
+        )
+
+    def _repr_html_(self) -> str:
+        runs = {run.name: f"{run.records:,} records, {run.tokens:,} tokens, {run.bytes:,} bytes" for run in self.runs}
+        return html_table(repr(self), runs)
 
     def attributes(self, run: str) -> Mapping[str, str]:
         """Return what was said of a run when it was saved. Raises KeyError."""

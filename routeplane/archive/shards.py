@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from routeplane.archive.layout import ArrayEntry
     from routeplane.archive.store import ArchiveStore
 
-__all__ = ["ChunkReader", "Range", "ShardWriter", "encode_shard"]
+__all__ = ["ChunkReader", "Range", "ShardWriter", "encode_shard", "joined", "neighbours"]
 
 #: The index entry of a chunk that is not there (zarr v3, sharding codec).
 _ABSENT = 2**64 - 1
@@ -293,3 +293,19 @@ def _place(chunk: NDArray[Any], rows_T: NDArray[Any], *, start: int) -> None:
         whole = np.dtype((np.void, source.shape[2] * source.itemsize))
         source, target = source.view(whole), target.view(whole)
     target[:] = source.swapaxes(0, 1)
+
+
+def neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield ``[first, last)`` of each group of slots that follow each other: what one range reads."""
+    first = last = slots[0]
+    for slot in slots[1:]:
+        if slot != last + 1:
+            yield first, last + 1
+            first = slot
+        last = slot
+    yield first, last + 1
+
+
+def joined(found: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Put ranges of other slots of the same rows beside each other."""
+    return found[0] if len(found) == 1 else np.concatenate(found, axis=1)

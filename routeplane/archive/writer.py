@@ -45,6 +45,7 @@ from routeplane.archive.layout import (
     root_document,
     routes_layout,
     row_of,
+    run_attributes,
     seal,
     token_layout,
 )
@@ -160,7 +161,7 @@ class RunFiles:
         shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> None:
         self.run, self.folder = run, f"{run}-{uuid.uuid4().hex[:12]}"
-        self._store, self._attributes = store, attributes
+        self._store, self._spec, self._attributes = store, spec, attributes
         self._routes = self._array("routes", routes_layout(spec, shard_bytes=shard_bytes))
         self._beside: dict[str, ShardWriter] = {}
         self.columns: dict[str, ColumnType] | None = None
@@ -186,7 +187,9 @@ class RunFiles:
     def write(self, record: RouteRecord) -> None:
         """Add one record, which was checked."""
         if self.columns is None:
-            self._put_document("", group_document({}))
+            self._put_document(
+                "", group_document(run_attributes(self._spec, run=self.run, attributes=self._attributes))
+            )
             self.columns = {name: column.type for name, column in record.columns.items()}
         row = row_of(record, token_start=self._tokens, row_start=self._routes.rows)
         self._put_beside("token_ids", record.token_ids)

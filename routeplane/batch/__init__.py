@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routeplane.batch.admission import StepVerdict, admit_step
-    from routeplane.batch.batch import RouteBatch, token_logprobs
+    from routeplane.batch.batch import RouteBatch
     from routeplane.batch.collation import BatchOptions, collate, microbatches
-    from routeplane.batch.columns import prompt_tokens
-    from routeplane.batch.dataset import RecordDataset
+    from routeplane.batch.columns import MaskCounts, prompt_tokens
+    from routeplane.batch.dataset import RecordDataset, Shuffle
     from routeplane.batch.layout_writing import to_layout
     from routeplane.batch.layouts import LAYOUTS, LayoutBatch, StackLayout, from_layout
     from routeplane.batch.loader import prefetch
+    from routeplane.batch.logprobs import VocabShard, label_logprobs, token_entropy, token_logprobs
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
     from routeplane.batch.reuse import BatchBuffers
@@ -27,23 +28,28 @@ __all__ = [
     "BatchBuffers",
     "BatchOptions",
     "LayoutBatch",
+    "MaskCounts",
     "PlanOptions",
     "RecordDataset",
     "RouteBatch",
     "Shard",
+    "Shuffle",
     "StackLayout",
     "StepVerdict",
     "TokenPlan",
+    "VocabShard",
     "admit_step",
     "budget_groups",
     "collate",
     "from_layout",
     "join",
+    "label_logprobs",
     "microbatches",
     "prefetch",
     "prompt_tokens",
     "stage_layers",
     "to_layout",
+    "token_entropy",
     "token_logprobs",
 ]
 
@@ -61,6 +67,7 @@ _HOMES = {
     "RecordDataset": "dataset",
     "RouteBatch": "batch",
     "Shard": "shard",
+    "Shuffle": "dataset",
     "TokenPlan": "plan",
     "admit_step": "admission",
     "budget_groups": "plan",
@@ -70,7 +77,11 @@ _HOMES = {
     "prefetch": "loader",
     "prompt_tokens": "columns",
     "stage_layers": "shard",
-    "token_logprobs": "batch",
+    "MaskCounts": "columns",
+    "VocabShard": "logprobs",
+    "label_logprobs": "logprobs",
+    "token_entropy": "logprobs",
+    "token_logprobs": "logprobs",
 }
 
 

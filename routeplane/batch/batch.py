@@ -1,10 +1,10 @@
-"""RouteBatch: the tensors of one forward pass, moved, cut and filled; and log-probabilities read from its logits.
+"""RouteBatch: the tensors of one forward pass, moved, cut and filled.
 
 Every tensor of a batch is cut by one TokenPlan. Knows plans, shards and torch; how a batch is made of records is
 ``batch``'s business.
 
 Axes: B sequences, S positions of a padded row, T packed rows, N = B*S or T rows in gate order, L layers, K top-k
-slots, V vocabulary.
+slots.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.batch.columns import NO_STATE, count_states, settle_states
+from routeplane.batch.columns import CHANGED_LOGITS, NO_STATE, USES, MaskCounts, count_states, settle_states
 from routeplane.batch.layouts import Fill, balanced_rows, check_fill, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.record.aligned import ColumnType
+from routeplane.record.counts import html_table
 from routeplane.record.coverage import Coverage
 from routeplane.record.spans import STATES
 from routeplane.record.spec import MISSING, RouteSpec
@@ -49,11 +50,7 @@ __all__ = [
     "count_first_tokens",
     "owned_tensor",
     "pinned_bytes",
-    "token_logprobs",
 ]
-
-# Rows whose logits are widened to float32 at a time: bounds what `token_logprobs` allocates without gradients.
-_LOGIT_ROWS = 2_048
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,6 +157,20 @@ class RouteBatch:
     column_parts: Mapping[str, ColumnParts] = field(default_factory=lambda: MappingProxyType({}))
     column_types: Mapping[str, ColumnType] = field(default_factory=lambda: MappingProxyType({}))
 
+    def __repr__(self) -> str:
+        routes = f"routes {'x'.join(map(str, self.routes.shape))} on {self.routes.device}"
+        columns = "".join(f", {name}" for name in (*self.columns, *self.column_parts))
+        return f"RouteBatch({len(self.keys)} records, {self.counts.total} tokens, {routes}{columns})"
+
+    def _repr_html_(self) -> str:
+        shapes = {
+            name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            for name, value in [*vars(self).items(), *self.columns.items()]
+            if isinstance(value, torch.Tensor)
+        }
+        states = {f"rows {state}": count for state, count in self.counts.rows.items() if count}
+        return html_table(repr(self), {**shapes, **states})
+
     @classmethod
     def from_tensors(
         cls,
@@ -242,6 +253,15 @@ class RouteBatch:
     def coverage(self) -> Coverage:
         """Rows by capture state, for the layers of ``spec``."""
         return self.counts
+
+    def mask_counts(self) -> MaskCounts:
+        """Sampled tokens by how they can be scored, of a batch with labels. Raises UsageError (ARGUMENT) without."""
+        if "label_use" not in self.columns:
+            raise refused("a batch with labels (BatchOptions(labels=True))", "one without")
+        found = np.bincount(self.columns["label_use"].reshape(-1).cpu().numpy(), minlength=2 * CHANGED_LOGITS)
+        by_use = found.reshape(2, CHANGED_LOGITS).sum(axis=0)
+        counts = {use: int(by_use[code]) for code, use in enumerate(USES) if use != "none"}
+        return MaskCounts(**counts, changed=int(found[CHANGED_LOGITS:].sum()))
 
     def layer(self, layer_id: int) -> torch.Tensor:
         """Rows of one decoder layer in gate order (``b*S + s`` or ``t``): int16 ``[N, K]``, a view of ``routes``.
@@ -567,40 +587,3 @@ def pinned_bytes(size: int) -> NDArray[np.uint8]:
 def count_first_tokens(plan: TokenPlan) -> int:
     """Records whose first kept token stands among the plan's rows."""
     return int(((plan.position_N == 0) & (plan.record_N >= 0)).sum())
-
-
-def token_logprobs(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:
-    """Log-probability of every token given those before it: float32, shaped like ``batch.token_ids``.
-
-    ``logits``: ``[..., V]`` with the batch's N rows in gate order, as a model answers ``batch.model_inputs()``. NaN at
-    first tokens and at padding, as in ``batch.logprobs``, and where the token before is not among the rows though the
-    record has it (truncation from the left dropped it, another rank has it): pick with a mask, never multiply by one
-    (0 * NaN is NaN).
-    Differentiable. Raises UsageError (ARGUMENT) for logits of another shape or a vocabulary that lacks a token.
-    """
-    if logits.ndim < 2 or logits[..., 0].numel() != batch.num_rows:
-        raise UsageError(
-            f"expected logits of {batch.num_rows} rows, got shape {list(logits.shape)}", kind=ErrorKind.ARGUMENT
-        )
-    before_N = batch.plan.predecessors()
-    rows = np.flatnonzero(before_N >= 0)
-    found_N = torch.full((batch.num_rows,), torch.nan, dtype=torch.float32, device=logits.device)
-    if len(rows) == 0:
-        return found_N.view(batch.token_ids.shape)
-    after = torch.from_numpy(rows).to(logits.device)
-    before = torch.from_numpy(before_N[rows]).to(logits.device)
-    targets = batch.token_ids.view(-1).to(logits.device)[after]
-    if int(targets.max()) >= logits.shape[-1]:
-        raise UsageError(
-            f"expected logits over more than {int(targets.max())} tokens, got {logits.shape[-1]}",
-            kind=ErrorKind.ARGUMENT,
-        )
-    flat_NV = logits.reshape(batch.num_rows, -1)
-    steps = [slice(start, start + _LOGIT_ROWS) for start in range(0, len(rows), _LOGIT_ROWS)]
-    found_N[after] = torch.cat([_pick_logprobs(flat_NV[before[step]], targets[step]) for step in steps])
-    return found_N.view(batch.token_ids.shape)
-
-
-def _pick_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
-    wide_NV = logits_NV.float()
-    return wide_NV.gather(1, tokens_N[:, None])[:, 0] - wide_NV.logsumexp(dim=1)

@@ -21,6 +21,7 @@ import numpy as np
 
 from routeplane.batch.batch import ColumnParts, RouteBatch, count_first_tokens, owned_tensor
 from routeplane.batch.columns import (
+    NO_LABEL,
     NO_STATE,
     batch_columns,
     check_fits,
@@ -29,6 +30,8 @@ from routeplane.batch.columns import (
     column_fill,
     count_states,
     generated_tokens,
+    label_columns,
+    label_types,
     layer_slots,
     scores,
     settle_states,
@@ -36,12 +39,11 @@ from routeplane.batch.columns import (
     stored_rows,
 )
 from routeplane.batch.layouts import Fill, balanced_rows, check_fill
-from routeplane.batch.plan import Layout, PlanOptions, RankCounts, TokenPlan, budget_groups
+from routeplane.batch.plan import PADDING, Layout, PlanOptions, RankCounts, TokenPlan, budget_groups
 from routeplane.batch.shard import RankOf, Shard, records_of_rank
 from routeplane.batch.slots import require_positive
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.record.aligned import AlignedColumn, ColumnType
-from routeplane.record.coverage import MaskCounts
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -62,8 +64,12 @@ class BatchOptions(PlanOptions):
     ``seq_len``, ``pad_to_multiple_of``, ``padding_side``, ``max_length``, ``truncate``: as in PlanOptions.
     ``pad_token_id``: the token id at padding. ``fill``: what ``routes`` hold at padding: MISSING, or ``"balanced"``
     ids, which ``RouteBatch.fill_padding`` explains and spreads over ``expert_parallel`` ranks. ``buffers``: the pool
-    whose memory the batch is written into until it is released there; default fresh memory. ``max_unmasked``: largest
-    share of a batch's sampled tokens whose sampling mask may be unknown or capped; None: any.
+    whose memory the batch is written into until it is released there; default fresh memory.
+
+    ``labels``: whether ``columns`` hold what each row's logits are scored on, moved to that row before any cut:
+    ``labels`` (int64, the next token; -100 where there is none), ``label_mask`` (bool, whether a policy sampled it),
+    ``label_logprobs``, ``label_temperature`` (float32), ``label_use`` (uint8, how it can be scored) and, where records
+    have sampling masks, the lists ``label_sampling_mask`` in ``column_parts``. ``label_logprobs(...)`` scores them.
 
     Checked when made, except for what depends on the layout and the spec; raises UsageError (ARGUMENT).
 
@@ -76,13 +82,11 @@ class BatchOptions(PlanOptions):
     fill: Fill = "missing"
     expert_parallel: int = 1
     buffers: BatchBuffers | None = None
-    max_unmasked: float | None = None
+    labels: bool = False
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
         check_pad_token(self.pad_token_id)
-        if self.max_unmasked is not None and not 0.0 <= self.max_unmasked <= 1.0:
-            raise refused("max_unmasked in [0, 1], or None", repr(self.max_unmasked))
         if self.expert_parallel != 1 and self.fill != "balanced":
             raise refused("expert_parallel with fill='balanced'", f"{self.expert_parallel} with {self.fill!r}")
 
@@ -353,14 +357,13 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         check_whole(record)
         if plan is None:
             _check_record(record, target.options)
-    if target.options.max_unmasked is not None:
-        masks = MaskCounts.of_all((record.columns, record.spans) for record in records)
-        masks.require(target.options.max_unmasked)
     slots = layer_slots(records, target.spec)
     columns = batch_columns(records, slots=slots)
     if plan is None:
         lengths = [record.num_tokens for record in records]
         plan = target.options.plan(lengths, layout=target.layout, shard=target.cut)
+    if target.options.labels:
+        columns |= label_columns(records)
 
     buffers = target.options.buffers
     lease = None if buffers is None else buffers.lease()
@@ -401,7 +404,17 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         counts=count_states(settled_N, records=count_first_tokens(plan)),
         fill=target.options.fill,
     )
+    if target.options.labels:
+        _blank_last_labels(batch.columns, plan)
     return batch if buffers is None or lease is None else buffers.lend(lease, batch)
+
+
+def _blank_last_labels(columns: Mapping[str, torch.Tensor], plan: TokenPlan) -> None:
+    """Take the labels off the last kept token of each sequence: truncation dropped the token behind it."""
+    kept_N = np.append(plan.lengths, 0)[plan.record_N]  # PADDING is -1, the entry behind all sequences
+    rows = np.flatnonzero((plan.record_N != PADDING) & (plan.position_N == kept_N - 1))
+    for name, value in (("labels", NO_LABEL), ("label_mask", False), ("label_logprobs", np.nan), ("label_use", 0)):
+        columns[name].view(-1)[rows] = value
 
 
 def _lay_columns(
@@ -456,7 +469,7 @@ def _padding_batch(target: _Target, like: _TensorTypes | None) -> RouteBatch:
         lengths=owned_tensor(plan.lengths.copy()),
         cu_seqlens=owned_tensor(plan.cu_seqlens.copy()),
         cu_seqlens_padded=owned_tensor(plan.cu_seqlens_padded.copy()),
-        **_padding_columns(plan, kept.columns),
+        **_padding_columns(plan, {**(label_types({}) if options.labels else {}), **kept.columns}),
         states=owned_tensor(states),
         keys=(),
         counts=count_states(states.reshape(-1), records=0),

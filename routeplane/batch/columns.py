@@ -1,5 +1,8 @@
 """What of each record goes into a batch: the checks before anything is allocated, and the columns that a plan cuts.
 
+Entry t of a sampled column is about the logits at t-1. ``label_columns`` moves it there before a batch is cut, so that
+it stands on the rank that has those logits, also at the edges of context-parallel chunks.
+
 Numpy alone; trusts a RouteRecord. Knows records and geometries; knows no plan, no rank and no torch.
 
 Axes: S tokens of a record, N rows of a batch, L layers, K top-k slots.
@@ -8,24 +11,33 @@ Axes: S tokens of a record, N rows of a batch, L layers, K top-k slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, UsageError
-from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn, ColumnType
+from routeplane.record.aligned import BFLOAT16_NAN, MASK_STATES, AlignedColumn, ColumnType, read_column
+from routeplane.record.counts import Counts
 from routeplane.record.coverage import Coverage, partial_states
 from routeplane.record.spans import STATES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from routeplane.record.record import RouteRecord
+    from routeplane.record.spans import Sampling
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
+    "CHANGED_LOGITS",
+    "NO_LABEL",
     "NO_STATE",
+    "USES",
+    "MaskCounts",
     "batch_columns",
     "check_fits",
     "check_pad_token",
@@ -33,6 +45,8 @@ __all__ = [
     "column_fill",
     "count_states",
     "generated_tokens",
+    "label_columns",
+    "label_types",
     "layer_slots",
     "prompt_tokens",
     "scores",
@@ -115,6 +129,8 @@ def column_fill(name: str, kind: ColumnType) -> float:
     """What a column holds at padding: NaN where its type has one and no mask says what is known, else 0."""
     if kind.nullable:
         return 0
+    if name == "labels" and kind.dtype == "int64" and kind.aligned == "fed":
+        return NO_LABEL
     return BFLOAT16_NAN if (name, kind.dtype) == ("route_weights", "uint16") else np.nan if "float" in kind.dtype else 0
 
 
@@ -181,3 +197,184 @@ def count_states(states_N: NDArray[np.int8], *, records: int) -> Coverage:
     # a pass over bytes for each: bincount would make int64 of them first
     rows: dict[str, int] = {state: int(np.count_nonzero(states_N == place)) for place, state in enumerate(STATES)}
     return Coverage(records=records, rows=MappingProxyType(rows))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Labels: what each row's logits are scored on
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: The label of a row that has none; what torch's cross entropy ignores.
+NO_LABEL = -100
+#: How a label can be scored as it was sampled, by its code in ``label_use``. ``none``: not sampled by a policy;
+#: ``full``: over the whole vocabulary; ``listed``: over the ids in ``label_sampling_mask``; ``unmasked``: the engine
+#: gave no whole list; ``unknown``: nor the temperature; ``greedy``: temperature 0; ``raw``: the record's
+#: log-probabilities are those before temperature and filters.
+USES = ("none", "full", "listed", "unmasked", "unknown", "greedy", "raw")
+#: Added to the code where penalties, biases or processors changed the logits before they were filtered.
+CHANGED_LOGITS = 8
+
+_TYPES = {
+    "labels": ColumnType(dtype="int64", aligned="fed"),
+    "label_mask": ColumnType(dtype="bool", aligned="fed"),
+    "label_logprobs": ColumnType(dtype="float32", aligned="fed"),
+    "label_temperature": ColumnType(dtype="float32", aligned="fed"),
+    "label_use": ColumnType(dtype="uint8", aligned="fed"),
+}
+_LISTS = "label_sampling_mask"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskCounts(Counts):
+    """Sampled tokens by how they can be scored as they were sampled; ``RouteBatch.mask_counts`` counts them.
+
+    ``full``, ``listed``: exactly. ``unmasked``: some ids were filtered and the engine gave no whole list. ``unknown``:
+    the temperature is not known. ``greedy``, ``raw``: refused by ``masks="apply"``. ``changed``: of all of these, those
+    whose logits penalties, biases or processors changed.
+
+    >>> counts = MaskCounts(full=1, listed=7, unmasked=2)
+    >>> counts.unmasked_share
+    0.2
+    """
+
+    SCOPE: ClassVar[str] = "mask_"
+    full: int = 0
+    listed: int = 0
+    unmasked: int = 0
+    unknown: int = 0
+    greedy: int = 0
+    raw: int = 0
+    changed: int = 0
+
+    @property
+    def unmasked_share(self) -> float:
+        """Share of the sampled tokens that cannot be scored as they were sampled; 0 where none was sampled."""
+        usable = self.full + self.listed
+        others = self.unmasked + self.unknown + self.greedy + self.raw
+        return others / (usable + others) if others else 0.0
+
+    def derived(self) -> dict[str, float]:
+        """The share that ``require`` bounds."""
+        return {"unmasked_share": self.unmasked_share}
+
+    def require(self, *, max_unmasked: float) -> None:
+        """Raise DataError (COVERAGE) where a larger share than this cannot be scored as it was sampled.
+
+        >>> MaskCounts(listed=9, unmasked=1).require(max_unmasked=0.1)
+        """
+        if self.unmasked_share > max_unmasked:
+            raise DataError(
+                f"expected at most {max_unmasked:.2%} of the sampled tokens without a usable mask (max_unmasked), got "
+                f"{self.unmasked_share:.2%}: {self}",
+                kind=ErrorKind.COVERAGE,
+            )
+
+
+def label_types(columns: dict[str, ColumnType]) -> dict[str, ColumnType]:
+    """The types of the columns that ``label_columns`` makes of records that have these."""
+    own = dict(_TYPES)
+    if "sampling_mask" in columns:
+        own[_LISTS] = ColumnType(dtype="int32", ragged=True, aligned="fed", axes=("kept",))
+    return own
+
+
+def label_columns(records: Sequence[RouteRecord]) -> dict[str, list[AlignedColumn]]:
+    """The columns of every record's labels, by name; see ``BatchOptions.labels``.
+
+    Raises DataError (TOKEN_COLUMN) where a record has a column of such a name.
+    """
+    taken = {*_TYPES, _LISTS} & records[0].columns.keys()
+    if taken:
+        raise DataError(
+            f"expected records without columns that labels are named by, got {sorted(taken)} @ sample {records[0].key}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+    made = [_labels_of(record) for record in records]
+    return {name: [each[name] for each in made] for name in made[0]}
+
+
+def _labels_of(record: RouteRecord) -> dict[str, AlignedColumn]:
+    tokens = record.num_tokens
+    sampled_S, temperature_S, use_S = _sampled(record)
+    logprobs_S = np.full(tokens, np.nan, dtype=np.float32) if record.logprobs is None else record.logprobs
+    values = {
+        "labels": _moved(record.token_ids.astype(np.int64), NO_LABEL),
+        "label_mask": _moved(sampled_S, False),
+        "label_logprobs": _moved(logprobs_S, np.nan),
+        "label_temperature": _moved(temperature_S, np.nan),
+        "label_use": _moved(use_S, 0),
+    }
+    made = {name: AlignedColumn.of(array, aligned="fed", name=name) for name, array in values.items()}
+    lists = record.columns.get("sampling_mask")
+    if lists is not None and lists.offsets is not None:
+        # the list of token t stands at row t-1; the first token's is empty, since no policy sampled it
+        offsets = np.append(lists.offsets[1:], lists.offsets[-1]) - lists.offsets[1]
+        kind = label_types({"sampling_mask": lists.type})[_LISTS]
+        made[_LISTS] = read_column(
+            kind, lists.values[lists.offsets[1] :].astype(np.int32), offsets=offsets, valid=None, name=_LISTS
+        )
+    return made
+
+
+def _moved(values_S: NDArray[Any], last: float) -> NDArray[Any]:
+    moved_S = np.empty_like(values_S)
+    moved_S[:-1] = values_S[1:]
+    moved_S[-1] = last
+    return moved_S
+
+
+def _sampled(record: RouteRecord) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.uint8]]:
+    """Which tokens a policy sampled, at which temperature, and how each can be scored; ``[S]`` each."""
+    sampled_S = np.zeros(record.num_tokens, dtype=np.bool_)
+    temperature_S = np.full(record.num_tokens, np.nan, dtype=np.float32)
+    use_S = np.zeros(record.num_tokens, dtype=np.uint8)
+    states = record.columns.get("sampling_mask_state")
+    mode = record.attributes.get("logprobs_mode", "")
+    for span in record.spans:
+        if span.kind != "generation":
+            continue
+        own = slice(span.start, span.stop)
+        sampled_S[own] = True
+        if span.sampling is not None and span.sampling.temperature is not None:
+            temperature_S[own] = span.sampling.temperature
+        states_n = None if states is None else states.values[own]
+        use_S[own] = _uses(span.sampling, states_n, mode=mode)
+    return sampled_S, temperature_S, use_S
+
+
+#: The code of a token with a known temperature, by what its list says.
+_BY_STATE = np.array(
+    [USES.index({"listed": "listed", "full": "full"}.get(state, "unmasked")) for state in MASK_STATES], dtype=np.uint8
+)
+
+
+def _uses(sampling: Sampling | None, states_n: NDArray[np.uint8] | None, *, mode: str) -> NDArray[np.uint8] | int:
+    if sampling is None or sampling.temperature is None:
+        return USES.index("unknown")
+    changed = CHANGED_LOGITS if _changes_logits(sampling) else 0
+    if sampling.temperature <= 0:
+        return USES.index("greedy") | changed
+    if (sampling.logprobs_mode or mode).startswith("raw"):
+        return USES.index("raw") | changed
+    if _keeps_all(sampling):
+        return USES.index("full") | changed
+    if states_n is None:
+        return USES.index("unmasked") | changed
+    found: NDArray[np.uint8] = _BY_STATE[states_n] | np.uint8(changed)
+    return found
+
+
+def _changes_logits(sampling: Sampling) -> bool:
+    """Whether anything but temperature and filters acted; a value that is not known counts as none."""
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty not in (None, 1.0)
+        or sampling.logit_bias is not None
+        or sampling.processors
+    )
+
+
+def _keeps_all(sampling: Sampling) -> bool:
+    """Whether the parameters alone say that no id was filtered; vLLM and SGLang write "all" as top_k 0, -1 or 2**30."""
+    top_k = sampling.top_k
+    return sampling.top_p == 1.0 and not sampling.min_p and top_k is not None and not 0 < top_k < 2**30

@@ -206,7 +206,7 @@ def read_rows(
         spec: The geometry of the rows.
         options: ``form``, ``axis``, ``decoder_layers`` and ``fused_shared`` are looked at.
         first_row: The token of row 0. None takes what the form says, 0 where it says nothing.
-        filler: The token whose row, where it is the last that came, a harness made up: it is left out by its place.
+        filler: The token whose row, the last that came, a harness made up: it is left out by its place.
         call: Named in errors.
 
     Returns:
@@ -225,6 +225,13 @@ def read_rows(
     array = decode(value, form=options.form, layers=depth, slots=spec.top_k + options.fused_shared)
     routes_RDK = array.routes
     begin = array.start or first_row or 0
+    if filler is not None and len(routes_RDK) and begin + len(routes_RDK) == filler:
+        # a harness that makes the last row up makes it always: one less is a row that was lost on the way
+        raise DataError(
+            f"expected {filler + 1} rows, the last of them filler (final_row='filler'), got {filler}: say "
+            f"final_row='absent' where no row is made up @ call {call}",
+            kind=ErrorKind.ROW_COUNT,
+        )
     if filler is not None and len(routes_RDK) and begin + len(routes_RDK) == filler + 1:
         routes_RDK = routes_RDK[:-1]
     if options.decoder_layers is not None and axis == "decoder" and routes_RDK.shape[1] != depth:

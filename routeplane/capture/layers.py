@@ -31,8 +31,9 @@ __all__ = ["LayerAxis", "rows_from_axis", "rows_from_layers", "rows_from_slots",
 LayerAxis = Literal["decoder", "captured"]
 
 # With K = 1 a row of zeros is expert 0, so a layer of zeros is judged by the chance that a written one would be. Where
-# other layers vary: (the share of their commonest expert) ** (how many different rows they show). Where all are zero:
-# that of one row, if experts were equally likely. Measured on tiny top-1 models (``tests.capture.top_1``).
+# other layers vary: (the share of their commonest expert) ** (how many different rows they show), that one expert takes
+# all, by 1 / E, that it is expert 0. Where all are zero: that of one row, if experts were equally likely. Measured on
+# tiny top-1 models (``tests.capture.top_1``).
 _CHANCE = 1e-5
 _MANY_ROWS = 64
 
@@ -274,7 +275,8 @@ def _unwritten_top_1(narrow_RLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bo
     else:
         varied_VL = np.unique(narrow_RLK[:, ~zero_L, 0], axis=0)
         common = float(np.median([np.bincount(ids_V).max() for ids_V in varied_VL.T]))
-        judged = ((common + 1) / (len(varied_VL) + 1)) ** len(varied_VL) < _CHANCE
+        alone = ((common + 1) / (len(varied_VL) + 1)) ** len(varied_VL)
+        judged = alone / min(spec.experts_per_layer) < _CHANCE
     return none_RL | (zero_L & judged)
 
 

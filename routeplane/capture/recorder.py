@@ -23,7 +23,7 @@ from routeplane.record.assembly import Assembly, assemble
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.parse import as_integers, check_optional_int64
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import Capture, CaptureState, Span
+from routeplane.record.spans import Capture, CaptureState, RecordKey, Span
 from routeplane.record.validate import missing_rows
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def record_of_call(
     whole = routes_RLK is not None and call.layer_ids in (None, spec.layer_ids) and routes_RLK.size > 0
     # rows of another shape are assemble's to refuse: one layer would be broadcast to all of them
     if routes_RLK is None or not whole or routes_RLK.shape[1:] != spec.row_shape or routes_RLK.min() < 0:
-        options = {"sample_id": sample_id, "attempt": attempt, "group": group, "attributes": attributes}
-        return assemble([call], spec, **options).records[0]  # type: ignore[arg-type]  # a dict of mixed values
+        key = RecordKey(sample_id, attempt, 0)
+        return assemble([call], spec, sample_id=key, group=group, attributes=attributes).records[0]
     routes_SLK = spec.missing_rows(call.num_tokens)
     routes_SLK[call.first_row : call.rows_stop] = routes_RLK
     return RouteRecord(

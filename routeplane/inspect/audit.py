@@ -153,6 +153,9 @@ def _audit(
     absent_R = np.arange(len(rows_RLK)) >= count
     if told_by_value(spec, kind):
         absent_R = absent_R | filler_R
+    zeros_R = filler_rows(rows_RLK, "zeros")
+    if spec.top_k > 1:  # zeros are never a route then, whatever a layout's own filler is
+        absent_R = absent_R | zeros_R
     problems = _filler_problems(absent_R[:fed], each.name, given=count < fed)
     problems += _axis_problems(each, rows_RLK, absent_R, spec, kind)
     if not problems or problems[0].kind == ErrorKind.ROUTES_MISSING:
@@ -160,7 +163,7 @@ def _audit(
         problems += find_problems(legal_RLK, spec, sample=each.name)
     record = records.get(each.name)
     if record is not None:
-        problems += _differences(each, rows_RLK, absent_R, record, records, spec)
+        problems += _differences(each, rows_RLK, absent_R, record, records, spec, blank_R=filler_R | zeros_R)
     return AuditReport(
         samples=1,
         tokens=len(each.token_ids),
@@ -225,6 +228,8 @@ def _differences(
     record: RouteRecord,
     records: dict[str, RouteRecord],
     spec: RouteSpec,
+    *,
+    blank_R: NDArray[np.bool_],
 ) -> list[Problem]:
     """Where the rows are not those of the record: of another token, layer or sample, where these say so."""
     shared = min(len(each.token_ids), record.num_tokens)
@@ -247,6 +252,10 @@ def _differences(
     if step is not None:
         message = f"expected the row of this token, got that of token {token + step}, and so from here on"
         return [Problem(kind=ErrorKind.TOKEN_MISMATCH, message=message, sample=each.name, token=token)]
+    wrong_R = wrong_RL.any(axis=1)
+    if blank_R[:size][wrong_R].all():
+        message = f"expected routes of record {record.key}, got filler or zeros in {int(wrong_R.sum())} rows"
+        return [Problem(kind=ErrorKind.ROUTES_MISSING, message=message, sample=each.name, token=token)]
     return [
         _of_other_layer(rows_RLK[:size], ours_RLK, wrong_RL[:, slot], slot, spec, each.name)
         for slot in np.flatnonzero(wrong_RL.any(axis=0)).tolist()

@@ -53,6 +53,7 @@ _MAX_CELLS = 60_000
 _FILTER = "(layer === null || datum.layer === layer) && (part === null || datum.part === part)"
 _FILTER_LOAD = "(layer === null || datum.layer === layer) && (part === null || !datum.part || datum.part === part)"
 _FILTER_PART = "part === null || datum.part === part"
+_FILTER_SAMPLE = "sample === null || indexof(datum.sample, sample) >= 0"
 
 Spec = dict[str, Any]
 
@@ -508,8 +509,11 @@ def _samples(overview: Overview) -> Spec:
     return _chart(
         f"Samples in order of arrival, by weights version{cut}",
         rows,
-        params=[{"name": "window", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"}],
-        transform=[{"filter": _FILTER_PART}],
+        params=[
+            {"name": "sample", "value": None},
+            {"name": "window", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"},
+        ],
+        transform=[{"filter": _FILTER_PART}, {"filter": _FILTER_SAMPLE}],
         mark={"type": "circle", "opacity": 0.8, "tooltip": True},
         encoding={
             "x": _axis(

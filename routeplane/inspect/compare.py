@@ -10,15 +10,16 @@ P bins of absolute position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
-from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS
+from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS, SAME, TABLE
 from routeplane.inspect.tally import shared_ids
+from routeplane.record.counts import Counts, rule
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 
@@ -60,8 +61,24 @@ class Divergence:
     token_mismatch: int | None = None
 
 
+def _named(left: tuple[RecordKey, ...], right: tuple[RecordKey, ...]) -> tuple[RecordKey, ...]:
+    return tuple(sorted((*left, *right)))[:MAX_NAMED]
+
+
+def _most_flipped(found: Divergence) -> tuple[int, RecordKey]:
+    return (-found.flipped, found.key)
+
+
+def _first(left: tuple[int, ...], _: tuple[int, ...]) -> tuple[int, ...]:
+    return left
+
+
+def _worst(left: tuple[Divergence, ...], right: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
+    return tuple(sorted((*left, *right), key=_most_flipped)[:MAX_NAMED])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RouteDiff:
+class RouteDiff(Counts):
     """Counts over the samples that both sides have; merges over parts.
 
     ``compared_L``, ``equal_L``, ``shared_L``: rows that both have, those equal as sets, and ids in common, by layer of
@@ -69,23 +86,25 @@ class RouteDiff:
     ``positions_P2``: compared and flipped rows by absolute position. ``one_sided_rows``: rows that one side alone has.
     """
 
-    layer_ids: tuple[int, ...]
-    layers_left_only: tuple[int, ...] = ()
-    layers_right_only: tuple[int, ...] = ()
+    SCOPE: ClassVar[str] = "diff_"
+
+    layer_ids: tuple[int, ...] = field(metadata=SAME)
+    layers_left_only: tuple[int, ...] = field(metadata=rule(scalar=None, merge=_first), default=())
+    layers_right_only: tuple[int, ...] = field(metadata=rule(scalar=None, merge=_first), default=())
     samples: int = 0
-    equal_samples: int = 0
-    compared_L: NDArray[np.int64]
-    equal_L: NDArray[np.int64]
-    shared_L: NDArray[np.int64]
-    union_L: NDArray[np.int64]
-    positions_P2: NDArray[np.int64]
+    equal_samples: int = field(metadata=TABLE, default=0)
+    compared_L: NDArray[np.int64] = field(metadata=TABLE)
+    equal_L: NDArray[np.int64] = field(metadata=TABLE)
+    shared_L: NDArray[np.int64] = field(metadata=TABLE)
+    union_L: NDArray[np.int64] = field(metadata=TABLE)
+    positions_P2: NDArray[np.int64] = field(metadata=TABLE)
     one_sided_rows: int = 0
     token_mismatches: int = 0
-    left_only: int = 0
-    right_only: int = 0
-    left_only_keys: tuple[RecordKey, ...] = ()
-    right_only_keys: tuple[RecordKey, ...] = ()
-    worst: tuple[Divergence, ...] = ()
+    left_only: int = field(metadata=TABLE, default=0)
+    right_only: int = field(metadata=TABLE, default=0)
+    left_only_keys: tuple[RecordKey, ...] = field(metadata=rule(scalar=None, merge=_named), default=())
+    right_only_keys: tuple[RecordKey, ...] = field(metadata=rule(scalar=None, merge=_named), default=())
+    worst: tuple[Divergence, ...] = field(metadata=rule(scalar=None, merge=_worst), default=())
 
     @classmethod
     def empty(cls, left: RouteSpec, right: RouteSpec) -> RouteDiff:
@@ -122,22 +141,9 @@ class RouteDiff:
         compared = int(self.compared_L.sum())
         return 1.0 - int(self.equal_L.sum()) / compared if compared else 0.0
 
-    def merge(self, other: RouteDiff) -> RouteDiff:
-        """The counts of both. Raises UsageError where the compared layers differ."""
-        if self.layer_ids != other.layer_ids:
-            raise UsageError(
-                f"expected differences of layers {self.layer_ids}, got {other.layer_ids}", kind=ErrorKind.ARGUMENT
-            )
-        tables = ("compared_L", "equal_L", "shared_L", "union_L", "positions_P2")
-        counts = ("samples", "equal_samples", "one_sided_rows", "token_mismatches", "left_only", "right_only")
-        return RouteDiff(
-            layer_ids=self.layer_ids,
-            layers_left_only=self.layers_left_only,
-            layers_right_only=self.layers_right_only,
-            left_only_keys=_named(self.left_only_keys, other.left_only_keys),
-            right_only_keys=_named(self.right_only_keys, other.right_only_keys),
-            worst=tuple(sorted((*self.worst, *other.worst), key=_most_flipped)[:MAX_NAMED]),
-            **{name: getattr(self, name) + getattr(other, name) for name in (*tables, *counts)},
+    def __repr__(self) -> str:
+        return (
+            f"RouteDiff({self.samples} samples, {self.equal_samples} equal, {self.flipped_share:.2%} of rows flipped)"
         )
 
     def layers(self) -> list[dict[str, Any]]:
@@ -187,16 +193,13 @@ class RouteDiff:
             ],
         }
 
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
+    def derived(self) -> dict[str, float]:
+        """Rows, shares and samples without a partner, for a metrics logger."""
         return {
-            f"{prefix}diff_samples": float(self.samples),
-            f"{prefix}diff_rows": float(self.compared_L.sum()),
-            f"{prefix}diff_flipped_share": self.flipped_share,
-            f"{prefix}diff_jaccard": _ratio(self.shared_L.sum(), self.union_L.sum()),
-            f"{prefix}diff_one_sided_rows": float(self.one_sided_rows),
-            f"{prefix}diff_token_mismatches": float(self.token_mismatches),
-            f"{prefix}diff_unmatched_samples": float(self.left_only + self.right_only),
+            "rows": float(self.compared_L.sum()),
+            "flipped_share": self.flipped_share,
+            "jaccard": _ratio(self.shared_L.sum(), self.union_L.sum()),
+            "unmatched_samples": float(self.left_only + self.right_only),
         }
 
 
@@ -392,14 +395,6 @@ def _by_position(counts_S: NDArray[Any], start: int) -> NDArray[np.int64]:
 def _one_sided(total: RouteDiff, side: str, key: RecordKey) -> RouteDiff:
     keys = f"{side}_keys"
     return replace(total, **{side: getattr(total, side) + 1, keys: _named(getattr(total, keys), (key,))})
-
-
-def _named(left: tuple[RecordKey, ...], right: tuple[RecordKey, ...]) -> tuple[RecordKey, ...]:
-    return tuple(sorted((*left, *right)))[:MAX_NAMED]
-
-
-def _most_flipped(found: Divergence) -> tuple[int, RecordKey]:
-    return (-found.flipped, found.key)
 
 
 def _ratio(part: Any, whole: Any) -> float:

@@ -26,6 +26,7 @@ from pyarrow.fs import FileSystem
 from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, TruncatedError, UsageError, refused
 from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
+from routeplane.record.counts import html_table
 from routeplane.record.policy import Quarantine, QuarantineEntry, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.validate import find_problems
@@ -63,6 +64,8 @@ _WILDCARDS = frozenset("*?[")
 _PARQUET_MAGIC = b"PAR1"
 _ROW_KINDS = frozenset({ErrorKind.PARTIAL_ROW, ErrorKind.ID_OUT_OF_RANGE, ErrorKind.DUPLICATE_ID})
 _NO_LIMIT = 2**62
+#: Schemes of pyarrow's own file systems; others go to fsspec.
+_ARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,10 +178,11 @@ def _file_kind(path: str) -> Kind:
 def _remote(url: str) -> Source:
     if PurePosixPath(urlsplit(url).path).suffix not in (".arrows", ".parquet"):
         return Source(name=url, path=url, kind="archive")
+    scheme = urlsplit(url).scheme
     try:
-        system, path = FileSystem.from_uri(url)
-    except (pa.ArrowException, ValueError) as error:
-        raise refused("a URL that pyarrow opens (s3, gs, abfs, hdfs)", f"{url}: {error}") from error
+        system, path = FileSystem.from_uri(url if scheme in _ARROW_SCHEMES else f"fsspec+{url}")
+    except (pa.ArrowException, ValueError, ImportError) as error:
+        raise refused("a URL that pyarrow opens, or fsspec where it is installed", f"{url}: {error}") from error
     return _copied(url, lambda: system.open_input_stream(path))
 
 
@@ -234,6 +238,25 @@ class SourceSet:
     sources: tuple[Source, ...]
     spec: RouteSpec
     policy: ReadPolicy = LOOK
+
+    def __len__(self) -> int:
+        """How many streams, archives and files."""
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[SourceSet]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> SourceSet:
+        """Some of the sources, as a set; ``find`` gives a record by its sample."""
+        chosen = self.sources[index]
+        return replace(self, sources=chosen if isinstance(chosen, tuple) else (chosen,))
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.paths[:3]) + (f" and {len(self) - 3} more" if len(self) > 3 else "")
+        return f"SourceSet({names}; {self.spec.model!r})"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), {source.name: source.kind for source in self.sources})
 
     @property
     def paths(self) -> tuple[str, ...]:

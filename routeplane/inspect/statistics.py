@@ -17,12 +17,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.inspect.tally import count_load, count_overlap, count_pairs
+from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.coverage import Coverage
 from routeplane.record.record import RecordKey
 from routeplane.record.spans import PRESENT_STATES, Capture, Span, SpanKind
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = [
     "KIND_NAMES",
     "POSITION_BIN",
+    "SAME",
+    "TABLE",
     "Collector",
     "Drift",
     "GroupKey",
@@ -95,8 +98,49 @@ def _empty() -> Mapping[Any, Any]:
     return MappingProxyType({})
 
 
+def _agreed(left: Any, right: Any) -> Any:
+    """Merge what two parts must have in common. Raises UsageError (ARGUMENT) where it differs."""
+    if left != right:
+        raise UsageError(f"expected parts that agree, got {left} and {right}", kind=ErrorKind.ARGUMENT)
+    return left
+
+
+def worst_of(samples: tuple[WorstSample, ...]) -> tuple[WorstSample, ...]:
+    """Those with the most missing rows, most first; equal ones by key, so that the order of merging shows nowhere."""
+    return tuple(sorted(samples, key=lambda sample: (-sample.missing, sample.key))[:MAX_WORST])
+
+
+def _add_arrays(
+    left: Mapping[GroupKey, NDArray[np.int64]], right: Mapping[GroupKey, NDArray[np.int64]]
+) -> Mapping[GroupKey, NDArray[np.int64]]:
+    merged = dict(left)
+    for key, array in right.items():
+        merged[key] = merged[key] + array if key in merged else array
+    return MappingProxyType(merged)
+
+
+def _add_counts(
+    left: Mapping[SpanKind, Mapping[str, int]], right: Mapping[SpanKind, Mapping[str, int]]
+) -> Mapping[SpanKind, Mapping[str, int]]:
+    return MappingProxyType(
+        {kind: dict(add_by_key(left.get(kind, {}), right.get(kind, {}))) for kind in {**left, **right}}
+    )
+
+
+def _worst_of_both(left: tuple[WorstSample, ...], right: tuple[WorstSample, ...]) -> tuple[WorstSample, ...]:
+    return worst_of((*left, *right))
+
+
+def _longest(left: Run | None, right: Run | None) -> Run | None:
+    return max((run for run in (left, right) if run is not None), default=None)
+
+
+#: Fields that no logger takes as they are: counts that add up, and what parts must have in common.
+TABLE, SAME = rule(scalar=None), rule(scalar=None, merge=_agreed)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RouteStatistics:
+class RouteStatistics(Counts):
     """Counts over records of one spec. ``collect`` makes it; arrays are its own and read-only.
 
     ``load``: for each kind and weights version int64 ``[L, E]``, how often each expert was chosen; ``rows``: int64
@@ -107,19 +151,27 @@ class RouteStatistics:
     ``positions_P2``: tokens with all their rows, and fed ones without, by absolute position.
     """
 
-    spec: RouteSpec
+    SCOPE: ClassVar[str] = "statistics_"
+
+    spec: RouteSpec = field(metadata=SAME)
     coverage: Coverage = field(default_factory=Coverage)
-    states: Mapping[SpanKind, Mapping[str, int]] = field(default_factory=_empty)
-    load: Mapping[GroupKey, NDArray[np.int64]] = field(default_factory=_empty)
-    rows: Mapping[GroupKey, NDArray[np.int64]] = field(default_factory=_empty)
-    pairs_every: int = 0
-    pairs_LEE: NDArray[np.int64]
-    shared_L: NDArray[np.int64]
-    neighbours_L: NDArray[np.int64]
-    runs_H: NDArray[np.int64]
-    longest_run: Run | None = None
-    positions_P2: NDArray[np.int64]
-    worst: tuple[WorstSample, ...] = ()
+    states: Mapping[SpanKind, Mapping[str, int]] = field(
+        metadata=rule(scalar=None, merge=_add_counts), default_factory=_empty
+    )
+    load: Mapping[GroupKey, NDArray[np.int64]] = field(
+        metadata=rule(scalar=None, merge=_add_arrays), default_factory=_empty
+    )
+    rows: Mapping[GroupKey, NDArray[np.int64]] = field(
+        metadata=rule(scalar=None, merge=_add_arrays), default_factory=_empty
+    )
+    pairs_every: int = field(metadata=SAME, default=0)
+    pairs_LEE: NDArray[np.int64] = field(metadata=TABLE)
+    shared_L: NDArray[np.int64] = field(metadata=TABLE)
+    neighbours_L: NDArray[np.int64] = field(metadata=TABLE)
+    runs_H: NDArray[np.int64] = field(metadata=TABLE)
+    longest_run: Run | None = field(metadata=rule(scalar=None, merge=_longest), default=None)
+    positions_P2: NDArray[np.int64] = field(metadata=TABLE)
+    worst: tuple[WorstSample, ...] = field(metadata=rule(scalar=None, merge=_worst_of_both), default=())
 
     # ---- tables -----------------------------------------------------------------------------------------------------
 
@@ -178,32 +230,9 @@ class RouteStatistics:
         cells = [divmod(int(cell), upper.shape[1]) for cell in best]
         return tuple((i, j, float(upper[i, j])) for i, j in cells if upper[i, j] > 0)
 
-    # ---- putting together -------------------------------------------------------------------------------------------
-
-    def merge(self, other: RouteStatistics) -> RouteStatistics:
-        """The counts of both. Raises UsageError where specs, or the share of tokens counted in pairs, differ."""
-        if self.spec != other.spec or self.pairs_every != other.pairs_every:
-            raise UsageError(
-                f"expected statistics of one spec and pairs_every, got {self.spec.digest}, {self.pairs_every} and "
-                f"{other.spec.digest}, {other.pairs_every}",
-                kind=ErrorKind.ARGUMENT,
-            )
-        runs = [run for run in (self.longest_run, other.longest_run) if run is not None]
-        return RouteStatistics(
-            spec=self.spec,
-            coverage=self.coverage.merge(other.coverage),
-            states=_add_counts(self.states, other.states),
-            load=_add_arrays(self.load, other.load),
-            rows=_add_arrays(self.rows, other.rows),
-            pairs_every=self.pairs_every,
-            pairs_LEE=self.pairs_LEE + other.pairs_LEE,
-            shared_L=self.shared_L + other.shared_L,
-            neighbours_L=self.neighbours_L + other.neighbours_L,
-            runs_H=self.runs_H + other.runs_H,
-            longest_run=max(runs, default=None),
-            positions_P2=self.positions_P2 + other.positions_P2,
-            worst=worst_of((*self.worst, *other.worst)),
-        )
+    def __repr__(self) -> str:
+        counts = f"{self.coverage.records} records, {self.coverage.total} tokens"
+        return f"RouteStatistics({counts}, {self.coverage.missing_share:.2%} missing, {self.spec!r})"
 
     # ---- for people and loggers -------------------------------------------------------------------------------------
 
@@ -270,44 +299,17 @@ class RouteStatistics:
             ],
         }
 
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger: coverage, and the layers' extremes."""
+    def derived(self) -> dict[str, float]:
+        """The layers' extremes, for a metrics logger."""
         load_LE = self.load_of()
         return {
-            **self.coverage.scalars(prefix=f"{prefix}statistics_"),
-            f"{prefix}statistics_dead_experts": float(dead_experts(load_LE, self.experts_L).sum()),
-            f"{prefix}statistics_effective_min": float(effective_experts(load_LE).min()),
-            f"{prefix}statistics_imbalance_max": float(imbalance(load_LE, self.experts_L).max()),
-            f"{prefix}statistics_overlap_mean": float(self.overlap_L.mean()),
-            f"{prefix}statistics_longest_run": float(self.longest_run.length if self.longest_run else 0),
-            f"{prefix}statistics_drift_max": max((float(d.divergence_L.max()) for d in self.drift()), default=0.0),
+            "dead_experts": float(dead_experts(load_LE, self.experts_L).sum()),
+            "effective_min": float(effective_experts(load_LE).min()),
+            "imbalance_max": float(imbalance(load_LE, self.experts_L).max()),
+            "overlap_mean": float(self.overlap_L.mean()),
+            "longest_run": float(self.longest_run.length if self.longest_run else 0),
+            "drift_max": max((float(drift.divergence_L.max()) for drift in self.drift()), default=0.0),
         }
-
-
-def worst_of(samples: tuple[WorstSample, ...]) -> tuple[WorstSample, ...]:
-    """Those with the most missing rows, most first; equal ones by key, so that the order of merging shows nowhere."""
-    return tuple(sorted(samples, key=lambda sample: (-sample.missing, sample.key))[:MAX_WORST])
-
-
-def _add_arrays(
-    left: Mapping[GroupKey, NDArray[np.int64]], right: Mapping[GroupKey, NDArray[np.int64]]
-) -> Mapping[GroupKey, NDArray[np.int64]]:
-    merged = dict(left)
-    for key, array in right.items():
-        merged[key] = merged[key] + array if key in merged else array
-    return MappingProxyType(merged)
-
-
-def _add_counts(
-    left: Mapping[SpanKind, Mapping[str, int]], right: Mapping[SpanKind, Mapping[str, int]]
-) -> Mapping[SpanKind, Mapping[str, int]]:
-    merged: dict[SpanKind, dict[str, int]] = {}
-    for part in (left, right):
-        for kind, counts in part.items():
-            mine = merged.setdefault(kind, {})
-            for state, count in counts.items():
-                mine[state] = mine.get(state, 0) + count
-    return MappingProxyType(merged)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ def find_alarms(
     Runs of one repeated token are honest (measured: 64 equal tokens give 64 equal rows; greedy decoding repeats at most
     2 rows in all layers), so with ``token_ids`` ``[S]`` positions that repeat their predecessor are left out. Raises
     UsageError for token ids of another length.
+
+    >>> from routeplane import RouteSpec
+    >>> stale = np.tile(np.asarray([[[3, 5]]], dtype=np.int16), (40, 1, 1))
+    >>> [problem.message for problem in find_alarms(stale, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)))]
+    ['expected at most 32 consecutive tokens with equal rows in all layers, got 40']
     """
     if token_ids is not None and len(token_ids) != len(routes):
         raise UsageError(

@@ -9,7 +9,7 @@ Axes: S token positions, N entries of all lists, L captured layers, K top-k slot
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
@@ -35,6 +35,7 @@ __all__ = [
     "check_columns",
     "concatenate_columns",
     "hash_columns",
+    "have_rules",
     "join_layers",
     "mask_columns",
     "read_column",
@@ -59,6 +60,7 @@ COLUMN_TYPES = (
     "float64",
 )
 
+_DTYPES = {name: np.dtype(name) for name in COLUMN_TYPES}
 _MAX_RANK = 8
 _MAX_ENTRY = 2**31  # values of one entry of a fixed shape
 _AXIS = re.compile("[a-z][a-z0-9_]{0,31}")
@@ -421,14 +423,19 @@ def read_column(
 ) -> AlignedColumn:
     """A column as a stream stores it; its arrays are kept as read-only views where no entry is null.
 
-    ``values``: ``[S, *shape]`` or ``[N]``, of ``kind``'s type. Raises DataError (TOKEN_COLUMN).
+    ``values``: ``[S, *shape]`` or ``[N]``, C-contiguous, of ``kind``'s type. Raises DataError (TOKEN_COLUMN).
     """
+    if offsets is None and valid is None:
+        return AlignedColumn(type=kind, values=frozen_view(values))
     return _settled(AlignedColumn(type=kind, values=values, offsets=offsets, valid=valid), name)
 
 
 def _check_built(column: AlignedColumn, name: str) -> None:
     """Raise DataError for a column whose arrays are not what its type says: built by hand, without ``of``."""
     kind, values, offsets, valid = column.type, column.values, column.offsets, column.valid
+    plain = kind.aligned is None and offsets is None and valid is None and values.ndim == 1
+    if plain and values.dtype == _DTYPES[kind.dtype] and not values.flags.writeable:
+        return  # nearly always
     arrays = [array for array in (values, offsets, valid) if array is not None]
     agrees = {
         f"values of {kind.dtype}": values.dtype.name == kind.dtype,
@@ -455,11 +462,12 @@ def aligned_columns(columns: Mapping[str, Any] | None, length: int) -> Mapping[s
     Raises DataError (TOKEN_COLUMN) for a name of the format's own or an empty one, another length, or a type that the
     format does not have.
     """
+    if not columns:
+        return MappingProxyType({})
     checked: dict[str, AlignedColumn] = {}
-    given = dict(columns or {})
+    given = dict(columns)
     for name in given:
-        check_text(name, "a token column's name")
-        if name in RESERVED_COLUMNS:
+        if check_text(name, "a token column's name") in RESERVED_COLUMNS:
             raise DataError(
                 f"expected a token column name outside the format's own, got {name!r}", kind=ErrorKind.TOKEN_COLUMN
             )
@@ -524,7 +532,7 @@ def hash_columns(out: CanonicalHash, columns: Mapping[str, AlignedColumn]) -> No
     """All columns in canonical form, in the order of their names."""
     for name, column in columns.items():
         if column.type.plain:
-            out.token_column(name, column.values)
+            out.token_column(name, column.values, dtype=column.type.dtype)
             continue
         kind = column.type
         # no column of 1.0 begins so: its first item is named ``type``
@@ -550,6 +558,15 @@ def _rebuild(
 # Columns whose names have a meaning
 # ----------------------------------------------------------------------------------------------------------------------
 
+#: Names of columns with rules of their own.
+_RULED = frozenset({"loss_mask", "route_weights", "sampling_mask", "sampling_mask_state"})
+
+
+def have_rules(columns: Mapping[str, AlignedColumn]) -> bool:
+    """Whether ``check_columns`` has anything to check: a name with a rule, or axes that the record may have too."""
+    return any(column.type.axes for column in columns.values()) or not _RULED.isdisjoint(columns)
+
+
 #: The codes of ``sampling_mask_state``: what the list of a token says.
 MASK_STATES = ("unknown", "listed", "full", "capped")
 
@@ -558,26 +575,27 @@ def check_columns(
     columns: Mapping[str, AlignedColumn],
     *,
     token_ids: NDArray[np.int32],
-    sampled_S: NDArray[np.bool_],
-    missing_SL: NDArray[np.bool_],
-    top_k: int,
+    sampled: Callable[[], NDArray[np.bool_]],
+    missing: Callable[[], NDArray[np.bool_]],
+    row_shape: tuple[int, int],
     attributes: Mapping[str, str],
     sample: str,
 ) -> None:
     """Raise DataError (TOKEN_COLUMN) where columns contradict the record's geometry, or a rule of their name.
 
-    ``sampled_S``: which tokens of the columns a policy sampled. ``missing_SL``: which rows of the last tokens are
-    MISSING; columns may begin before them.
+    ``sampled``: tells which tokens of the columns a policy sampled, bool ``[S]``. ``missing``: tells which rows of the
+    last tokens are MISSING, bool ``[R, L]``; columns may begin before them. Both are asked where a rule needs them: a
+    pass over all rows costs more than all else that is checked here.
     """
-    sizes = {"layers": missing_SL.shape[1], "topk": top_k}
+    sizes = dict(zip(("layers", "topk"), row_shape, strict=True))
     for name, column in columns.items():
         for axis, size in zip(column.type.axes, column.type.shape, strict=False):
             if sizes.get(axis, size) != size:
                 raise _unfit(name, f"{sizes[axis]} entries along {axis}", f"{size}", sample)
     if "route_weights" in columns:
-        _check_weights(columns["route_weights"], missing_SL, attributes, sample)
+        _check_weights(columns["route_weights"], missing(), attributes, sample)
     if "sampling_mask" in columns or "sampling_mask_state" in columns:
-        _check_mask(columns, token_ids, sampled_S, sample)
+        _check_mask(columns, token_ids, sampled(), sample)
     mask = columns.get("loss_mask")
     if mask is not None and (mask.type.shape or mask.type.ragged):
         raise _unfit("loss_mask", "a number per token", str(mask.type), sample)

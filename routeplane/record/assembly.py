@@ -25,7 +25,7 @@ from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import Coverage
 from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES, Capture, CaptureState, Span
+from routeplane.record.spans import STATES, Capture, CaptureState, RecordKey, Span
 from routeplane.record.validate import check_routes, missing_rows
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ _ABSENT, _SOME, _WHOLE = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssemblyReport(Counts):
-    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer."""
+    """What assembling decided, in counts. In ``overlap_rows`` and ``drift_rows`` a row is one token in one layer.
+
+    >>> AssemblyReport(overlap_rows=8, drift_rows=2).derived()
+    {'drift_share': 0.25}
+    """
 
     SCOPE: ClassVar[str] = "assembly_"
 
@@ -89,7 +93,11 @@ class UnfedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembly:
-    """The records of one rollout, one per segment, and what was decided on the way."""
+    """The records of one rollout, one per segment, and what was decided on the way.
+
+    >>> Assembly(records=(), report=AssemblyReport(breaks=1)).report.breaks
+    1
+    """
 
     records: tuple[RouteRecord, ...]
     report: AssemblyReport
@@ -99,8 +107,7 @@ def assemble(
     calls: Iterable[ModelCall | UnfedTokens],
     spec: RouteSpec,
     *,
-    sample_id: str,
-    attempt: int = 0,
+    sample_id: str | RecordKey,
     group: str | None = None,
     overlap: Literal["keep_first", "keep_last"] = "keep_first",
     on_break: Literal["raise", "split"] = "raise",
@@ -109,6 +116,8 @@ def assemble(
 ) -> Assembly:
     """Join calls, in the order they were made, into one record per unbroken context.
 
+    ``sample_id``: the records' name; a RecordKey says their attempt too, and the segment of the first one (0 and 0
+    without). ``group``: ties the samples of one prompt.
     ``overlap``: which capture stays where two calls bring the same row; differences are counted either way (a bfloat16
     re-prefill flips about 2% of rows per layer, so equality is not required). Both policies decide token by token,
     between captures of equal reach. Under either, rows in all layers replace rows in some, which replace none; captures
@@ -120,9 +129,19 @@ def assemble(
 
     Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call, token and
     sample, UsageError for an unknown policy.
+
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=1, call_id="c"
+    ... )
+    >>> [record] = assemble([call], spec, sample_id=RecordKey("s", 2, 0)).records
+    >>> str(record.key), record.coverage().missing_share
+    ('s/2/0', 0.0)
     """
+    key = sample_id if isinstance(sample_id, RecordKey) else RecordKey(sample_id, 0, 0)
     _check_policies(overlap=overlap, on_break=on_break, on_missing=on_missing)
-    with _naming(sample_id):
+    with _naming(key.sample_id):
         made, tail = _split_tail(list(calls))
         verified = [_checked(call, spec) for call in made]
         segments = _plan(verified, split=on_break == "split")
@@ -134,11 +153,11 @@ def assemble(
                 fill.add(position, keep_last=overlap == "keep_last")
             captures = fill.captures()
             if on_missing == "raise":
-                _refuse_missing(captures, sample_id)
+                _refuse_missing(captures, key.sample_id)
             record = RouteRecord(
-                sample_id=sample_id,
-                attempt=attempt,
-                segment=index,
+                sample_id=key.sample_id,
+                attempt=key.attempt,
+                segment=key.segment + index,
                 group=group,
                 token_ids=_tokens(segment, unfed),
                 routes=fill.routes_SLK,

@@ -52,6 +52,12 @@ class ModelCall:
     that it scored. ``columns``: aligned columns of P + G entries. ``checksum``: None computes it.
 
     Raises DataError for anything else. Arrays are kept as read-only views where their type fits.
+
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=1, call_id="c"
+    ... )
+    >>> call.num_tokens, call.rows_stop
+    (3, 2)
     """
 
     prompt_ids: NDArray[Any]
@@ -257,6 +263,20 @@ def merge_layers(calls: Iterable[ModelCall]) -> ModelCall:
 
     Every input is verified and must name its ``layer_ids``, disjoint from the others', and agree in everything else;
     log-probabilities and token columns may come with any one of them. Raises DataError naming what differs.
+
+    >>> stages = [
+    ...     ModelCall(
+    ...         prompt_ids=[5, 6],
+    ...         generation_ids=[7],
+    ...         routes=[[[3, 1]], [[0, 5]]],
+    ...         layer_ids=(layer,),
+    ...         weights_version=1,
+    ...         call_id="c",
+    ...     )
+    ...     for layer in (4, 1)
+    ... ]
+    >>> merge_layers(stages).layer_ids
+    (1, 4)
     """
     parts = [call.verify() for call in calls]
     if not parts:

@@ -20,7 +20,7 @@ from routeplane.errors import ChecksumError, ErrorKind, Problem
 if TYPE_CHECKING:
     from routeplane.record.spans import Capture, Prefix, Sampling, Span
 
-__all__ = ["CanonicalHash", "hash_captures", "hash_prefix", "hash_sampling", "hash_spans", "require_equal"]
+__all__ = ["CanonicalHash", "digest_of", "hash_captures", "hash_prefix", "hash_sampling", "hash_spans", "require_equal"]
 
 
 _U64 = struct.Struct("<Q")
@@ -35,6 +35,11 @@ _CANONICAL_NAN = {
     4: np.uint32(0x7FC00000),
     8: np.uint64(0x7FF8000000000000),
 }
+
+
+def digest_of(data: bytes) -> int:
+    """xxh3-64 of bytes, for digests that stand in no format."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class CanonicalHash:
@@ -77,6 +82,10 @@ class CanonicalHash:
         self._small += (_head(name, b"\x00"), _LENGTH_8, _I64.pack(value))
         return None
 
+    def interval(self, start: int, stop: int) -> None:
+        """The int64 columns ``start`` and ``stop``, in one step: a record has several of each."""
+        self._small += (_START, _I64.pack(start), _STOP, _I64.pack(stop))
+
     def float64(self, name: str, value: float | None) -> None:
         """A float64 column."""
         if value is None:
@@ -109,9 +118,9 @@ class CanonicalHash:
         self.part(values)
         return None
 
-    def token_column(self, name: str, values: NDArray[Any]) -> None:
+    def token_column(self, name: str, values: NDArray[Any], *, dtype: str) -> None:
         """A token column: its type by name first, so that equal bytes of another type are another content."""
-        self.text("type", values.dtype.name)
+        self.text("type", dtype)
         self.array(name, values)
 
     def text_map(self, name: str, entries: Mapping[str, str]) -> None:
@@ -137,6 +146,9 @@ def require_equal(declared: int, computed: int, *, where: str, sample: str) -> N
 def _head(name: str, flag: bytes) -> bytes:
     data = name.encode()
     return _U64.pack(len(data)) + data + flag
+
+
+_START, _STOP = (_head(name, b"\x00") + _LENGTH_8 for name in ("start", "stop"))
 
 
 def _canonical_array(values: NDArray[Any]) -> NDArray[Any]:
@@ -171,8 +183,7 @@ def hash_spans(out: CanonicalHash, spans: tuple[Span, ...]) -> None:
     """Who sampled which tokens."""
     out.begin_list("spans", len(spans))
     for span in spans:
-        out.int64("start", span.start)
-        out.int64("stop", span.stop)
+        out.interval(span.start, span.stop)
         out.text("kind", span.kind)
         out.text("role", span.role)
         out.text("call", span.call)
@@ -203,8 +214,7 @@ def hash_captures(out: CanonicalHash, captures: tuple[Capture, ...]) -> None:
     """Who captured which rows."""
     out.begin_list("captures", len(captures))
     for capture in captures:
-        out.int64("start", capture.start)
-        out.int64("stop", capture.stop)
+        out.interval(capture.start, capture.stop)
         out.text("state", capture.state)
         out.text("call", capture.call)
         out.int64("weights_version", capture.weights_version)

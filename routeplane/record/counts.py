@@ -1,11 +1,12 @@
 """The base of every report: fields that are counted, merged over steps and ranks, and given to a metrics logger.
 
 A report is a frozen dataclass whose fields say how they merge and what a logger calls them; ``merge`` and ``scalars``
-follow. Knows no report.
+follow. Knows no report. ``html_table`` is how these and other values show themselves in a notebook.
 """
 
 from __future__ import annotations
 
+import html
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from routeplane.errors import ErrorKind, UsageError
 
-__all__ = ["Counts", "add_by_key", "first_of", "rule"]
+__all__ = ["Counts", "add_by_key", "first_of", "html_table", "rule"]
 
 Merge = Callable[[Any, Any], Any]
 
@@ -76,6 +77,30 @@ def first_of(limit: int) -> Merge:
         return (*left, *right)[:limit]
 
     return joined
+
+
+def html_table(title: str, facts: Mapping[str, object]) -> str:
+    """Lay out facts as an HTML table of two columns, for ``_repr_html_``.
+
+    Args:
+        title: What stands above them.
+        facts: Values by name; numbers are rounded for people, everything is escaped.
+
+    Returns:
+        HTML without scripts and styles.
+
+    >>> html_table("<run>", {"tokens": 12_000})
+    '<table><caption>&lt;run&gt;</caption><tr><th>tokens</th><td>12,000</td></tr></table>'
+    """
+    cells = ((html.escape(name), html.escape(_shown(value))) for name, value in facts.items())
+    rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
+    return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 class Counts:
@@ -139,6 +164,10 @@ class Counts:
     def derived(self) -> dict[str, float]:
         """Scalars that follow from several fields, by name without prefix and scope."""
         return {}
+
+    def _repr_html_(self) -> str:
+        counts = {name: int(value) if value.is_integer() else value for name, value in self.scalars(prefix="").items()}
+        return html_table(type(self).__name__, counts)
 
     def _items(self) -> tuple[_Item, ...]:
         return _plan(type(self))  # type: ignore[arg-type]  # mypy takes classes for unhashable

@@ -9,26 +9,21 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.errors import DataError, ErrorKind, Problem, UsageError
-from routeplane.record.aligned import MASK_STATES
+from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span
 from routeplane.record.validate import missing_rows
 
-if TYPE_CHECKING:
-    from routeplane.record.aligned import AlignedColumn
-
 __all__ = [
     "Coverage",
-    "MaskCounts",
     "coverage_problems",
+    "lose_first_rows",
     "lose_rows",
     "partial_states",
     "settle_partial",
@@ -51,6 +46,9 @@ class Coverage(Counts):
     """Rows by capture state, counted in tokens (one token is one row in each layer).
 
     ``rows``: counts by state, read-only. Raises UsageError (ARGUMENT) for a state that is not in STATES.
+
+    >>> Coverage(records=1, rows={"captured": 6, "lost": 2, "not_fed": 4}).missing_share
+    0.25
     """
 
     records: int = 0
@@ -104,70 +102,6 @@ class Coverage(Counts):
         """Rows by state, all rows, and the share that is missing."""
         states: dict[str, float] = {f"rows_{state}": float(self.count(state)) for state in STATES}
         return states | {"rows": float(self.total), "missing_share": self.missing_share}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskCounts(Counts):
-    """Sampled tokens by the state of their sampling mask.
-
-    ``kept_ids``: entries of all lists. ``mask_bytes``: what the lists, their int64 offsets and the states take.
-
-    >>> MaskCounts(sampled=4, listed=2, full=1, capped=0, unknown=1, kept_ids=9).unmasked_share
-    0.25
-    """
-
-    SCOPE: ClassVar[str] = "mask_"
-
-    sampled: int = 0
-    listed: int = 0
-    full: int = 0
-    capped: int = 0
-    unknown: int = 0
-    kept_ids: int = 0
-    mask_bytes: int = 0
-
-    @classmethod
-    def of(cls, columns: Mapping[str, AlignedColumn], spans: Iterable[Span]) -> MaskCounts:
-        """Count one record. Tokens of a record without masks are unknown."""
-        where = [slice(span.start, span.stop) for span in spans if span.kind == "generation"]
-        sampled = sum(each.stop - each.start for each in where)
-        if "sampling_mask_state" not in columns:
-            return cls(sampled=sampled, unknown=sampled)
-        mask, codes_S = columns["sampling_mask"], columns["sampling_mask_state"].values
-        codes_N = np.concatenate([codes_S[each] for each in where]) if where else codes_S[:0]
-        counts = np.bincount(codes_N, minlength=len(MASK_STATES)).tolist()
-        states = {state: counts[place] for place, state in enumerate(MASK_STATES)}
-        # an offset and a state for each sampled token; a prompt's entries are empty
-        size = mask.values.nbytes + 9 * sampled
-        return cls(sampled=sampled, kept_ids=len(mask.values), mask_bytes=size, **states)
-
-    @classmethod
-    def of_all(cls, records: Iterable[tuple[Mapping[str, AlignedColumn], Iterable[Span]]]) -> MaskCounts:
-        """Count several records, each given by its columns and spans."""
-        return reduce(cls.merge, (cls.of(columns, spans) for columns, spans in records), cls())
-
-    @property
-    def unmasked(self) -> int:
-        """Sampled tokens whose set of kept ids is not known: unknown or capped."""
-        return self.unknown + self.capped
-
-    @property
-    def unmasked_share(self) -> float:
-        """``unmasked / sampled``; 0.0 where nothing was sampled."""
-        return self.unmasked / self.sampled if self.sampled else 0.0
-
-    def derived(self) -> dict[str, float]:
-        """The share without a mask, and the mean bytes of a sampled token's."""
-        return {"unmasked_share": self.unmasked_share, "bytes_a_token": self.mask_bytes / max(self.sampled, 1)}
-
-    def require(self, max_unmasked: float) -> None:
-        """Raise DataError (MASKS_MISSING) where a larger share than ``max_unmasked`` has no mask."""
-        if self.unmasked_share > max_unmasked:
-            raise DataError(
-                f"expected at most {max_unmasked:.4f} of sampled tokens without a sampling mask, got "
-                f"{self.unmasked_share:.4f} ({self.unknown} unknown, {self.capped} capped of {self.sampled})",
-                kind=ErrorKind.MASKS_MISSING,
-            )
 
 
 def coverage_problems(
@@ -264,6 +198,20 @@ def partial_states(routes_SLK: NDArray[Any]) -> NDArray[np.int8]:
     """
     missing_SL = missing_rows(routes_SLK)
     return np.asarray(_SETTLED[missing_SL.any(axis=1).astype(np.int8) + missing_SL.all(axis=1)])
+
+
+def lose_first_rows(captures: Iterable[Capture], stop: int) -> tuple[Capture, ...]:
+    """Captures of a record whose rows before ``stop`` were discarded: everything fed there is ``lost``."""
+    kept: list[Capture] = []
+    for capture in captures:
+        last = min(capture.stop, stop)
+        if capture.state == "not_fed" or last <= capture.start:
+            kept.append(capture)
+            continue
+        kept.append(replace(capture, stop=last, state="lost", weights_version=None))
+        if last < capture.stop:
+            kept.append(replace(capture, start=last))
+    return tuple(kept)
 
 
 def lose_rows(captures: Iterable[Capture], routes_start: int) -> tuple[Capture, ...]:

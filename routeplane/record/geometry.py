@@ -330,14 +330,28 @@ def _gates_by_layer(modules: list[tuple[str, object]]) -> dict[int, _Gate]:
     for gate in gates:
         layer = _layer_of(gate.path)
         if layer is None:
-            raise _odd("a gate's path to hold one layers.<index>", gate.path)
+            expected = "a gate's path to hold one layers.<index>, since a row has a slot for each decoder layer"
+            raise _odd(expected, gate.path)
         if layer in by_layer:
-            raise _odd(f"one gate in layer {layer}", f"{by_layer[layer].path} and {gate.path}")
+            raise _clash(layer, by_layer[layer].path, gate.path)
         by_layer[layer] = gate
     for gate in candidates:
         if gate.width is None and (layer := _layer_of(gate.path)) is not None and layer not in by_layer:
             raise _odd(f"a weight in {gate.path} with a row for each expert", "none")
     return by_layer
+
+
+def _clash(layer: int, first: str, second: str) -> SpecError:
+    """Two gates under one number: of one layer, or of two decoders in one model."""
+    towers = [_LAYER.split(path, maxsplit=1)[0] for path in (first, second)]
+    if towers[0] == towers[1]:
+        return _odd(f"one gate in layer {layer}", f"{first} and {second}")
+    part = towers[0] or towers[1]
+    return refusal(
+        "one decoder with gates",
+        f"two that each have a layer {layer} ({first} and {second}): a record has the routes of one, so give the part "
+        f"that is trained alone, as in RouteSpec.from_model(model.{part})",
+    )
 
 
 def _candidate(path: str, module: object) -> _Gate | None:

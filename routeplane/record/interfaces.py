@@ -5,14 +5,19 @@ Interfaces and values only. ``stream`` and ``archive`` implement them; ``capture
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import numpy as np
+
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.record.checksum import digest_of
 from routeplane.record.coverage import Coverage
 from routeplane.record.parse import check_count, check_text
 from routeplane.record.record import RecordKey, RouteRecord
@@ -23,9 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_TICKET_BYTES",
+    "REMEMBERED_KEYS",
     "Admission",
     "BlockName",
     "BlockSource",
+    "KeyMemory",
     "Position",
     "Report",
     "RouteSink",
@@ -78,6 +85,9 @@ def admit(records: Sequence[RouteRecord], spec: RouteSpec, *, max_missing: float
     return Admission(admitted=not problems, code=code, coverage=coverage, problems=tuple(problems))
 
 
+#: How many keys a reader of blocks remembers, and keeps with its position, to find repeats.
+REMEMBERED_KEYS = 1024
+
 #: A ticket rides in HTTP bodies and log lines; larger ones are refused (design section 4).
 MAX_TICKET_BYTES = 256
 
@@ -85,7 +95,14 @@ _CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 class RouteSink(Protocol):
-    """Where records go. ``write`` blocks at the sink's byte bound; leaving ``with`` by an exception aborts."""
+    """Where records go. ``write`` blocks at the sink's byte bound; leaving ``with`` by an exception aborts.
+
+    >>> import io
+    >>> from routeplane import new_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> with new_stream(io.BytesIO(), watermarked_spec()) as sink:
+    ...     sink.write(watermarked_record(0, num_tokens=4, spec=sink.spec))
+    """
 
     @property
     def spec(self) -> RouteSpec:
@@ -115,7 +132,16 @@ class Report(Protocol):
 
 
 class RouteSource(Protocol):
-    """Where records come from: iterate once, in the producer's order."""
+    """Where records come from: iterate once, in the producer's order.
+
+    >>> import io
+    >>> from routeplane import new_stream, open_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> with new_stream(target := io.BytesIO(), watermarked_spec()) as sink:
+    ...     sink.write(watermarked_record(0, num_tokens=4, spec=sink.spec))
+    >>> [record.num_tokens for record in open_stream(target.getvalue())]
+    [4]
+    """
 
     @property
     def spec(self) -> RouteSpec:
@@ -147,6 +173,41 @@ class BlockName(NamedTuple):
         return f"{self.producer}/{self.number:09d}"
 
 
+class KeyMemory:
+    """The last REMEMBERED_KEYS records of a place that were read: what finds a record that was written twice.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record, memory = watermarked_record(0, num_tokens=3, spec=watermarked_spec()), KeyMemory(b"")
+    >>> memory.is_repeat(record, where="a"), KeyMemory(memory.to_bytes()).is_repeat(record, where="b")
+    (False, True)
+    """
+
+    def __init__(self, data: bytes) -> None:
+        """Remember what ``to_bytes`` gave: pairs of little-endian u64. Raises UsageError for other bytes."""
+        if len(data) % 16:
+            raise UsageError(f"expected keys as pairs of u64, got {len(data)} bytes", kind=ErrorKind.ARGUMENT)
+        self._checksums: OrderedDict[int, int] = OrderedDict(np.frombuffer(data, dtype="<u8").reshape(-1, 2).tolist())
+
+    def is_repeat(self, record: RouteRecord, *, where: str) -> bool:
+        """Whether the record came before; remember it. Raises DataError for another record under its key."""
+        key = digest_of(json.dumps(record.key).encode())
+        known = self._checksums.get(key)
+        if known is not None and known != record.checksum:
+            raise DataError(
+                f"expected {record.key} with the checksum {known:016x} that came before, got {record.checksum:016x} "
+                f"@ {where}",
+                kind=ErrorKind.DUPLICATE_KEY,
+            )
+        self._checksums[key] = record.checksum
+        if len(self._checksums) > REMEMBERED_KEYS:
+            self._checksums.popitem(last=False)
+        return known is not None
+
+    def to_bytes(self) -> bytes:
+        """Return what is remembered: the digest of each key and the checksum of its record."""
+        return np.array(list(self._checksums.items()), dtype="<u8").tobytes()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
     """Where a reader stands in a place of blocks: before which block of every producer.
@@ -155,6 +216,7 @@ class Position:
         place: identifier of the place, made when it was created; a position of another place is refused.
         next: producer -> number of the first block that is not behind the reader; absent producers stand at 0.
         last: the producer whose block was passed last; it decides whose turn comes next.
+        keys: of the last records before it, as ``KeyMemory.to_bytes`` gives them.
 
     >>> start = Position(place="5f2c")
     >>> after = start.after(BlockName("engine-0", 0))
@@ -167,6 +229,7 @@ class Position:
     place: str
     next: Mapping[str, int] = field(default_factory=dict)
     last: str | None = None
+    keys: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "next", MappingProxyType(dict(sorted(self.next.items()))))
@@ -178,13 +241,15 @@ class Position:
         """Return the number of the producer's first block that is not behind the reader."""
         return self.next.get(producer, 0)
 
-    def after(self, name: BlockName) -> Position:
-        """Return the position behind a block."""
-        return Position(place=self.place, next={**self.next, name.producer: name.number + 1}, last=name.producer)
+    def after(self, name: BlockName, *, keys: bytes | None = None) -> Position:
+        """Return the position behind a block. ``keys``: those remembered then; None: the same as here."""
+        numbers = {**self.next, name.producer: name.number + 1}
+        return Position(place=self.place, next=numbers, last=name.producer, keys=self.keys if keys is None else keys)
 
     def to_json(self) -> str:
         """Return compact JSON with sorted keys."""
-        document = {"last": self.last, "next": dict(self.next), "place": self.place}
+        keys = base64.b64encode(self.keys).decode()
+        document = {"keys": keys, "last": self.last, "next": dict(self.next), "place": self.place}
         return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -192,8 +257,9 @@ class Position:
         """Parse what ``to_json`` wrote. Raises UsageError for anything else."""
         try:
             document: Any = json.loads(text)
-            if set(document) != {"last", "next", "place"}:
+            if set(document) != {"keys", "last", "next", "place"}:
                 raise ValueError(f"keys {sorted(document)}")
+            keys = base64.b64decode(document["keys"], validate=True)
             place, last = check_text(document["place"], "place"), document["last"]
             if last is not None:
                 check_text(last, "last")
@@ -205,7 +271,7 @@ class Position:
             raise UsageError(
                 f"expected a position as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
             ) from None
-        return cls(place=place, next=numbers, last=last)
+        return cls(place=place, next=numbers, last=last, keys=keys)
 
 
 class BlockSource(Protocol):
@@ -224,7 +290,7 @@ class BlockSource(Protocol):
         """
 
     def open(self, name: BlockName) -> RouteSource:
-        """One block as a source, under the reader's policy."""
+        """One block as a source, under the reader's policy; records are whole, wherever their first rows lie."""
 
     def fetch(
         self,
@@ -234,7 +300,10 @@ class BlockSource(Protocol):
         layer_ids: Sequence[int] | None = None,
         tokens: tuple[int, int] | None = None,
     ) -> list[RouteRecord]:
-        """Records of one block, cut where the data lies. A prefix that lies in another block is not joined."""
+        """Records of one block, whole or cut, under new checksums; the cut is made where the data lies."""
+
+    def admit(self, records: Sequence[RouteRecord]) -> Admission:
+        """Judge records as one batch, under the reader's policy; raises nothing."""
 
     def position(self) -> Position:
         """What is acknowledged: where a reader that starts now would begin."""
@@ -252,6 +321,12 @@ class RouteTicket:
     """Rows ``[start, stop)`` of one call, held by a stream; the owner of the stream redeems it.
 
     ``checksum`` is the call's. The JSON form has at most MAX_TICKET_BYTES bytes. Raises UsageError.
+
+    >>> from routeplane import RecordKey
+    >>> key = RecordKey("prompt-7", 0, 0)
+    >>> ticket = RouteTicket(stream="run", key=key, call_id="c", start=0, stop=7, checksum=17)
+    >>> RouteTicket.from_json(ticket.to_json()) == ticket
+    True
     """
 
     stream: str

@@ -196,7 +196,12 @@ class RecordCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamReport:
-    """What a reader saw so far."""
+    """What a reader saw so far.
+
+    >>> report = StreamReport(batches=1, records=2, tokens=9)
+    >>> report.scalars()["routeplane/stream_tokens"]
+    9.0
+    """
 
     batches: int = 0
     records: int = 0

@@ -14,12 +14,13 @@ import numpy as np
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.aligned import concatenate_columns
 from routeplane.record.counts import Counts, rule
+from routeplane.record.coverage import lose_first_rows
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PromptReport", "SharedPrompts", "as_delta", "resolve", "share_prompts"]
+__all__ = ["PromptReport", "SharedPrompts", "as_delta", "join_prefix", "resolve", "share_prompts", "verified_delta"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,12 @@ def share_prompts(records: Iterable[RouteRecord]) -> SharedPrompts:
     The prompt is the first span, where that is one. Samples whose rows differ (another engine, a prefix cache, another
     version of the weights) keep their own; so do records without a group, and those that refer to another already.
     Verifies what it changes; checksums of deltas are new, ``resolve`` gives the old ones back.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=6, spec=watermarked_spec())
+    >>> group = [replace(record, sample_id=name, group="g", checksum=None) for name in ("a", "b")]
+    >>> [one.routes_start for one in share_prompts(group).records]
+    [0, 3]
     """
     holders: dict[tuple[str, int], list[RouteRecord]] = {}
     found: list[RouteRecord] = []
@@ -107,8 +114,31 @@ def as_delta(record: RouteRecord, base: RouteRecord, *, stored: RouteRecord | No
     holder = base if stored is None else stored
     if (holder.key, holder.num_tokens) != (base.key, base.num_tokens):
         raise DataError(f"expected {base.key} as it is stored, got {holder.key}", kind=ErrorKind.PREFIX)
-    stop = _shared_tokens(record.verify(), base)
-    return _delta(record, holder, stop=stop) if stop else record
+    return verified_delta(record.verify(), base, stored=holder)
+
+
+def verified_delta(record: RouteRecord, base: RouteRecord, *, stored: RouteRecord) -> RouteRecord:
+    """``as_delta`` for a writer, which has verified both whole records a moment ago."""
+    # a delta has a row and a token of its own
+    stop = min(_shared_tokens(record, base), record.num_tokens - 1)
+    return _delta(record, stored, stop=stop) if stop > 0 else record
+
+
+def join_prefix(record: RouteRecord, *, stored: RouteRecord, whole: RouteRecord) -> RouteRecord:
+    """Join a delta with the record that holds its first rows, given as it is stored and whole.
+
+    Where the latter was quarantined, its rows are MISSING, and so are those of the joined record, as ``lost``. Raises
+    DataError (PREFIX) where it is another record, or has not so many tokens.
+    """
+    if stored.attributes.get("quarantined") != "true":
+        _check_prefix(record, stored)
+        return _joined(record, {whole.key: whole})
+    if whole.routes_start or whole.num_tokens < record.routes_start:
+        raise DataError(f"expected {whole.key} whole, got what was left of it @ {record.key}", kind=ErrorKind.PREFIX)
+    joined = _joined(
+        replace(record, captures=lose_first_rows(record.captures, record.routes_start)), {whole.key: whole}
+    )
+    return replace(joined, attributes={**joined.attributes, "quarantined": "true"}, checksum=None)
 
 
 def _shared_tokens(record: RouteRecord, base: RouteRecord) -> int:
@@ -165,6 +195,12 @@ def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
 
     Verifies every input; the tokens of the shared prefix must be equal, the prefix's record must have the checksum that
     was named. Raises DataError: DUPLICATE_KEY, or PREFIX where the record is absent, another, or refers to itself.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=6, spec=watermarked_spec())
+    >>> group = [replace(record, sample_id=name, group="g", checksum=None) for name in ("a", "b")]
+    >>> [one.routes_start for one in resolve(share_prompts(group).records)]
+    [0, 0]
     """
     given = [record.verify() for record in records]
     by_key: dict[RecordKey, RouteRecord] = {}

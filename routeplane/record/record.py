@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, UsageError
-from routeplane.record.aligned import AlignedColumn, aligned_columns, blank_weights, check_columns, hash_columns
+from routeplane.record.aligned import (
+    AlignedColumn,
+    aligned_columns,
+    blank_weights,
+    check_columns,
+    hash_columns,
+    have_rules,
+)
 from routeplane.record.checksum import CanonicalHash, hash_captures, hash_prefix, hash_spans, require_equal
+from routeplane.record.counts import html_table
 from routeplane.record.coverage import (
     Coverage,
     coverage_problems,
@@ -58,6 +66,21 @@ class RouteRecord:
 
     Arrays are kept as read-only views where their type already fits (the caller must not write to them afterwards) and
     copied where they had to be widened or narrowed. Raises DataError, with all findings, for anything illegal.
+
+    >>> from routeplane import Capture, RouteSpec, Span
+    >>> record = RouteRecord(
+    ...     sample_id="s",
+    ...     token_ids=[5, 6, 7],
+    ...     routes=[[[3, 1]], [[0, 5]], [[-1, -1]]],
+    ...     spans=[Span(start=0, stop=3, kind="generation", call="c", weights_version=1)],
+    ...     captures=[
+    ...         Capture(start=0, stop=2, call="c", weights_version=1, state="captured"),
+    ...         Capture(start=2, stop=3, call="c", weights_version=None, state="not_fed"),
+    ...     ],
+    ...     spec=RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)),
+    ... )
+    >>> record.key, record.coverage().missing_share, record.slice(1, 3).num_tokens
+    (RecordKey(sample_id='s', attempt=0, segment=0), 0.0, 2)
     """
 
     sample_id: str
@@ -166,22 +189,24 @@ class RouteRecord:
         problems += suffix_problems(self.captures, self.spans, cut="slice" in self.attributes, sample=self.sample_id)
         if problems:
             raise DataError.from_problems(problems, what="rows that contradict their captures")
-        if self.columns:
+        if self.columns and have_rules(self.columns):
             self._check_columns(rows)
 
     def _check_columns(self, rows: StoredRows) -> None:
-        sampled_S = self.sampled_tokens()[self.tokens_start :]
+        def sampled() -> NDArray[np.bool_]:
+            return self.sampled_tokens()[self.tokens_start :]
+
         check_columns(
             self.columns,
             token_ids=self.token_ids,
-            sampled_S=sampled_S,
-            missing_SL=missing_rows(rows.stored),
-            top_k=self.spec.top_k,
+            sampled=sampled,
+            missing=lambda: missing_rows(rows.stored),
+            row_shape=self.spec.row_shape,
             attributes=self.attributes,
             sample=self.sample_id,
         )
         mask, start = self.columns.get("loss_mask"), max(unfed_start(self.captures) - self.tokens_start, 0)
-        if mask is not None and (mask.values[start:].astype(np.bool_) & ~sampled_S[start:]).any():
+        if mask is not None and (mask.values[start:].astype(np.bool_) & ~sampled()[start:]).any():
             raise DataError(
                 f"expected loss_mask 0 at tokens that were neither fed nor sampled, got others from token "
                 f"{start + self.tokens_start} on @ sample {self.sample_id}",
@@ -256,6 +281,29 @@ class RouteRecord:
     def coverage(self) -> Coverage:
         """Rows by capture state."""
         return Coverage.of(self.captures)
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{count} {state}" for state, count in self.coverage().rows.items() if count)
+        return f"RouteRecord({self._name()}: {self.num_tokens} tokens, {self._layout()}, {states})"
+
+    def _name(self) -> str:
+        return "/".join(map(str, self.key))
+
+    def _layout(self) -> str:
+        return "{} layers x {}".format(*self.spec.row_shape)
+
+    def _repr_html_(self) -> str:
+        facts: dict[str, object] = {"tokens": self.num_tokens, "a row": self._layout()}
+        if self.prefix is not None:
+            facts["rows before"] = f"{self.routes_start} in {self.prefix.sample_id}"
+        for span in self.spans:
+            said = f"{span.kind}, call {span.call}, weights {span.weights_version}"
+            facts[f"tokens {span.start} to {span.stop - 1}"] = said
+        for capture in self.captures:
+            said = f"{capture.state}, call {capture.call}, weights {capture.weights_version}"
+            facts[f"rows {capture.start} to {capture.stop - 1}"] = said
+        columns = {name: str(column.type) for name, column in self.columns.items()}
+        return html_table(f"RouteRecord {self._name()}", {**facts, **columns, **self.attributes})
 
     def compute_checksum(self) -> int:
         """xxh3-64 of the canonical bytes of this content, whatever ``checksum`` says."""

@@ -105,6 +105,11 @@ def survey(
     ``stored_SLK``: int16 or narrow bytes; C-contiguous and of the spec's shape, or nothing can be told. Indices are
     int64, ascending, fresh. ``feed`` is given the rows as int16, in C-contiguous parts of whole tokens, in order: all
     of them, unless the answer is None. ``write`` puts the tokens ``[a, b)`` there before they are looked at, in order.
+
+    >>> from routeplane import RouteSpec
+    >>> rows = np.asarray([[[3, 5]], [[-1, -1]]], dtype=np.int16)
+    >>> survey(rows, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))).tolist()
+    [1]
     """
     if stored_SLK.dtype not in (np.int16, np.uint8) or stored_SLK.shape[1:] != spec.row_shape:
         return None

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from routeplane.errors import ErrorKind, SpecError
+from routeplane.record.counts import html_table
 from routeplane.record.geometry import Geometry, geometry_from_hf_config, geometry_from_model
 from routeplane.record.parse import settle
 
@@ -53,6 +54,10 @@ class RouteSpec:
     it is known: an axis of another length is then refused (format 1.1).
 
     Raises SpecError where a value is illegal.
+
+    >>> spec = RouteSpec(num_experts=64, top_k=6, layer_ids=range(1, 27), model="mine")
+    >>> spec.row_shape, spec.select([1, 2]).layer_ids
+    ((26, 6), (1, 2))
     """
 
     num_experts: int | tuple[int, ...]
@@ -79,6 +84,27 @@ class RouteSpec:
         top_k = _whole(self.top_k, "top_k")
         settle(self, layer_ids=layer_ids, top_k=top_k, num_experts=widths, decoder_layers=depth)
         self._check()
+
+    def __repr__(self) -> str:
+        """Show what makes the spec again, with layers that follow each other as a range."""
+        ids = self.layer_ids
+        dense = len(ids) > 4 and ids[-1] - ids[0] == len(ids) - 1
+        layers = f"range({ids[0]}, {ids[-1] + 1})" if dense else str(ids)
+        depth = "" if self.decoder_layers is None else f", decoder_layers={self.decoder_layers}"
+        return (
+            f"RouteSpec(num_experts={self.num_experts}, top_k={self.top_k}, layer_ids={layers}, model={self.model!r}"
+            f"{depth})"
+        )
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "experts": ", ".join(map(str, sorted(set(self.experts_per_layer)))),
+            "top-k": self.top_k,
+            "captured layers": self.num_layers,
+            "layer ids": ", ".join(map(str, self.layer_ids)),
+            "depth of the decoder": "unknown" if self.decoder_layers is None else self.decoder_layers,
+        }
+        return html_table(f"RouteSpec {self.model}", facts)
 
     def _check(self) -> None:
         if not 1 <= len(self.layer_ids) <= MAX_LAYERS:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.alarms import find_alarms
+from routeplane.record.counts import html_table
 from routeplane.record.interfaces import Admission, admit
 from routeplane.record.policy import Quarantine, ReadPolicy, RecordCounts, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord, cut_record
@@ -172,6 +173,14 @@ class RecordReader(ABC):
                 raise UsageError(f"expected tokens [a, b) with 0 <= a < b, got {tokens}", kind=ErrorKind.ARGUMENT)
             self._tokens = tokens
         return self
+
+    def __repr__(self) -> str:
+        layers, top_k = self._spec.row_shape
+        state = "closed" if self._closed else "being read" if self._started else "not read yet"
+        return f"{type(self).__name__}({self._spec.model!r}, {layers} layers x {top_k}, {state})"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), self.report().scalars(prefix=""))
 
     def __iter__(self) -> Iterator[RouteRecord]:
         if self._started or self._closed:

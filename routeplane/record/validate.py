@@ -46,6 +46,11 @@ def find_problems(
     ``routes``: integer array ``[S, L, K]`` of any width; ``first_token`` is the absolute position of its first row.
     A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
     An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
+
+    >>> from routeplane import RouteSpec
+    >>> rows = np.asarray([[[3, 5]], [[3, 3]]], dtype=np.int16)
+    >>> [str(each.kind) for each in find_problems(rows, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)))]
+    ['duplicate_id']
     """
     if limit < 1:
         raise UsageError(

@@ -7,6 +7,7 @@ producers and groups, are ``stream.folder`` and its siblings.
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 from routeplane.errors import refused
 from routeplane.record.interfaces import BlockName, RouteSink
@@ -50,9 +51,9 @@ def new_stream(
     """Open a sink for records of ``spec``.
 
     Args:
-        target: a path, a writable binary file, ``tcp://host:port``, ``unix:///path``, or a MemoryStream. A path is
-            written under a temporary name and renamed by ``close``; leaving ``with`` by an exception publishes nothing.
-            A file stays the caller's to close.
+        target: a path or ``file://`` URL, a writable binary file, ``tcp://host:port``, ``unix:///path``, or a
+            MemoryStream. A path is written under a temporary name and renamed by ``close``; leaving ``with`` by an
+            exception publishes nothing. A file stays the caller's to close.
         encoding: by default ``plain``, over TCP ``auto``; refused for a MemoryStream, which encodes nothing.
         max_bytes: payload bytes held before a batch is written, or, for a MemoryStream, before ``write`` blocks.
         timeout_s: longest wait for the other side of a socket or a MemoryStream (None: no bound); refused elsewhere.
@@ -71,6 +72,7 @@ def new_stream(
     (True, [])
     """
     check_max_bytes(max_bytes)  # before a file is opened that would stay open
+    target = _path_of(target)
     address = None if isinstance(target, MemoryStream) else _address_of(target)
     if format != FORMAT_VERSION and (address is not None or isinstance(target, MemoryStream)):
         raise refused(f"format {FORMAT_VERSION} for a transport", repr(format))
@@ -100,9 +102,10 @@ def open_stream(
     """Open the records of one stream.
 
     Args:
-        source: a path, bytes, a readable binary file, ``tcp://host:port``, ``unix:///path``, a Listener, or a
-            MemoryStream. A path is mapped, and a missing trailer is found before the first record; a pipe tells only at
-            its end. At an address this process listens for one stream.
+        source: a path or ``file://`` URL, bytes, a readable binary file, ``tcp://host:port``, ``unix:///path``, a
+            Listener, or a MemoryStream. A path is mapped, and a missing trailer is found before the first record; a
+            pipe tells only at its end. At an address this process listens for one stream. Archives, Parquet, folders of
+            blocks, patterns and other URLs are ``routeplane.inspect.find_sources``'s.
         on_truncated: ``keep`` yields what came whole and reports the cut.
         on_corrupt: ``quarantine`` replaces the rows of a bad record by MISSING, keeps its bytes and counts it, and
             passes over a damaged batch, whose records are counted as ``skipped_records``.
@@ -117,6 +120,7 @@ def open_stream(
     Raises FormatError (TruncatedError) for what is not a whole stream of a known version, DataError for a bad record,
     TransportError where the other side is gone, UsageError.
     """
+    source = _path_of(source)
     policy = ReadPolicy(
         on_truncated=on_truncated,
         on_corrupt=on_corrupt,
@@ -134,6 +138,11 @@ def open_stream(
     _refuse_timeout(timeout_s, source)
     frames, walkable = frames_of(source, salvage=on_corrupt == "quarantine")
     return IpcReader(frames, policy, walkable=walkable)
+
+
+def _path_of(place: Any) -> Any:
+    """The path that a ``file://`` URL names; anything else as it is."""
+    return unquote(urlsplit(place).path) if isinstance(place, str) and place.startswith("file://") else place
 
 
 def _address_of(place: Any) -> Address | None:

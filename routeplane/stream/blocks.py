@@ -1,65 +1,70 @@
-"""What all carriers of blocks share: options, sealing records into blocks, reading blocks in order, acknowledgement.
+"""What all carriers of blocks share: options, the manifest of a place, and sealing records into blocks.
 
-A block is one whole v1 stream under a name, published at once. A carrier adds where blocks lie: a ``BlockStore`` for
-readers and a ``ProducerSlot`` for a writer. Knows no files and no network.
+A block is one whole v1 stream under a name, published at once. A carrier adds where blocks lie: a ``ProducerSlot`` for
+a writer, and a ``BlockStore`` (``block_reader``) for readers. Knows no files and no network.
+
+Rows that a record shares with an earlier one of its group, or of its sample, are stored once: it becomes a delta, and
+its block's trailer names the blocks that it leans on. Those are kept for as long as it is. Readers join them again.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
+import secrets
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import pyarrow as pa
-import xxhash
 
-from routeplane.errors import DataError, ErrorKind, FormatError, TransportError, TruncatedError, UsageError, refused
+from routeplane.errors import ErrorKind, FormatError, UsageError, refused
 from routeplane.record.codec import column_types, write_batch
-from routeplane.record.interfaces import BlockName, Position
-from routeplane.record.policy import Quarantine, ReadPolicy
-from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.schema import Encoding
-from routeplane.record.transfer import RecordReader, RecordWriter
+from routeplane.record.interfaces import BlockName
+from routeplane.record.policy import ReadPolicy
+from routeplane.record.prefixes import verified_delta
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import Encoding, choose_encoding
+from routeplane.record.transfer import RecordWriter
 from routeplane.stream.batches import TRAILER_KEY, TrailerCounter, trailer_batch
-from routeplane.stream.files import frames_of
-from routeplane.stream.ipc import IpcReader
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "DEFAULT_GROUP",
-    "REMEMBERED_KEYS",
+    "DEFAULT_LIMITS",
+    "DEFAULT_OPTIONS",
+    "DEFAULT_POLICY",
+    "LEANS_KEY",
     "BlockLimits",
-    "BlockReader",
     "BlockState",
-    "BlockStore",
     "BlockWriter",
     "Manifest",
     "ProducerSlot",
     "ReadOptions",
+    "Retention",
     "SealedBlock",
     "check_name",
-    "fetch_records",
 ]
 
 #: The group of a place that declares no others.
 DEFAULT_GROUP = "default"
-#: How many keys a reader remembers, and stores with its position, to find repeats.
-REMEMBERED_KEYS = 1024
+#: Metadata key of a block's trailer where records are deltas: the numbers of all blocks that they lean on, as JSON.
+LEANS_KEY = "routeplane.leans"
 #: How many keys a writer remembers to refuse a record that it is given twice.
 _WRITTEN_KEYS = 65_536
 #: A place of another version is refused.
 _PLACE_VERSION = "1"
 
+#: Bytes of whole records that a writer holds to compare later ones with, and a reader to join later ones to.
+_BASE_BYTES = 2**27
+#: Of a producer's byte bound, the part that blocks may take which one block leans on.
+_LEAN_SHARE = 8
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
 
 #: ``sealed``: the block can be read. ``waiting``: its producer is alive and has not sealed it. ``void``: the number was
 #: never used. ``closed``, ``aborted``: the producer ended before it. ``vanished``: the producer died without an end.
@@ -119,6 +124,9 @@ class ReadOptions:
                 raise refused(f"{name} of {allowed}", repr(getattr(self, name)))
 
 
+DEFAULT_LIMITS, DEFAULT_OPTIONS, DEFAULT_POLICY = BlockLimits(), ReadOptions(), ReadPolicy()
+
+
 def check_name(value: str, what: str) -> str:
     """Return a name of a run, producer or group: 1 to 128 of letters, digits, ``_ . -``. Raises UsageError.
 
@@ -139,6 +147,17 @@ class Manifest:
     groups: tuple[str, ...]
     spec: RouteSpec
     encoding: Encoding
+
+    @classmethod
+    def of(
+        cls, spec: RouteSpec, *, run: str, groups: Sequence[str], encoding: Literal["plain", "narrow", "auto"]
+    ) -> Manifest:
+        """What an opener declares, under a new identifier. Raises UsageError."""
+        checked = tuple(check_name(group, "group") for group in groups)
+        if not checked or len(set(checked)) < len(checked):
+            raise refused("at least one group, each once", f"{list(groups)}")
+        chosen = choose_encoding(encoding, spec)
+        return cls(place=secrets.token_hex(16), run=check_name(run, "run"), groups=checked, spec=spec, encoding=chosen)
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -193,28 +212,40 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealedBlock:
-    """One block before it is stored: a batch and its trailer. ``keys``: of its records, in order."""
+    """One block before it is stored: a batch and its trailer.
+
+    ``leans``: numbers of the producer's blocks that hold first rows of its records; None where all are whole.
+    """
 
     batch: pa.RecordBatch
     trailer: str
-    keys: tuple[RecordKey, ...]
+    leans: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding) -> SealedBlock:
+    def of(
+        cls,
+        records: Sequence[RouteRecord],
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        leans: tuple[int, ...] | None = None,
+    ) -> SealedBlock:
         """Encode checked records."""
-        batch = write_batch(records, spec, encoding=encoding)
         counter = TrailerCounter(spec, encoding)
         counter.add_batch()
         for record in records:
             counter.add_record(record.checksum, len(record.token_ids))
-        keys = tuple(record.key for record in records)
-        return cls(batch=batch, trailer=counter.trailer().to_json(), keys=keys)
+        batch = write_batch(records, spec, encoding=encoding)
+        return cls(batch=batch, trailer=counter.trailer().to_json(), leans=leans)
 
     def write_to(self, sink: Any) -> None:
         """Write the whole v1 stream to an Arrow output stream or a file."""
+        metadata = {TRAILER_KEY: self.trailer}
+        if self.leans is not None:
+            metadata[LEANS_KEY] = json.dumps(self.leans)
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
-            writer.write_batch(trailer_batch(self.batch.schema), custom_metadata={TRAILER_KEY: self.trailer})
+            writer.write_batch(trailer_batch(self.batch.schema), custom_metadata=metadata)
 
     def to_buffer(self) -> pa.Buffer:
         """The whole v1 stream in memory."""
@@ -223,8 +254,52 @@ class SealedBlock:
         return sink.getvalue()
 
 
+@dataclass(kw_only=True)
+class Retention:
+    """Which blocks of one producer are there: their bytes, and which others each leans on. Decides what may go."""
+
+    max_bytes: int
+    sizes: dict[int, int] = field(default_factory=dict)
+    leans: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, number: int, size: int, *, leans: Sequence[int] | None) -> None:
+        """A block was sealed."""
+        self.sizes[number] = size
+        if leans:
+            self.leans[number] = tuple(leans)
+
+    def drop(self, number: int) -> None:
+        """A block was deleted."""
+        self.sizes.pop(number, None)
+        self.leans.pop(number, None)
+
+    def all_leans(self, numbers: Iterable[int]) -> set[int]:
+        """These blocks and all that they lean on; each block names all of its own."""
+        return {found for number in numbers for found in (number, *self.leans.get(number, ()))}
+
+    def may_lean(self, numbers: Iterable[int]) -> bool:
+        """Whether a further block may lean on these: they are there, and small beside the bound."""
+        found = self.all_leans(numbers)
+        return found <= self.sizes.keys() and sum(self.sizes[each] for each in found) * _LEAN_SHARE <= self.max_bytes
+
+    def has_space(self, size: int) -> bool:
+        """Whether a block fits now; one that is larger than the bound goes alone."""
+        return not self.sizes or sum(self.sizes.values()) + size <= self.max_bytes
+
+    def next_to_delete(self, *, below: int, leans: Iterable[int] | None) -> int | None:
+        """The oldest block that all groups acknowledged (those before ``below``) and that no other needs.
+
+        ``leans``: what the block that waits for space leans on.
+        """
+        needed = self.all_leans({*(number for number in self.sizes if number >= below), *(leans or ())})
+        return next((number for number in sorted(self.sizes) if number < below and number not in needed), None)
+
+
 class ProducerSlot(ABC):
     """One producer's place to publish blocks; held by one living writer. Carriers implement it."""
+
+    #: What is there, so that the writer knows which blocks its records may lean on.
+    retention: Retention
 
     @abstractmethod
     def publish(self, block: SealedBlock) -> BlockName:
@@ -239,6 +314,15 @@ class ProducerSlot(ABC):
         """Give the slot up; without ``end`` before, readers see a producer that vanished. Idempotent."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Base:
+    """A record that later ones may refer to: whole, as it is stored, and its block (None: the one being filled)."""
+
+    whole: RouteRecord
+    stored: RouteRecord
+    number: int | None = None
+
+
 class BlockWriter(RecordWriter):
     """The RouteSink of a carrier: gathers records, seals them into blocks, publishes each at once.
 
@@ -247,12 +331,14 @@ class BlockWriter(RecordWriter):
     stay.
     """
 
-    def __init__(self, slot: ProducerSlot, spec: RouteSpec, *, encoding: Encoding, limits: BlockLimits) -> None:
-        super().__init__(spec, max_bytes=limits.block_bytes, max_keys=_WRITTEN_KEYS)
-        self._slot, self._encoding = slot, encoding
+    def __init__(self, slot: ProducerSlot, manifest: Manifest, *, limits: BlockLimits) -> None:
+        super().__init__(manifest.spec, max_bytes=limits.block_bytes, max_keys=_WRITTEN_KEYS)
+        self._slot, self._encoding = slot, manifest.encoding
         self._held: list[RouteRecord] = []
-        self._held_bytes = 0
+        self._held_bytes = self._base_bytes = 0
         self._columns: Any = None
+        self._leans: set[int] | None = None
+        self._bases: OrderedDict[str, _Base] = OrderedDict()  # the last record of each group, or sample
 
     def flush(self) -> BlockName | None:
         """Seal what is held; return the name of the block, None where nothing was held. Raises TransportError."""
@@ -266,23 +352,50 @@ class BlockWriter(RecordWriter):
             raise
 
     def _check(self, record: RouteRecord) -> None:
-        del record  # the columns of a block are its own
+        # one that was written long ago may be gone; the columns of a block are its own
+        if record.prefix is not None:
+            raise refused(
+                "whole records (resolve(records) joins them), which the writer makes deltas of", f"{record.key}"
+            )
 
     def _put(self, record: RouteRecord) -> None:
         columns = column_types(record)
         if self._held and columns != self._columns:
             self._seal()
         self._columns = columns
-        self._held.append(record)
-        self._held_bytes += record.nbytes
+        stored = self._without_known_rows(record)
+        self._held.append(stored)
+        self._held_bytes += stored.nbytes
         if self._held_bytes >= self._max_bytes:
             self._seal()
+
+    def _without_known_rows(self, record: RouteRecord) -> RouteRecord:
+        """The record as it is to be stored, and noted as the one that the next of its group may refer to."""
+        name = record.sample_id if record.group is None else record.group
+        base, stored = self._bases.get(name), record
+        if base is not None and (base.number is None or self._slot.retention.may_lean([base.number])):
+            stored = verified_delta(record, base.whole, stored=base.stored)
+        if base is not None and stored is not record:
+            self._leans = self._leans or set()
+            self._leans |= set() if base.number is None else self._slot.retention.all_leans([base.number])
+        self._note(name, _Base(whole=record, stored=stored))
+        return stored
+
+    def _note(self, name: str, base: _Base) -> None:
+        old = self._bases.pop(name, None)
+        self._base_bytes += base.whole.nbytes - (0 if old is None else old.whole.nbytes)
+        self._bases[name] = base
+        while self._base_bytes > _BASE_BYTES:
+            self._base_bytes -= self._bases.popitem(last=False)[1].whole.nbytes
 
     def _seal(self) -> BlockName | None:
         if not self._held:
             return None
-        name = self._slot.publish(SealedBlock.of(self._held, self._spec, encoding=self._encoding))
-        self._held, self._held_bytes = [], 0
+        leans = None if self._leans is None else tuple(sorted(self._leans))
+        name = self._slot.publish(SealedBlock.of(self._held, self._spec, encoding=self._encoding, leans=leans))
+        for base in self._bases.values():
+            base.number = name.number if base.number is None else base.number
+        self._held, self._held_bytes, self._leans = [], 0, None
         return name
 
     def _finish(self) -> None:
@@ -298,341 +411,3 @@ class BlockWriter(RecordWriter):
     def _fail(self) -> None:
         self._held = []
         self._slot.release()  # not an end: a restarted producer goes on
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-class BlockStore(ABC):
-    """Where the blocks of a place lie, for one reader; carriers implement it. Pickles; a copy holds no group."""
-
-    @property
-    @abstractmethod
-    def manifest(self) -> Manifest:
-        """What the place declares."""
-
-    @abstractmethod
-    def producers(self) -> list[str]:
-        """The producers that ever opened the place, sorted."""
-
-    @abstractmethod
-    def state(self, name: BlockName) -> BlockState:
-        """What can be said of a block now."""
-
-    @abstractmethod
-    def last_number(self, producer: str) -> int:
-        """The number behind the producer's last sealed block; 0 for an unknown producer."""
-
-    @abstractmethod
-    def read(self, name: BlockName) -> pa.Buffer:
-        """The bytes of a sealed block, in memory that no other process can change. Raises DataError (EXPIRED)."""
-
-    @abstractmethod
-    def load_position(self) -> tuple[Position, bytes]:
-        """What the group acknowledged, and the remembered keys as ``save_position`` was given them."""
-
-    @abstractmethod
-    def save_position(self, position: Position, keys: bytes) -> None:
-        """Store what the group acknowledged. Raises UsageError in a copy that does not hold the group."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give the group up. Idempotent."""
-
-
-class BlockReader(RecordReader):
-    """The RouteSource and BlockSource of a carrier, for one group.
-
-    Iterate it once for records: each block is read whole, verified, and acknowledged when the record behind it is asked
-    for. Or use ``names``, ``open`` and ``fetch`` for blocks. Pickles; a copy reads blocks and acknowledges nothing.
-
-    Args:
-        producers: how many producers, or which names, are expected: the records are complete when all of them closed.
-        follow: whether to wait for blocks that are still to come; False: what is sealed now.
-    """
-
-    def __init__(
-        self,
-        store: BlockStore,
-        *,
-        producers: int | Sequence[str],
-        follow: bool = True,
-        policy: ReadPolicy,
-        options: ReadOptions,
-    ) -> None:
-        super().__init__(store.manifest.spec, policy)
-        self._store, self._follow, self._options = store, follow, options
-        if isinstance(producers, int):
-            if producers < 1:
-                raise refused("at least one producer", f"{producers}")
-            self._expected: tuple[str, ...] | int = producers
-        else:
-            self._expected = tuple(sorted({check_name(name, "producer") for name in producers}))
-            if not self._expected:
-                raise refused("at least one producer", "none")
-        self._acknowledged, keys = store.load_position()
-        self._seen, self._saved = _unpacked(keys), _unpacked(keys)
-        self._passed: deque[tuple[BlockName, dict[int, int]]] = deque()
-        self._reached = self._acknowledged
-
-    # -- blocks --------------------------------------------------------------------------------------------------------
-
-    def position(self) -> Position:
-        """Return what is acknowledged: where a reader of this group that starts now would begin."""
-        return self._acknowledged
-
-    @property
-    def reached(self) -> Position:
-        """The position behind the last block whose records were all yielded: what to acknowledge once they are safe."""
-        return self._reached
-
-    def acknowledge(self, position: Position) -> None:
-        """State that everything before a position is done with; blocks that no group needs may be deleted.
-
-        Raises UsageError for a position of another place, beyond what exists, or before what was acknowledged.
-        """
-        self._check_position(position)
-        if any(position.number(name) < number for name, number in self._acknowledged.next.items()):
-            raise refused(f"a position behind {self._acknowledged.to_json()}", position.to_json())
-        while self._passed and self._passed[0][0].number < position.number(self._passed[0][0].producer):
-            _remember(self._saved, self._passed.popleft()[1])
-        self._store.save_position(position, _packed(self._saved))
-        self._acknowledged = position
-
-    def _check_position(self, position: Position) -> None:
-        place = self._store.manifest.place
-        if position.place != place:
-            raise refused(f"a position in the place {place}", f"one in {position.place}")
-        for producer, number in position.next.items():
-            last = self._store.last_number(producer)
-            if number > last:
-                raise refused(f"a position within the {last} blocks of {producer!r}", f"{number}")
-
-    def names(self, *, position: Position | None = None) -> Iterator[BlockName]:
-        """Yield the blocks behind a position in the order that it decides: producers by name, taking turns.
-
-        A producer that is behind is waited for, so that every process sees the same order. Raises DataError (EXPIRED),
-        TruncatedError (ABORTED, VANISHED), TransportError (TIMED_OUT), UsageError.
-        """
-        start = self._acknowledged if position is None else position
-        self._check_position(start)
-        return self._names(start, in_turn=True)
-
-    def open(self, name: BlockName) -> IpcReader:
-        """Open one block as a source, under this reader's policy; the bytes are copied before they are verified."""
-        return self._opened(name, self._policy)
-
-    def _opened(self, name: BlockName, policy: ReadPolicy, quarantine: Quarantine | None = None) -> IpcReader:
-        frames, walkable = frames_of(self._store.read(name), salvage=policy.on_corrupt == "quarantine")
-        # a block is whole or damaged
-        return IpcReader(frames, replace(policy, on_truncated="raise"), walkable=walkable, quarantine=quarantine)
-
-    def fetch(
-        self,
-        name: BlockName,
-        *,
-        keys: Sequence[RecordKey] | None = None,
-        layer_ids: Sequence[int] | None = None,
-        tokens: tuple[int, int] | None = None,
-    ) -> list[RouteRecord]:
-        """Read records of one block, verified whole and then cut. Raises DataError (EXPIRED, ROUTES_MISSING)."""
-        return fetch_records(self._store.read(name), keys=keys, layer_ids=layer_ids, tokens=tokens)
-
-    def _names(self, position: Position, *, in_turn: bool) -> Iterator[BlockName]:
-        turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
-        while (name := turns.next(position, in_turn=in_turn)) is not None:
-            yield name
-            position = position.after(name)
-
-    # -- records -------------------------------------------------------------------------------------------------------
-
-    def _arrive(self) -> Iterator[RouteRecord]:
-        turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
-        self._reached = self._acknowledged
-        try:
-            while (name := turns.next(self._reached, in_turn=False)) is not None:
-                yield from self._block_records(name)
-                if self._closed:
-                    return
-                self._reached = self._reached.after(name)
-                if self._options.acknowledge == "next":
-                    self.acknowledge(self._reached)
-            self._report = replace(self._report, complete=turns.complete)
-        except TruncatedError:
-            if self._policy.on_truncated == "raise":
-                raise
-            self._report = replace(self._report, truncated=True)
-
-    def _block_records(self, name: BlockName) -> Iterator[RouteRecord]:
-        found: dict[int, int] = {}
-        # this reader looks for alarms itself
-        block = self._opened(name, replace(self._policy, on_alarm="ignore"), self.quarantine)
-        for record in block:
-            key = _key_digest(record.key)
-            known = self._seen.get(key, found.get(key))
-            if known == record.checksum:
-                self._report = replace(self._report, repeats=self._report.repeats + 1)
-                continue
-            if known is not None:
-                raise DataError(
-                    f"expected {record.key} with the checksum {known:016x} that came before, got "
-                    f"{record.checksum:016x} @ block {name}",
-                    kind=ErrorKind.DUPLICATE_KEY,
-                )
-            found[key] = record.checksum
-            yield record
-        _remember(self._seen, found)
-        self._passed.append((name, found))
-        read = block.report()
-        self._report = replace(
-            self._report,
-            batches=self._report.batches + read.batches,
-            skipped_batches=self._report.skipped_batches + read.skipped_batches,
-            skipped_records=self._report.skipped_records + read.skipped_records,
-        )
-
-    def close(self) -> None:
-        """Give the group up. Records already yielded stay valid; what was not acknowledged comes again."""
-        super().close()
-        self._store.release()
-
-
-def _key_digest(key: RecordKey) -> int:
-    return xxhash.xxh3_64_intdigest(json.dumps(key).encode())
-
-
-def _packed(keys: Mapping[int, int]) -> bytes:
-    """Remembered keys as pairs of little-endian u64: digest of the key, checksum of the record."""
-    return np.array(list(keys.items()), dtype="<u8").tobytes()
-
-
-def _unpacked(data: bytes) -> OrderedDict[int, int]:
-    if len(data) % 16:
-        raise FormatError(f"expected pairs of u64, got {len(data)} bytes", kind=ErrorKind.MANIFEST)
-    return OrderedDict(np.frombuffer(data, dtype="<u8").reshape(-1, 2).tolist())
-
-
-def _remember(keys: OrderedDict[int, int], more: Mapping[int, int]) -> None:
-    keys.update(more)
-    while len(keys) > REMEMBERED_KEYS:
-        keys.popitem(last=False)
-
-
-class _Turns:
-    """Chooses the next block of a place, and waits for it."""
-
-    def __init__(
-        self, store: BlockStore, options: ReadOptions, *, expected: int | tuple[str, ...], follow: bool
-    ) -> None:
-        self._store, self._options, self._expected, self._follow = store, options, expected, follow
-        self._known: list[str] = []
-        self._dead_since: dict[str, float] = {}
-        #: Whether all expected producers closed.
-        self.complete = False
-
-    def next(self, position: Position, *, in_turn: bool) -> BlockName | None:
-        """The next block behind a position; None where every producer ended, or nothing is sealed and none follows.
-
-        ``in_turn``: the order that the position decides; otherwise whichever is sealed first.
-        """
-        began, wait = time.monotonic(), _FIRST_WAIT_S
-        while True:
-            name = self._look(position, in_turn=in_turn)
-            if name is not None or self.complete or not self._follow:
-                return name
-            limit = self._options.timeout_s
-            if limit is not None and time.monotonic() - began > limit:
-                raise TransportError(
-                    f"expected a block within {limit} s, got none of {self._producers() or 'any producer'}",
-                    kind=ErrorKind.TIMED_OUT,
-                )
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_S)
-
-    def _look(self, position: Position, *, in_turn: bool) -> BlockName | None:
-        producers = self._producers()
-        all_known = len(producers) == (self._expected if isinstance(self._expected, int) else len(self._expected))
-        if in_turn and not all_known:
-            return None
-        closed = 0
-        for producer in _rotated(producers, position.last):
-            name, state = self._state(producer, position.number(producer))
-            if state == "sealed":
-                return name
-            closed += state == "closed"
-            if in_turn and state != "closed":
-                return None
-        self.complete = all_known and closed == len(producers)
-        return None
-
-    def _state(self, producer: str, number: int) -> tuple[BlockName, BlockState]:
-        """The producer's first block from a number on that is not void, and its state. Raises for an end that fails."""
-        while (state := self._store.state(name := BlockName(producer, number))) == "void":
-            number += 1
-        if state == "expired":
-            raise DataError(
-                f"expected block {name}, got none: it was deleted before this group acknowledged it",
-                kind=ErrorKind.EXPIRED,
-            )
-        if state == "aborted":
-            raise TruncatedError(f"expected producer {producer!r} to close, got its abort", kind=ErrorKind.ABORTED)
-        if state == "vanished":
-            self._note_vanished(producer)
-        else:
-            self._dead_since.pop(producer, None)
-        return name, state
-
-    def _note_vanished(self, producer: str) -> None:
-        since = self._dead_since.setdefault(producer, time.monotonic())
-        if self._options.on_vanished == "raise" and time.monotonic() - since >= self._options.grace_s:
-            raise TruncatedError(
-                f"expected producer {producer!r} to close, got none alive under that name for "
-                f"{self._options.grace_s} s: start it again under the same name, and read on",
-                kind=ErrorKind.VANISHED,
-            )
-
-    def _producers(self) -> list[str]:
-        if isinstance(self._expected, int):
-            if len(self._known) < self._expected:
-                self._known = self._store.producers()
-            if len(self._known) > self._expected:
-                raise refused(f"{self._expected} producers", f"{self._known}")
-            return self._known
-        return list(self._expected)
-
-
-def _rotated(producers: list[str], last: str | None) -> list[str]:
-    """The producers by name, beginning behind the one whose block came last."""
-    at = 0 if last is None else next((i for i, name in enumerate(producers) if name > last), 0)
-    return producers[at:] + producers[:at]
-
-
-def fetch_records(
-    data: pa.Buffer,
-    *,
-    keys: Sequence[RecordKey] | None = None,
-    layer_ids: Sequence[int] | None = None,
-    tokens: tuple[int, int] | None = None,
-) -> list[RouteRecord]:
-    """Read records of a block in memory: verified whole, then cut, each under a new checksum where it was cut.
-
-    Args:
-        data: the bytes of a block.
-        keys: the records wanted, in this order; None: all.
-        layer_ids, tokens: as in ``RouteSource.select``.
-
-    Raises DataError (ROUTES_MISSING) for a key that is not in the block.
-    """
-    frames, walkable = frames_of(data)
-    with IpcReader(frames, ReadPolicy(on_alarm="ignore"), walkable=walkable) as reader:
-        reader.select(layer_ids=layer_ids, tokens=tokens)
-        found = {record.key: record for record in reader}
-    if keys is None:
-        return list(found.values())
-    absent = [key for key in keys if key not in found]
-    if absent:
-        raise DataError(
-            f"expected the records {list(map(str, absent[:4]))} in the block, got {len(found)} others",
-            kind=ErrorKind.ROUTES_MISSING,
-        )
-    return [found[RecordKey(*key)] for key in keys]

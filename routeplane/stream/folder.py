@@ -15,7 +15,6 @@ rewrites a file afterwards changes nothing that a trainer holds.
 
 from __future__ import annotations
 
-import base64
 import errno
 import fcntl
 import json
@@ -26,6 +25,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -42,24 +42,26 @@ from routeplane.errors import (
 )
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.policy import ReadPolicy
-from routeplane.record.schema import choose_encoding
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockReader, BlockStore
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
+    DEFAULT_LIMITS,
+    DEFAULT_OPTIONS,
+    DEFAULT_POLICY,
     BlockLimits,
-    BlockReader,
     BlockState,
-    BlockStore,
     BlockWriter,
     Manifest,
     ProducerSlot,
     ReadOptions,
+    Retention,
     SealedBlock,
     check_name,
 )
-from routeplane.stream.buffers import BufferPool
+from routeplane.stream.files import BufferPool
 
-__all__ = ["FolderReader", "FolderWriter", "open_reader", "open_writer", "producers_of"]
+__all__ = ["open_reader", "open_writer", "producers_of"]
 
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
@@ -74,8 +76,8 @@ def open_writer(
     producer: str,
     groups: Sequence[str] = (DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits | None = None,
-) -> FolderWriter:
+    limits: BlockLimits = DEFAULT_LIMITS,
+) -> BlockWriter:
     """Open a place as one of its producers; the first opener creates it.
 
     Args:
@@ -100,36 +102,21 @@ def open_writer(
     ...         list(reader), reader.report().complete
     ([], True)
     """
-    root, found = declare_place(place, spec, run=run, producer=producer, groups=groups, encoding=encoding)
-    chosen = limits or BlockLimits()
-    blocks = BlockFiles(root / "producers" / producer, sync=chosen.sync)
-    slot = FolderSlot(root, blocks, groups=found.groups, limits=chosen)
-    return FolderWriter(slot, spec, encoding=found.encoding, limits=chosen)
+    root, found = declare_place(place, Manifest.of(spec, run=run, groups=groups, encoding=encoding))
+    blocks = BlockFiles(producer_home(root, producer), sync=limits.sync)
+    return BlockWriter(FolderSlot(root, blocks, groups=found.groups, limits=limits), found, limits=limits)
 
 
-def declare_place(
-    place: str | os.PathLike[str],
-    spec: RouteSpec,
-    *,
-    run: str,
-    producer: str,
-    groups: Sequence[str],
-    encoding: Literal["plain", "narrow", "auto"],
-) -> tuple[Path, Manifest]:
+def declare_place(place: str | os.PathLike[str], declared: Manifest) -> tuple[Path, Manifest]:
     """Create a place, or check that it is the same one. Returns its folder and manifest; raises as ``open_writer``."""
-    check_name(producer, "producer")
-    manifest = Manifest(
-        place=secrets.token_hex(16),
-        run=check_name(run, "run"),
-        groups=tuple(check_name(group, "group") for group in groups),
-        spec=spec,
-        encoding=choose_encoding(encoding, spec),
-    )
-    if not manifest.groups or len(set(manifest.groups)) < len(manifest.groups):
-        raise refused("at least one group, each once", f"{list(groups)}")
     root = Path(place)
     root.mkdir(parents=True, exist_ok=True)
-    return root, _declare(root, manifest)
+    return root, _declare(root, declared)
+
+
+def producer_home(root: Path, producer: str) -> Path:
+    """Where a producer's control data lies."""
+    return root / "producers" / check_name(producer, "producer")
 
 
 def open_reader(
@@ -138,9 +125,9 @@ def open_reader(
     producers: int | Sequence[str],
     group: str = DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy | None = None,
-    options: ReadOptions | None = None,
-) -> FolderReader:
+    policy: ReadPolicy = DEFAULT_POLICY,
+    options: ReadOptions = DEFAULT_OPTIONS,
+) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place to be created.
 
     Args:
@@ -153,14 +140,8 @@ def open_reader(
     Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
     living reader), FormatError for damaged files, TransportError (TIMED_OUT).
     """
-    chosen = options or ReadOptions()
-    root = found_place(place, chosen.timeout_s if follow else 0.0)
-    store = FolderStore(root, group=group)
-    try:
-        return FolderReader(store, producers=producers, follow=follow, policy=policy or ReadPolicy(), options=chosen)
-    except BaseException:
-        store.release()
-        raise
+    store = FolderStore(found_place(place, options.timeout_s if follow else 0.0), group=group)
+    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 def producers_of(place: str | os.PathLike[str]) -> list[str]:
@@ -181,14 +162,6 @@ def producers_of(place: str | os.PathLike[str]) -> list[str]:
         return sorted(entry.name for entry in os.scandir(Path(place) / "producers") if entry.is_dir())
     except FileNotFoundError:
         return []
-
-
-class FolderWriter(BlockWriter):
-    """The RouteSink of a folder."""
-
-
-class FolderReader(BlockReader):
-    """The RouteSource and BlockSource of a folder."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -466,10 +439,11 @@ class FolderSlot(ProducerSlot):
                 f"a producer that has not closed (start a new name, or a new place) @ {self._home}",
                 f"{self._producer!r}, which has",
             )
-        number = _load(self._home / "number.json") or {"next": 0, "void": []}
+        number = _load(self._home / "number.json") or {"next": 0, "void": [], "leans": {}}
         self._next, self._void = int(number["next"]), list(number["void"])
-        below = min(self._acknowledged(group) for group in self._groups)
-        self._sizes = self._blocks.held(range(below, self._next))
+        sizes = self._blocks.held(range(self._acknowledged(), self._next))
+        leans = {int(name): tuple(leans) for name, leans in number["leans"].items() if int(name) in sizes}
+        self.retention = Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)
         # the number is stored before the block is committed: a writer that died in between left it prepared
         if self._blocks.is_prepared(self._next - 1):
             self._void.append(self._next - 1)
@@ -480,8 +454,10 @@ class FolderSlot(ProducerSlot):
         if self._limits.sync:
             _sync_folder(self._home)
 
-    def _store_number(self, number: int) -> None:
-        _store(self._home / "number.json", {"next": number, "void": self._void}, sync=self._limits.sync)
+    def _store_number(self, number: int, leans: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
+        known = {str(held): list(others) for held, others in {**self.retention.leans, **leans}.items()}
+        document = {"next": number, "void": self._void, "leans": known}
+        _store(self._home / "number.json", document, sync=self._limits.sync)
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Store a block; waits for space."""
@@ -493,44 +469,42 @@ class FolderSlot(ProducerSlot):
         number = self._next
         try:
             size = self._blocks.prepare(number, block)
-            self._wait_for_space(size)
+            self._wait_for_space(size, block.leans)
         except OSError as error:
             self._blocks.discard(number)
             raise _full(error, self._home) from error
-        self._store_number(number + 1)
+        self._store_number(number + 1, {} if not block.leans else {number: block.leans})
         self._blocks.commit(number)
-        self._next, self._sizes[number] = number + 1, size
+        self._next = number + 1
+        self.retention.add(number, size, leans=block.leans)
         return BlockName(self._producer, number)
 
-    def _wait_for_space(self, size: int) -> None:
-        limit, timeout_s = self._limits.max_bytes, self._limits.timeout_s
+    def _wait_for_space(self, size: int, leans: Sequence[int] | None) -> None:
+        held, timeout_s, wait = self.retention, self._limits.timeout_s, 0.001
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        wait = 0.001
-        while self._sizes and sum(self._sizes.values()) + size > limit:
-            if self._delete_acknowledged(size):
+        while not held.has_space(size):
+            number = held.next_to_delete(below=self._acknowledged(), leans=leans)
+            if number is not None:
+                self._blocks.delete(number)
+                held.drop(number)
                 continue
             if end is not None and time.monotonic() >= end:
                 raise TransportError(
-                    f"expected space for a block of {size} bytes within {timeout_s} s, got {sum(self._sizes.values())} "
-                    f"of {limit} bytes that the groups {list(self._groups)} have not all acknowledged",
+                    f"expected space for a block of {size} bytes within {timeout_s} s, got {sum(held.sizes.values())} "
+                    f"of {held.max_bytes} bytes that the groups {list(self._groups)} have not all acknowledged",
                     kind=ErrorKind.TIMED_OUT,
                 )
-            time.sleep(wait)
+            self._pause(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
-    def _delete_acknowledged(self, size: int) -> bool:
-        """Delete the oldest blocks that every group acknowledged, until a block of a size fits; whether any went."""
-        below = min(self._acknowledged(group) for group in self._groups)
-        found = False
-        for number in sorted(self._sizes):
-            if number >= below or sum(self._sizes.values()) + size <= self._limits.max_bytes:
-                break
-            self._blocks.delete(number)
-            del self._sizes[number]
-            found = True
-        return found
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
-    def _acknowledged(self, group: str) -> int:
+    def _acknowledged(self) -> int:
+        """The number of the first block that not every group acknowledged."""
+        return min(self._acknowledged_by(group) for group in self._groups)
+
+    def _acknowledged_by(self, group: str) -> int:
         """The number of the first block that a group has not acknowledged; on disk before anything is deleted."""
         path = self._root / "groups" / group / "position.json"
         document = _load(path)
@@ -555,18 +529,19 @@ class FolderSlot(ProducerSlot):
 
 
 class FolderStore(BlockStore):
-    """The blocks of a folder, for one group. A pickled copy holds no lock."""
+    """The blocks of a folder, for one group, or for none that it would hold. A pickled copy holds no lock."""
 
-    def __init__(self, root: Path, *, group: str) -> None:
+    def __init__(self, root: Path, *, group: str | None) -> None:
         document = _load(root / "manifest.json")
         if document is None:
             raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
         self._manifest = Manifest.from_document(document, spec_type=RouteSpec)
-        self._manifest.require_group(group)
-        self._root, self._group = root, group
-        self._home = root / "groups" / group
-        self._lock: FileLock | None = FileLock(self._home / "lock", taken=self._taken)
-        self._pool = BufferPool()
+        self._root, self._group, self._pool = root, group, BufferPool()
+        self._lock: FileLock | None = None
+        if group is not None:
+            self._manifest.require_group(group)
+            self._home = root / "groups" / group
+            self._lock = FileLock(self._home / "lock", taken=self._taken)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_pool": None}
@@ -590,16 +565,13 @@ class FolderStore(BlockStore):
         """The producers that ever opened the place, sorted."""
         return producers_of(self._root)
 
-    def _producer_home(self, producer: str) -> Path:
-        return self._root / "producers" / check_name(producer, "producer")
-
     def _blocks_of(self, producer: str) -> BlockFiles:
         """Where the bytes of a producer's blocks lie; carriers that keep them elsewhere override this."""
-        return BlockFiles(self._producer_home(producer))
+        return BlockFiles(producer_home(self._root, producer))
 
     def state(self, name: BlockName) -> BlockState:
         """What can be said of a block now; the files are looked at in the order opposite to that of writing them."""
-        home = self._producer_home(name.producer)
+        home = producer_home(self._root, name.producer)
         blocks = self._blocks_of(name.producer)
         if blocks.exists(name.number):
             return "sealed"
@@ -623,7 +595,7 @@ class FolderStore(BlockStore):
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
-        number = _load(self._producer_home(producer) / "number.json")
+        number = _load(producer_home(self._root, producer) / "number.json")
         return 0 if number is None else int(number["next"])
 
     def read(self, name: BlockName) -> pa.Buffer:
@@ -633,27 +605,26 @@ class FolderStore(BlockStore):
         except FileNotFoundError as error:
             raise DataError(f"expected block {name}, got none @ {self._root}", kind=ErrorKind.EXPIRED) from error
 
-    def load_position(self) -> tuple[Position, bytes]:
-        """What the group acknowledged, and the remembered keys."""
+    def load_position(self) -> Position:
+        """What the group acknowledged."""
         document = _load(self._home / "position.json")
         if document is None:
-            return Position(place=self._manifest.place), b""
+            return Position(place=self._manifest.place)
         position = Position.from_json(document["position"])
         if position.place != self._manifest.place:
             raise FormatError(
                 f"expected a position in the place {self._manifest.place}, got one in {position.place} @ {self._home}",
                 kind=ErrorKind.MANIFEST,
             )
-        return position, base64.b64decode(document["keys"])
+        return position
 
-    def save_position(self, position: Position, keys: bytes) -> None:
+    def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
         if self._lock is None or not self._lock.held:
             raise UsageError(
                 "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
             )
-        document = {"position": position.to_json(), "keys": base64.b64encode(keys).decode()}
-        _store(self._home / "position.json", document, sync=False)
+        _store(self._home / "position.json", {"position": position.to_json()}, sync=False)
 
     def release(self) -> None:
         """Give the group up."""

@@ -7,7 +7,7 @@ back is ``batches``; where bytes go and come from is ``files``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ class IpcReader(RecordReader):
         self._schema, self._header = parse_schema_frame(first)
         super().__init__(self._header.spec, policy, quarantine=quarantine)
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
-        self._frames, self._declared = _known_whole(frames, policy) if walkable else (frames, None)
+        self._frames, self._last = _known_whole(frames, policy) if walkable else (frames, None)
         self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
         self._checked = BatchRecords(self._header, policy=policy, quarantine=self.quarantine)
 
@@ -110,12 +110,23 @@ class IpcReader(RecordReader):
         What the trailer says, before anything was read; that the records agree shows when the last one came. A pipe has
         its trailer at its end, and a cut stream has none. Raises FormatError for a damaged trailer.
         """
-        return None if self._declared is None else f"{Trailer.from_json(self._declared).digest:016x}"
+        declared = self._declared()
+        return None if declared is None else f"{declared.digest:016x}"
 
     @property
     def total_records(self) -> int | None:
         """Records of the whole stream, where its trailer can be seen before reading, as for ``digest``."""
-        return None if self._declared is None else Trailer.from_json(self._declared).records
+        declared = self._declared()
+        return None if declared is None else declared.records
+
+    def _declared(self) -> Trailer | None:
+        text = self.trailer_metadata.get(TRAILER_KEY)
+        return None if text is None else Trailer.from_json(text)
+
+    @property
+    def trailer_metadata(self) -> Mapping[str, str]:
+        """The metadata that the trailer's batch carries, where it can be seen before reading; else empty."""
+        return {} if self._last is None else self._last.metadata
 
     def close(self) -> None:
         """Close the source. Records already yielded stay valid."""
@@ -173,8 +184,11 @@ class IpcReader(RecordReader):
         self._report = replace(self._report, complete=True)
 
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
-        select = None if self._policy.verify or self._layer_ids is None else self.spec
-        return self._checked.records(batch, select=select, seen=self._counter.add_record)
+        return self._checked.records(batch, select=self._early_selection(), seen=self._counter.add_record)
+
+    def _early_selection(self) -> RouteSpec | None:
+        """The layers that are taken before any row is looked at: where whole records are not to be verified."""
+        return None if self._policy.verify or self._layer_ids is None else self.spec
 
 
 def parse_schema_frame(frame: Frame) -> tuple[pa.Schema, StreamHeader]:
@@ -200,8 +214,8 @@ def read_batch(frame: Frame, schema: pa.Schema) -> pa.RecordBatch:
     return decoded(decode, "record batch")
 
 
-def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[Frame], str | None]:
-    """Walk the frames of a source that can be walked, so that a cut shows before the first record; and its trailer.
+def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[Frame], Frame | None]:
+    """Walk the frames of a source that can be walked, so that a cut shows before the first record; and the last one.
 
     Headers alone are touched: their number, not their payload, is the cost.
     """
@@ -212,10 +226,10 @@ def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[
         if policy.on_truncated == "raise":
             raise
         return itertools.chain(walked, _raising(error)), None
-    trailer = walked[-1].metadata.get(TRAILER_KEY) if walked else None
-    if policy.on_truncated == "raise" and trailer is None:
+    last = walked[-1] if walked else None
+    if policy.on_truncated == "raise" and (last is None or TRAILER_KEY not in last.metadata):
         raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
-    return iter(walked), trailer
+    return iter(walked), last
 
 
 def _raising(error: TruncatedError) -> Iterator[Frame]:

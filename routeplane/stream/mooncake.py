@@ -21,18 +21,22 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from routeplane.errors import ErrorKind, StoreError, TransportError, refused
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockReader
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
+    DEFAULT_LIMITS,
+    DEFAULT_OPTIONS,
+    DEFAULT_POLICY,
     BlockLimits,
-    BlockReader,
     BlockWriter,
+    Manifest,
     ReadOptions,
     SealedBlock,
 )
-from routeplane.stream.buffers import BufferPool
-from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place
+from routeplane.stream.files import BufferPool
+from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place, producer_home
 
-__all__ = ["MooncakeReader", "MooncakeWriter", "open_reader", "open_writer"]
+__all__ = ["Client", "open_reader", "open_writer"]
 
 #: What the store answers where no segment has space (mooncake 0.3).
 _NO_SPACE = -200
@@ -95,8 +99,8 @@ def open_writer(
     producer: str,
     groups: Sequence[str] = (DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits | None = None,
-) -> MooncakeWriter:
+    limits: BlockLimits = DEFAULT_LIMITS,
+) -> BlockWriter:
     """Open a place as one of its producers; the first opener creates it.
 
     Args:
@@ -109,12 +113,12 @@ def open_writer(
     Returns a RouteSink that the caller closes. Raises as ``stream.folder.open_writer``; StoreError (NO_SPACE) where no
     segment has space for a block.
     """
-    root, found = declare_place(place, spec, run=run, producer=producer, groups=groups, encoding=encoding)
-    chosen = limits or BlockLimits()
+    root, found = declare_place(place, Manifest.of(spec, run=run, groups=groups, encoding=encoding))
     client = Client(store)
-    blocks = BlockObjects(root / "producers" / producer, client, prefix=f"{found.place}/{producer}", sync=chosen.sync)
-    slot = MooncakeSlot(root, blocks, groups=found.groups, limits=chosen, client=client)
-    return MooncakeWriter(slot, spec, encoding=found.encoding, limits=chosen)
+    home = producer_home(root, producer)
+    blocks = BlockObjects(home, client, prefix=f"{found.place}/{producer}", sync=limits.sync)
+    slot = MooncakeSlot(root, blocks, groups=found.groups, limits=limits, client=client)
+    return BlockWriter(slot, found, limits=limits)
 
 
 def open_reader(
@@ -124,31 +128,17 @@ def open_reader(
     producers: int | Sequence[str],
     group: str = DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy | None = None,
-    options: ReadOptions | None = None,
-) -> MooncakeReader:
+    policy: ReadPolicy = DEFAULT_POLICY,
+    options: ReadOptions = DEFAULT_OPTIONS,
+) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place to be created.
 
     Args: ``store``: as ``open_writer``; the others as ``stream.folder.open_reader``.
 
     Returns a RouteSource and BlockSource that the caller closes; a pickled copy connects in its own process.
     """
-    chosen = options or ReadOptions()
-    root = found_place(place, chosen.timeout_s if follow else 0.0)
-    blocks = MooncakeStore(root, Client(store), group=group)
-    try:
-        return MooncakeReader(blocks, producers=producers, follow=follow, policy=policy or ReadPolicy(), options=chosen)
-    except BaseException:
-        blocks.release()
-        raise
-
-
-class MooncakeWriter(BlockWriter):
-    """The RouteSink of a place in a Mooncake store."""
-
-
-class MooncakeReader(BlockReader):
-    """The RouteSource and BlockSource of a place in a Mooncake store."""
+    blocks = MooncakeStore(found_place(place, options.timeout_s if follow else 0.0), Client(store), group=group)
+    return BlockReader(blocks, producers=producers, follow=follow, policy=policy, options=options)
 
 
 class BlockObjects(BlockFiles):
@@ -251,7 +241,7 @@ class MooncakeStore(FolderStore):
 
     def _blocks_of(self, producer: str) -> BlockFiles:
         prefix = f"{self._manifest.place}/{producer}"
-        return BlockObjects(self._producer_home(producer), self._client, prefix=prefix)
+        return BlockObjects(producer_home(self._root, producer), self._client, prefix=prefix)
 
     def release(self) -> None:
         """Give the group up, and disconnect."""

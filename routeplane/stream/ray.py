@@ -28,25 +28,27 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from routeplane.errors import DataError, ErrorKind, TransportError, UsageError, refused
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.policy import ReadPolicy
-from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.schema import Encoding, choose_encoding
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import Encoding
 from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, sealed_cut
 from routeplane.stream.blocks import (
     DEFAULT_GROUP,
+    DEFAULT_LIMITS,
+    DEFAULT_OPTIONS,
+    DEFAULT_POLICY,
     BlockLimits,
-    BlockReader,
     BlockState,
-    BlockStore,
     BlockWriter,
     Manifest,
     ProducerSlot,
     ReadOptions,
+    Retention,
     SealedBlock,
     check_name,
-    fetch_records,
 )
 
-__all__ = ["RayReader", "RayWriter", "delete_place", "open_reader", "open_writer"]
+__all__ = ["delete_place", "open_reader", "open_writer"]
 
 #: The namespace of places; actors are found in it by the place's name, from every job of the cluster.
 NAMESPACE = "routeplane"
@@ -63,8 +65,8 @@ def open_writer(
     producer: str,
     groups: Sequence[str] = (DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits | None = None,
-) -> RayWriter:
+    limits: BlockLimits = DEFAULT_LIMITS,
+) -> BlockWriter:
     """Open a place as one of its producers; the first opener starts its actor.
 
     Args:
@@ -78,22 +80,12 @@ def open_writer(
     Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
     for a place of another geometry, TransportError where the place's actor is gone.
     """
+    declared = Manifest.of(spec, run=run, groups=groups, encoding=encoding)
     check_name(producer, "producer")
-    manifest = Manifest(
-        place=secrets.token_hex(16),
-        run=check_name(run, "run"),
-        groups=tuple(check_name(group, "group") for group in groups),
-        spec=spec,
-        encoding=choose_encoding(encoding, spec),
-    )
-    if not manifest.groups or len(set(manifest.groups)) < len(manifest.groups):
-        raise refused("at least one group, each once", f"{list(groups)}")
     actor = _Place.start(place)
-    found = Manifest.from_document(actor.call("declare", manifest.to_document()), spec_type=RouteSpec)
-    found.require_same(manifest)
-    chosen = limits or BlockLimits()
-    slot = RaySlot(actor, producer, limits=chosen, groups=found.groups)
-    return RayWriter(slot, spec, encoding=found.encoding, limits=chosen)
+    found = Manifest.from_document(actor.call("declare", declared.to_document()), spec_type=RouteSpec)
+    found.require_same(declared)
+    return BlockWriter(RaySlot(actor, producer, limits=limits, groups=found.groups), found, limits=limits)
 
 
 def open_reader(
@@ -102,9 +94,9 @@ def open_reader(
     producers: int | Sequence[str],
     group: str = DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy | None = None,
-    options: ReadOptions | None = None,
-) -> RayReader:
+    policy: ReadPolicy = DEFAULT_POLICY,
+    options: ReadOptions = DEFAULT_OPTIONS,
+) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place where it follows.
 
     Args: as ``stream.folder.open_reader``; ``place`` is the name.
@@ -112,13 +104,8 @@ def open_reader(
     Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
     living reader), TransportError (TIMED_OUT; CONNECTION where the actor is gone).
     """
-    chosen = options or ReadOptions()
-    store = RayStore(_Place.found(place, chosen.timeout_s if follow else 0.0), group=group)
-    try:
-        return RayReader(store, producers=producers, follow=follow, policy=policy or ReadPolicy(), options=chosen)
-    except BaseException:
-        store.release()
-        raise
+    store = RayStore(_Place.found(place, options.timeout_s if follow else 0.0), group=group)
+    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 def delete_place(place: str) -> None:
@@ -128,35 +115,6 @@ def delete_place(place: str) -> None:
     except ValueError:
         return
     ray.kill(actor, no_restart=True)
-
-
-class RayWriter(BlockWriter):
-    """The RouteSink of a place on Ray."""
-
-
-class RayReader(BlockReader):
-    """The RouteSource and BlockSource of a place on Ray."""
-
-    def fetch(
-        self,
-        name: BlockName,
-        *,
-        keys: Sequence[RecordKey] | None = None,
-        layer_ids: Sequence[int] | None = None,
-        tokens: tuple[int, int] | None = None,
-    ) -> list[RouteRecord]:
-        """Read records of one block, cut by a task on the node where the block lies.
-
-        The task verifies the block whole and sends what is asked for under new checksums, which are verified here: that
-        alone crosses the network, and comes into this process. Raises as ``BlockReader.fetch``.
-        """
-        if not isinstance(self._store, RayStore):
-            raise TypeError(f"expected a store on Ray, got {type(self._store).__name__}")
-        wanted = None if keys is None else [tuple(key) for key in keys]
-        layers = None if layer_ids is None else list(layer_ids)
-        encoding = self._store.manifest.encoding
-        cut = _cut_task.remote(self._store.reference(name), wanted, layers, tokens, encoding)
-        return fetch_records(pa.py_buffer(_got(cut, f"the cut of block {name}")))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -206,16 +164,15 @@ def _own(block: Any) -> tuple[Any, int]:
     return block, len(block)
 
 
-def _cut_block(
-    block: Any,
-    keys: list[tuple[str, int, int]] | None,
-    layer_ids: list[int] | None,
-    tokens: tuple[int, int] | None,
-    encoding: Encoding,
-) -> Any:
-    wanted = None if keys is None else [RecordKey(*key) for key in keys]
-    records = fetch_records(pa.py_buffer(block), keys=wanted, layer_ids=layer_ids, tokens=tokens)
-    return np.frombuffer(SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer(), dtype=np.uint8)
+def _cut_block(block: Any, leans: list[tuple[int, Any]], part: str, encoding: Encoding) -> Any:
+    others = dict(leans)
+    cut = sealed_cut(
+        pa.py_buffer(block),
+        BlockPart.from_json(part),
+        read=lambda number: pa.py_buffer(ray.get(others[number])),
+        encoding=encoding,
+    )
+    return np.frombuffer(cut, dtype=np.uint8)
 
 
 def _got(reference: Any, what: str) -> Any:
@@ -250,7 +207,8 @@ class _Producer:
     token: str = ""
     next: int = 0
     end: Literal["closed", "aborted"] | None = None
-    blocks: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    blocks: dict[int, Any] = field(default_factory=dict)
+    retention: Retention = field(default_factory=lambda: Retention(max_bytes=0))
 
 
 @dataclass(kw_only=True)
@@ -260,7 +218,6 @@ class _Group:
     owner: Owner | None = None
     token: str = ""
     position: str | None = None
-    keys: bytes = b""
 
 
 class PlaceActor:
@@ -292,28 +249,26 @@ class PlaceActor:
         producer.owner, producer.token, producer.end = owner, token, None
         return "open"
 
-    def publish(self, name: str, token: str, holder: list[Any], limit: int) -> int | None:
+    def publish(
+        self, name: str, token: str, holder: list[Any], leans: Sequence[int] | None, limit: int
+    ) -> tuple[int, Retention] | None:
         """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
         producer = self._producers[name]
+        held = producer.retention
         if producer.token != token:
-            return -1
+            return -1, held
         owned, came = _own_task.remote(holder[0])
-        size = int(ray.get(came))
-        if not self._has_space(name, size, limit):
-            return None
-        producer.blocks[producer.next] = (owned, size)
-        producer.next += 1
-        return producer.next - 1
-
-    def _has_space(self, name: str, size: int, limit: int) -> bool:
-        """Whether a block fits; blocks that every group acknowledged go first."""
-        producer = self._producers[name]
+        size, held.max_bytes = int(ray.get(came)), limit
         below = min(self._acknowledged(group, name) for group in self._groups.values())
-        for number in sorted(producer.blocks):
-            if sum(held for _, held in producer.blocks.values()) + size <= limit or number >= below:
-                break
-            del producer.blocks[number]
-        return not producer.blocks or sum(held for _, held in producer.blocks.values()) + size <= limit
+        while not held.has_space(size):
+            number = held.next_to_delete(below=below, leans=leans)
+            if number is None:
+                return None
+            self.drop(name, number)
+        producer.blocks[producer.next] = owned
+        held.add(producer.next, size, leans=leans)
+        producer.next += 1
+        return producer.next - 1, held
 
     def _acknowledged(self, group: _Group, producer: str) -> int:
         return 0 if group.position is None else Position.from_json(group.position).number(producer)
@@ -352,11 +307,12 @@ class PlaceActor:
         producer = self._producers.get(name)
         return 0 if producer is None else producer.next
 
-    def reference(self, name: str, number: int) -> list[Any]:
-        """The reference of a block in a list, so that Ray does not resolve it; empty where there is none."""
+    def references(self, name: str, number: int) -> list[tuple[int, Any]]:
+        """The references of a block, and behind it of those that it leans on; Ray resolves none in a list."""
         producer = self._producers.get(name)
-        held = None if producer is None else producer.blocks.get(number)
-        return [] if held is None else [held[0]]
+        if producer is None or number not in producer.blocks:
+            return []
+        return [(each, producer.blocks[each]) for each in (number, *producer.retention.leans.get(number, ()))]
 
     def open_group(self, name: str, owner: Owner, token: str) -> bool:
         """Take a group; False where its reader lives."""
@@ -366,21 +322,21 @@ class PlaceActor:
         group.owner, group.token = owner, token
         return True
 
-    def load_position(self, name: str) -> tuple[str | None, bytes]:
-        """What a group acknowledged, and the keys that it remembers."""
-        return self._groups[name].position, self._groups[name].keys
+    def load_position(self, name: str) -> str | None:
+        """What a group acknowledged."""
+        return self._groups[name].position
 
-    def save_position(self, name: str, token: str, position: str, keys: bytes) -> bool:
-        """Store both; False for a reader that does not hold the group."""
+    def save_position(self, name: str, token: str, position: str) -> bool:
+        """Store it; False for a reader that does not hold the group."""
         group = self._groups[name]
-        if group.token != token:
-            return False
-        group.position, group.keys = position, keys
-        return True
+        if group.token == token:
+            group.position = position
+        return group.token == token
 
     def drop(self, name: str, number: int) -> None:
         """Forget a block."""
         self._producers[name].blocks.pop(number, None)
+        self._producers[name].retention.drop(number)
 
 
 class _Place:
@@ -439,6 +395,7 @@ class RaySlot(ProducerSlot):
     def __init__(self, place: _Place, producer: str, *, limits: BlockLimits, groups: Sequence[str]) -> None:
         self._place, self._producer, self._limits, self._groups = place, producer, limits, groups
         self._token, self._pid = secrets.token_hex(8), os.getpid()
+        self.retention = Retention(max_bytes=limits.max_bytes)
         answer = place.call("open_producer", producer, Owner.here(), self._token)
         if answer == "taken":
             raise UsageError(
@@ -462,9 +419,14 @@ class RaySlot(ProducerSlot):
         numbers: list[int] = []
 
         def published() -> bool:
-            number = self._place.call("publish", self._producer, self._token, [reference], self._limits.max_bytes)
-            numbers.extend([] if number is None else [number])
-            return number is not None
+            answer = self._place.call(
+                "publish", self._producer, self._token, [reference], block.leans, self._limits.max_bytes
+            )
+            if answer is None:
+                return False
+            numbers.append(answer[0])
+            self.retention = answer[1]
+            return True
 
         if not _wait(published, self._limits.timeout_s):
             raise TransportError(
@@ -527,27 +489,35 @@ class RayStore(BlockStore):
         """The number behind the producer's last sealed block."""
         return int(self._place.call("last_number", producer))
 
-    def reference(self, name: BlockName) -> Any:
-        """Ray's reference of a sealed block. Raises DataError (EXPIRED)."""
-        held = self._place.call("reference", *name)
+    def _references(self, name: BlockName) -> list[tuple[int, Any]]:
+        held: list[tuple[int, Any]] = self._place.call("references", *name)
         if not held:
             raise DataError(f"expected block {name}, got none", kind=ErrorKind.EXPIRED)
-        return held[0]
+        return held
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block, mapped read-only from the object store of this node."""
-        return pa.py_buffer(_got(self.reference(name), f"block {name}"))
+        return pa.py_buffer(_got(self._references(name)[0][1], f"block {name}"))
 
-    def load_position(self) -> tuple[Position, bytes]:
-        """What the group acknowledged, and the remembered keys."""
-        text, keys = self._place.call("load_position", self._group)
-        return (Position(place=self._manifest.place) if text is None else Position.from_json(text)), keys
+    def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
+        """Records of one block, cut by a task on the node where the block lies.
 
-    def save_position(self, position: Position, keys: bytes) -> None:
+        The task verifies the block whole and sends what is asked for under new checksums, which are verified here: that
+        alone crosses the network, and comes into this process.
+        """
+        (_, block), *leans = self._references(name)
+        cut = _cut_task.remote(block, leans, part.to_json(), self._manifest.encoding)
+        data = pa.py_buffer(_got(cut, f"the cut of block {name}"))
+        return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
+
+    def load_position(self) -> Position:
+        """What the group acknowledged."""
+        text = self._place.call("load_position", self._group)
+        return Position(place=self._manifest.place) if text is None else Position.from_json(text)
+
+    def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
-        if self._token is None or not self._place.call(
-            "save_position", self._group, self._token, position.to_json(), keys
-        ):
+        if self._token is None or not self._place.call("save_position", self._group, self._token, position.to_json()):
             raise UsageError(
                 "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
             )

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, refused
 from routeplane.record.schema import Encoding, choose_encoding
-from routeplane.stream.buffers import BufferPool
+from routeplane.stream.files import BufferPool
 from routeplane.stream.frames import Frame, frame_of, frames_received
 from routeplane.stream.ipc import IpcReader, IpcWriter, parse_schema_frame
 

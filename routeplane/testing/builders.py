@@ -35,6 +35,7 @@ __all__ = [
     "facts",
     "group_of",
     "sample",
+    "turns_of",
     "watermark",
     "watermarked_columns",
     "watermarked_record",
@@ -201,6 +202,15 @@ def group_of(count: int, *, prompt: int = 4) -> list[RouteRecord]:
             )
         )
     return [first, *others]
+
+
+def turns_of(count: int, *, tokens: int = 100) -> list[RouteRecord]:
+    """One rollout recorded after each turn: each record begins with the rows of the one before, in one group."""
+    last = sample(0, tokens=tokens * count)
+    return [
+        replace(last.slice(0, tokens * (at + 1)), sample_id=f"turn-{at}", group="rollout", attributes={}, checksum=None)
+        for at in range(count)
+    ]
 
 
 class _UncheckedRecord(RouteRecord):

@@ -15,7 +15,7 @@ import pytest
 from routeplane.archive import AddReport, add_blocks, open_archive, verify
 from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, UsageError
-from routeplane.record.interfaces import BlockName, BlockSource, Position, RouteSource
+from routeplane.record.interfaces import Admission, BlockName, BlockSource, Position, RouteSource, admit
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import folder
@@ -53,6 +53,10 @@ class Blocks:
     def fetch(self, name: BlockName, **_: object) -> list[RouteRecord]:
         """Not asked for here."""
         return self.held[name]
+
+    def admit(self, records: Sequence[RouteRecord]) -> Admission:
+        """Admit all."""
+        return admit(records, self.spec, max_missing=None)
 
     def position(self) -> Position:
         """What was acknowledged last."""

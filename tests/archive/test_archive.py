@@ -311,13 +311,21 @@ def test_plain_zarr_opens_it(tmp_path: Path) -> None:
 def test_xarray_opens_a_run(tmp_path: Path) -> None:
     """The arrays of a run are one data set with named dimensions; the fill value is what MISSING is stored as."""
     records = rich_records()
-    where = saved(tmp_path / "a", records)
+    where = saved(tmp_path / "a", records, attributes={"policy": "p-7"})
     found = xarray.open_zarr(where / open_archive(where).group("run"), consolidated=False)
     rows = found["routes"][:7].to_numpy().astype(np.int16)
 
     assert {"rows": 18, "layers": 3, "topk": 2, "tokens": 21, "files": 0} == dict(found.sizes)
     assert np.array_equal(records[0].routes, np.where(rows == 255, -1, rows))
     assert np.array_equal(records[0].token_ids, found["token_ids"][:7])
+    assert {
+        "run": "run",
+        "model": SPEC.model,
+        "num_experts": [64, 64, 64],
+        "layer_ids": [1, 4, 5],
+        "missing": 255,
+        "about": {"policy": "p-7"},
+    } == found.attrs
 
 
 def test_the_record_table_opens_in_polars_and_duckdb(tmp_path: Path) -> None:

@@ -1,21 +1,26 @@
-"""Batches of other stacks, built as their own code builds them from what an engine returned: no routeplane in here.
+"""Batches of other stacks, built as their own code builds them from what an engine returned: no layout of ours in here.
 
-The samples are real: tokens and routes that small Transformers models of several families chose. Axes: S tokens of a
-sample, D decoder layers, K top-k slots.
+The samples are real: tokens and routes that small Transformers models of several families chose, and vLLM's answers.
+
+Axes: S tokens of a sample, D decoder layers, K top-k slots.
 """
 
 from __future__ import annotations
 
 import base64
+import io
+import json
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
 
-from routeplane import RouteSpec
+from routeplane import Capture, RouteRecord, RouteSpec, Span
 from routeplane.capture import transformers as engine
 
 if TYPE_CHECKING:
@@ -23,10 +28,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BUILDERS", "DEPTH", "Sample", "engine_samples", "families", "vary"]
+__all__ = ["BUILDERS", "DEPTH", "FAMILIES", "Sample", "engine_samples", "families", "record_of", "vary"]
 
 #: Decoder layers of every model here.
 DEPTH = 4
+DATA = Path(__file__).parents[1] / "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +87,45 @@ def families() -> dict[str, tuple[RouteSpec, Any]]:
         ),
         "mixtral": transformers.MixtralConfig(**_base(num_local_experts=8, num_experts_per_tok=2)),
     }
-    return {name: (RouteSpec.from_hf_config(config), _model(config)) for name, config in configs.items()}
+    found: dict[str, tuple[RouteSpec, Any]] = {
+        name: (RouteSpec.from_hf_config(config), _model(config)) for name, config in configs.items()
+    }
+    for version in ("0.30", "0.32"):
+        found[f"vllm_{version}"] = RouteSpec.from_hf_config(_vllm(version)["model"]), None
+    return found
+
+
+def _vllm(version: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / f"vllm-{version}-http.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _vllm_samples(version: str) -> tuple[Sample, ...]:
+    """The whole answers that a vLLM server gave, of at least five tokens."""
+    found: list[Sample] = []
+    for case in _vllm(version)["cases"]:
+        response = case["response"]
+        for choice in response.get("choices", ()) if isinstance(response, dict) else ():
+            prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids") or []
+            answer = choice.get("token_ids") or []
+            if not choice.get("routed_experts") or not prompt or len(answer) < 5:
+                continue
+            rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))).astype(np.int16)
+            if len(rows) == len(prompt) + len(answer) - 1:
+                mask, tokens = np.ones(len(answer), dtype=np.int64), np.asarray([*prompt, *answer])
+                found.append(Sample(name=f"s{len(found)}", tokens=tokens, prompt=len(prompt), mask=mask, rows=rows))
+    return tuple(found)
+
+
+#: Where samples come from: families of models, and what a vLLM server answered.
+FAMILIES = ("olmoe", "qwen3_dense_first", "qwen3_top1", "mixtral", "vllm_0.30", "vllm_0.32")
 
 
 @cache
 def engine_samples(name: str) -> tuple[Sample, ...]:
     """What the model of a family generated: 24 samples; dense layers hold zeros, as engines return them."""
+    if name.startswith("vllm_"):
+        return _vllm_samples(name.removeprefix("vllm_"))
     spec, model = families()[name]
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, 64, rng.integers(2, 9)).tolist() for _ in range(24)]
@@ -115,6 +154,38 @@ def vary(sample: Sample, rng: np.random.Generator, *, name: str) -> Sample:
         mask[-3:] = 0
         sample = replace(sample, rows=sample.rows[: sample.prompt + response - 4])
     return replace(sample, name=name, mask=mask)
+
+
+def record_of(sample: Sample, spec: RouteSpec) -> RouteRecord:
+    """What was captured for a sample."""
+    routes = spec.missing_rows(len(sample.tokens))
+    routes[: len(sample.rows)] = sample.rows[:, list(spec.layer_ids)]
+    kinds = np.concatenate([np.zeros(sample.prompt, dtype=bool), sample.mask != 0])
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+    stop = len(sample.rows)
+    captures = [Capture(start=0, stop=stop, call="c", weights_version=1, state="captured")]
+    if stop < len(kinds) - 1:
+        captures.append(Capture(start=stop, stop=len(kinds) - 1, call="c", weights_version=None, state="not_captured"))
+    if stop < len(kinds):
+        last = max(stop, len(kinds) - 1)
+        captures.append(Capture(start=last, stop=len(kinds), call="c", weights_version=None, state="not_fed"))
+    return RouteRecord(
+        sample_id=sample.name,
+        token_ids=sample.tokens,
+        routes=routes,
+        spans=tuple(
+            Span(
+                start=a,
+                stop=b,
+                kind="generation" if kinds[a] else "prompt",
+                call="c",
+                weights_version=1 if kinds[a] else None,
+            )
+            for a, b in pairwise(edges)
+        ),
+        captures=tuple(captures),
+        spec=spec,
+    )
 
 
 # ---- one builder a stack ---------------------------------------------------------------------------------------------

@@ -214,15 +214,15 @@ def resumed(**changes: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "consumed": (lambda: RecordDataset(NUMBERS, MemoryOpener()).state_dict(consumed=1), "at most the 0 records"),
-    "state_version": (lambda: resumed(version=2), "version 1, got 2"),
+    "state_version": (lambda: resumed(version=1), "version 2, got 1"),
     "state_rank": (lambda: resumed(rank=1), "rank 0, got 1"),
     "state_world": (lambda: resumed(world_size=2), "world_size 1, got 2"),
-    "state_paths": (lambda: resumed(streams=[["0", "0" * 16]]), r"paths \['0', '1', '2', '3'\], got \['0'\]"),
-    "state_stream": (lambda: resumed(stream=4), "within 4 streams"),
+    "state_paths": (lambda: resumed(source=[["0", "0" * 16]]), r"paths \['0', '1', '2', '3'\], got \['0'\]"),
+    "state_stream": (lambda: resumed(cursor=4), "within 4 streams"),
     "state_taken": (lambda: resumed(taken=-1), "what state_dict"),
     "state_taken_type": (lambda: resumed(taken="1"), "what state_dict"),
-    "state_streams": (lambda: resumed(streams=7), "what state_dict"),
-    "state_digest": (lambda: resumed(streams=[["0", None]]), "what state_dict"),
+    "state_streams": (lambda: resumed(source=7), "what state_dict"),
+    "state_digest": (lambda: resumed(source=[["0", None]]), "what state_dict"),
     "state_worker": (lambda: resumed(worker=[1]), "what state_dict"),
     "state_empty": (lambda: RecordDataset("0", MemoryOpener()).load_state_dict({}), "what state_dict"),
 }

@@ -20,7 +20,7 @@ from routeplane.batch.matching import join
 from routeplane.batch.shard import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.spans import Capture
+from routeplane.record.spans import Capture, CaptureState
 from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 
@@ -218,17 +218,35 @@ def test_truncated_rows_get_the_routes_of_their_tokens(lengths: list[int], limit
     assert found.report.scalars()["routeplane/join_truncated"] == len(whole) - sum(whole)
 
 
-def test_a_suffix_does_not_hide_rows_that_were_lost() -> None:
+def ending(*states: tuple[int, CaptureState]) -> RouteRecord:
+    """A record of six tokens, two of them prompt, whose captures stop at these tokens; absent rows are MISSING."""
+    record = make(0, 6, prompt_tokens=2)
+    routes, start, captures = record.routes.copy(), 0, []
+    for stop, state in states:
+        captures.append(Capture(start=start, stop=stop, call="call-0", weights_version=None, state=state))
+        routes[start:stop] = routes[start:stop] if state == "captured" else -1
+        start = stop
+    return replace(record, routes=routes, captures=tuple(captures), checksum=None)
+
+
+@pytest.mark.parametrize("state", ["lost", "aborted", "not_captured"])
+def test_a_suffix_does_not_hide_rows_that_were_lost(state: CaptureState) -> None:
     """A record that ends in rows the engine lost is not whole: what follows may be the tokens that are lost too."""
-    routes = make(0, 3).routes.copy()
-    routes[2] = -1
-    captures = (
-        Capture(start=0, stop=2, call="call-0", weights_version=None, state="captured"),
-        Capture(start=2, stop=3, call="call-0", weights_version=None, state="lost"),
-    )
-    cut = replace(make(0, 3), routes=routes, captures=captures, checksum=None)
-    with pytest.raises(DataError, match="whose last token is lost can have no suffix"):
-        join([[1, 2, 3, 4]], [cut], sample_ids=["sample-0"], suffix="allow")
+    cut = ending((4, "captured"), (6, state))
+    with pytest.raises(DataError, match=f"whose last token is {state} can have no suffix"):
+        join([[1, 2, 3, 4, 5, 6, 7]], [cut], sample_ids=["sample-0"], suffix="allow")
+
+
+def test_what_was_never_fed_may_have_a_suffix_and_interior_loss_stays_counted() -> None:
+    """The last sampled token was never fed: tokens may follow; a row that was lost before it counts as before."""
+    record = ending((3, "captured"), (4, "lost"), (5, "captured"), (6, "not_fed"))
+    found = join([[1, 2, 3, 4, 5, 6, 7, 8]], [record], sample_ids=["sample-0"], suffix="allow")
+    batch = collate(found.records, SPEC, plan=found.plan)
+
+    assert 2 == found.report.suffix_tokens
+    assert [False] * 6 + [True] * 2 == batch.pad_mask[0].tolist()
+    assert record.coverage().rows == batch.coverage().rows
+    assert (1, 1) == (batch.coverage().count("lost"), batch.coverage().missing)
 
 
 def test_nested_tensors_are_packed() -> None:

@@ -15,12 +15,11 @@ import torch
 from routeplane import ErrorKind
 from routeplane.batch import LAYOUTS, LayoutBatch, RouteBatch, from_layout, to_layout
 from routeplane.errors import DataError, RouteplaneError, UsageError
-from tests.batch.native import BUILDERS, DEPTH, Sample, engine_samples, families, vary
+from tests.batch.native import BUILDERS, DEPTH, FAMILIES, Sample, engine_samples, families, vary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FAMILIES = ("olmoe", "qwen3_dense_first", "qwen3_top1", "mixtral")
 each_layout = pytest.mark.parametrize("layout", BUILDERS)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 

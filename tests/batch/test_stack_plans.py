@@ -2,7 +2,7 @@
 
 Read from: NeMo RL 7ea279a (packing, zigzag per sequence), slime 0.3 and miles (zigzag per sequence, padding after the
 cut; chunks of the pack under allgather_cp), prime-rl 0.5 (padding at the end, chunks of the pack), verl 0.9.1 (padding
-to twice the context-parallel world per sequence).
+to twice the context-parallel world per sequence), ms-swift 3602360 (padding-free: the same, then sequence parallel).
 """
 
 from __future__ import annotations
@@ -93,6 +93,30 @@ def test_verl_and_nemo_rl_cut_every_sequence(lengths: list[int], world: int, dat
     if world > 1:
         assert theirs == rows_of(ours)
     assert lengths == ours.lengths.tolist()
+
+
+@given(lengths=lengths, worlds=st.tuples(worlds, worlds), data=st.data())
+def test_ms_swift_cuts_every_sequence_then_the_rank(
+    lengths: list[int], worlds: tuple[int, int], data: st.DataObject
+) -> None:
+    """ms-swift: sequences rounded to twice the world, the pack to its padding, zigzag of each, then sequence parallel.
+
+    Its padding behind the last sequence stands in sequences of twice the world of their own.
+    """
+    context, sequence = worlds
+    rank, own = data.draw(st.integers(0, context - 1)), data.draw(st.integers(0, sequence - 1))
+    unit = 2 * context if context > 1 else 1
+    slots = [rows + [PAD] * (-len(rows) % unit) for rows in tokens(lengths)]
+    rest = -sum(map(len, slots)) % (unit * sequence)
+    slots += [[PAD] * unit] * (rest // unit)
+    theirs = [row for rows in slots for row in (zigzag(rows, rank, context) if context > 1 else rows)]
+    size = len(theirs) // sequence
+
+    shard = Shard(context_parallel=(rank, context), sequence_parallel=(own, sequence))
+    counts, widths = [*lengths, *[0] * (rest // unit)], [len(rows) for rows in slots]
+    whole = TokenPlan.from_cu_seqlens(np.cumsum([0, *counts]), cu_seqlens_padded=np.cumsum([0, *widths]))
+
+    assert theirs[own * size : (own + 1) * size] == rows_of(whole.cut(shard))
 
 
 @given(lengths=lengths, multiple=st.sampled_from((1, 2, 8)))

@@ -145,12 +145,14 @@ def test_c038_too_few_rows_are_refused(rows: int) -> None:
     assert ErrorKind.ROW_COUNT == caught.value.kind
 
 
-def test_an_engines_own_count_of_rows_is_right() -> None:
-    """Upstream wants a row per token; the rows that an engine has are one fewer, and mean the same."""
-    assert (
-        only(TWO_TURNS).checksum
-        == only([item([1, 2], [3], TURN_1[:-1]), item([1, 2, 3, 4, 5], [6, 7], TURN_2[:-1])]).checksum
-    )
+def test_an_engines_own_count_of_rows_is_right_where_it_is_said() -> None:
+    """Upstream wants a row per token; the rows that an engine has are one fewer, and mean the same. Unsaid, a row less
+    is one that was lost on the way."""
+    bare = [item([1, 2], [3], TURN_1[:-1]), item([1, 2, 3, 4, 5], [6, 7], TURN_2[:-1])]
+
+    assert only(TWO_TURNS).checksum == only(bare, final_row="absent").checksum
+    with pytest.raises(DataError, match="final_row='absent'"):
+        only(bare)
 
 
 def test_c039_a_turn_without_routes_is_counted() -> None:
@@ -344,7 +346,9 @@ def test_any_rollout_comes_through_gym(made: Rollout, form: Any, filler: bool) -
         kept.append(rows_SLK[: tokens - 1])
     if not items:
         return
-    given: dict[str, Any] = {"axis": "captured", "cached": 0, "absent": "not_captured"}  # calls without any row too
+    # calls without any row too
+    given: dict[str, Any] = {"axis": "captured", "cached": 0, "absent": "not_captured"}
+    given["final_row"] = "filler" if filler else "absent"
     got = gym_rollout(items, spec, sample_id="s", weights_version=1, on_break="split", **given)
     plain: list[dict[int, Any]] = []
     tokens_so_far: list[int] = []

@@ -13,6 +13,7 @@ from routeplane.capture.recorder import record_of_call
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
+from routeplane.record.record import RecordKey
 from routeplane.record.spec import RouteSpec
 from routeplane.testing.strategies import Rollout, rollouts
 
@@ -24,7 +25,9 @@ def test_a_record_of_one_call_is_the_assembled_one(rollout: Rollout, named: bool
     """Whatever call: same content, same checksum, in memory of its own."""
     attributes = {"a": "b"} if named else None
     for call in rollout.calls:
-        expected = assemble([call], rollout.spec, sample_id="s", attempt=2, group="g", attributes=attributes).records[0]
+        expected = assemble(
+            [call], rollout.spec, sample_id=RecordKey("s", 2, 0), group="g", attributes=attributes
+        ).records[0]
         made = record_of_call(call, rollout.spec, sample_id="s", attempt=2, group="g", attributes=attributes)
 
         assert (expected.checksum, expected.spans, expected.captures) == (made.checksum, made.spans, made.captures)

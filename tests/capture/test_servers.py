@@ -15,6 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from routeplane import assemble
+from routeplane.capture import CaptureOptions
+from routeplane.capture.http import messages
 from routeplane.capture.layers import rows_from_slots
 from routeplane.capture.wire import decode, encode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError
@@ -311,7 +313,27 @@ def _stream(rows: NDArray[Any], first_row: int) -> ModelCall:
     return chunk_calls(parts, SPEC, weights_version=1, prompt_ids=PROMPT, first_row=first_row)[0]
 
 
+def _gym(rows: NDArray[Any], first_row: int) -> ModelCall:
+    whole = np.concatenate([ROWS_RDK[:first_row], rows, engine_rows(1)]).astype(np.int16)
+    item = {"prompt_token_ids": PROMPT, "generation_token_ids": GENERATED, "routed_experts": whole.tolist()}
+    return gym_calls([item], SPEC, weights_version=1)[0]
+
+
+def _log(rows: NDArray[Any], first_row: int) -> ModelCall:
+    whole = np.concatenate([ROWS_RDK[:first_row], rows, engine_rows(1)]).astype(np.int16)
+    log = [
+        {"role": "user", "token_ids": np.asarray(PROMPT), "routed_experts": whole[:3]},
+        {"role": "assistant", "token_ids": np.asarray(GENERATED), "routed_experts": whole[3:]},
+    ]
+    [call] = messages.calls(log, SPEC, weights_version=1, options=CaptureOptions(axis="decoder"))
+    return call  # type: ignore[return-value]
+
+
+#: Of a whole sequence, filler behind it: what another first row is to others is rows lost or doubled on the way here.
+WHOLE = ("Gym", "message log")
 READERS: dict[str, Reader] = {
+    "Gym": _gym,
+    "message log": _log,
     "response": _response,
     "message": _message,
     "SGLang": _sglang,
@@ -337,6 +359,11 @@ MATRIX = [
     for pad in pads
     if (error, place, pad) not in CANCELLING
 ]
+
+
+def cases_of(name: str) -> list[tuple[int, str, str]]:
+    """The matrix of a reader: all of it, or one fault at a time where rows lost on the way leave space for others."""
+    return [case for case in MATRIX if name not in WHOLE or case[0] == 0 or case[1] == "none"]
 
 
 def added(rows: NDArray[Any], place: str, pad: str) -> NDArray[Any]:
@@ -368,7 +395,7 @@ def outcome(name: str, error: int, place: str, pad: str) -> str:
 @pytest.mark.parametrize("name", READERS)
 def test_rows_of_other_tokens_never_pass(name: str) -> None:
     """A request that began at row 2, read with another first row, with a row added at either end, or both."""
-    found = {case: outcome(name, *case) for case in MATRIX}
+    found = {case: outcome(name, *case) for case in cases_of(name)}
 
     assert [] == [case for case, said in found.items() if said == "silent"]
     assert "right" == found[0, "none", "none"]

@@ -88,6 +88,8 @@ def running_server(folder: Path, *, fifo: Path, log: Path) -> Iterator[Server]:
         *("--enable-auto-tool-choice", "--tool-call-parser", "words"),
         *("--tool-parser-plugin", str(ROOT / "tests" / "capture" / "serving.py")),
         *("--middleware", "tests.capture.serving.Routes"),
+        # on a CPU vLLM asks for that share of the memory to be free, whatever KV cache it is given
+        *("--gpu-memory-utilization", "0.05"),
         "--disable-uvicorn-access-log",
     ]
     environment = {**os.environ, FIFO: str(fifo), "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO"}

@@ -7,18 +7,31 @@ expert throughout is looked at, relabelled so that this expert is 0, which makes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    ZayaConfig,
+    ZayaForCausalLM,
+)
 
 from routeplane.capture.layers import rows_from_slots
+from routeplane.capture.transformers import taping
 from routeplane.errors import CaptureError
 from routeplane.record.spec import RouteSpec
 
-__all__ = ["honest_rows", "measure"]
+__all__ = ["honest_rows", "measure", "table"]
+
+FAMILIES = ("Llama-4", "ZAYA", "Qwen3-MoE")
+EXPERTS = (4, 16, 64)
+LENGTHS = (5, 8, 16, 32, 64, 200)
 
 LAYERS, HIDDEN = 4, 64
 _COMMON = {
@@ -38,11 +51,15 @@ _COMMON = {
 def _model(family: str, experts: int, *, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     more: dict[str, Any] = {**_COMMON, "initializer_range": 0.1 if seed % 2 else 0.02}
-    if family == "llama4":
+    made: Any
+    if family == "Llama-4":
         config: Any = Llama4TextConfig(
             **more, intermediate_size_mlp=64, num_local_experts=experts, interleave_moe_layer_step=1
         )
-        made: Any = Llama4ForCausalLM(config)
+        made = Llama4ForCausalLM(config)
+    elif family == "ZAYA":
+        more |= {"layer_types": ["hybrid"] * LAYERS, "router_hidden_size": 16}
+        made = ZayaForCausalLM(ZayaConfig(**more, num_experts=experts, moe_intermediate_size=32))
     else:
         made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**more, num_experts=experts, moe_intermediate_size=32))
     made.eval()
@@ -50,29 +67,23 @@ def _model(family: str, experts: int, *, seed: int) -> torch.nn.Module:
     return model
 
 
-def honest_rows(*, seeds: int, lengths: tuple[int, ...] = (8, 16, 32, 64, 200)) -> Iterator[tuple[int, NDArray[Any]]]:
-    """The number of experts, and the choices ``[S, L]`` of prompts of random tokens, wide and narrow."""
-    for family in ("llama4", "qwen3"):
-        for experts in (4, 16, 64):
+def honest_rows(*, seeds: int) -> Iterator[tuple[str, int, NDArray[Any]]]:
+    """The family, the number of experts, and the choices ``[S, L]`` for prompts of random tokens, wide and narrow."""
+    for family in FAMILIES:
+        for experts in EXPERTS:
             for seed in range(seeds):
-                model, chosen = _model(family, experts, seed=seed), list[torch.Tensor]()
-
-                def keep(module: Any, args: Any, output: Any, into: list[torch.Tensor] = chosen) -> None:
-                    into.append((args[0].reshape(-1, HIDDEN) @ module.weight.T).argmax(-1))
-
-                for name, module in model.named_modules():
-                    if name.endswith(("feed_forward.router", "mlp.gate")):
-                        module.register_forward_hook(keep)
-                for length in lengths:
-                    for words in (512, 8):
-                        chosen.clear()
-                        with torch.no_grad():
+                model = _model(family, experts, seed=seed)
+                spec = RouteSpec.from_model(model)
+                with taping(model, spec) as tape, torch.no_grad():
+                    for length in LENGTHS:
+                        for words in (512, 8):
                             model(input_ids=torch.randint(1, words, (1, length)), use_cache=False)
-                        yield experts, torch.stack(chosen, dim=1).numpy()
+                # ZAYA's router is wider by an expert that does nothing
+                yield from ((family, experts, chosen_SLK[:, :, 0]) for chosen_SLK in tape.forwards())
 
 
 def _alarms(rows_SL: NDArray[Any], experts: int) -> bool:
-    spec = RouteSpec(num_experts=experts, top_k=1, layer_ids=tuple(range(rows_SL.shape[1])))
+    spec = RouteSpec(num_experts=experts + 1, top_k=1, layer_ids=tuple(range(rows_SL.shape[1])))
     try:
         rows_from_slots(rows_SL[:, :, None], spec)
     except CaptureError:
@@ -80,22 +91,36 @@ def _alarms(rows_SL: NDArray[Any], experts: int) -> bool:
     return False
 
 
-def measure(*, seeds: int = 16) -> dict[str, float]:
-    """Looks, false alarms as they come and with every constant layer relabelled, and zeroed layers that are found."""
-    found = {"looks": 0.0, "false alarms": 0.0, "false alarms, relabelled": 0.0, "zeroed": 0.0, "zeroed, found": 0.0}
-    for experts, rows_SL in honest_rows(seeds=seeds):
-        found["looks"] += rows_SL.shape[1]
-        found["false alarms"] += _alarms(rows_SL, experts)
+def measure(*, seeds: int = 16) -> dict[str, Counter[Any]]:
+    """Count honest layers, those taken for unwritten, and layers that were zeroed and found, by experts and rows."""
+    found = {name: Counter[Any]() for name in ("looks", "false alarms", "relabelled", "zeroed", "found")}
+    for family, experts, rows_SL in honest_rows(seeds=seeds):
+        found["looks"][family] += rows_SL.shape[1]
+        found["false alarms"][family] += _alarms(rows_SL, experts)
         for layer in range(rows_SL.shape[1]):
             zeroed_SL = rows_SL.copy()
             zeroed_SL[:, layer] = 0
             if (rows_SL[:, layer] == rows_SL[0, layer]).all():
-                found["false alarms, relabelled"] += _alarms(zeroed_SL, experts)
-            elif experts >= 16 and len(rows_SL) >= 32:
-                found["zeroed"] += 1
-                found["zeroed, found"] += _alarms(zeroed_SL, experts)
+                found["relabelled"][family] += _alarms(zeroed_SL, experts)
+                continue
+            found["zeroed"][experts, len(rows_SL)] += 1
+            found["found"][experts, len(rows_SL)] += _alarms(zeroed_SL, experts)
     return found
 
 
+def table(found: dict[str, Counter[Any]]) -> list[str]:
+    """The measurement as the lines of a table."""
+    lines = [
+        f"{family}: {found['looks'][family]} honest layers, {found['false alarms'][family]} taken for unwritten "
+        f"({found['relabelled'][family]} if the expert of a constant layer were 0)"
+        for family in FAMILIES
+    ]
+    lines.append(f"| experts | {' | '.join(f'{rows} rows' for rows in LENGTHS)} |")
+    for experts in EXPERTS:
+        shares = [found["found"][experts, rows] / max(found["zeroed"][experts, rows], 1) for rows in LENGTHS]
+        lines.append(f"| {experts} | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    return lines
+
+
 if __name__ == "__main__":
-    print({name: int(value) for name, value in measure().items()})  # noqa: T201
+    print("\n".join(table(measure())))  # noqa: T201

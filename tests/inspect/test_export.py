@@ -8,11 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import duckdb
+import numpy as np
 import polars
 import pyarrow.parquet as pq
 import pytest
+import xarray
 
+from routeplane.archive import open_archive, save_archive
 from routeplane.errors import DataError, UsageError
 from routeplane.inspect.export import tables, to_arrow, to_pandas, to_polars, write_tables
 from routeplane.record.prefixes import as_delta
@@ -50,11 +54,17 @@ def _arrow(path: Path) -> Counter[tuple[int, int]]:
     return Counter((row["layer"], expert) for row in rows for expert in row["experts"] or ())
 
 
+def _datasets(path: Path) -> Counter[tuple[int, int]]:
+    found = datasets.Dataset.from_parquet(str(path), cache_dir=str(path.parent / "cache"))
+    return Counter((row["layer"], expert) for row in found for expert in row["experts"] or ())
+
+
 READERS: dict[str, Callable[[Path], Counter[tuple[int, int]]]] = {
     "polars": _polars,
     "duckdb": _duckdb,
     "pandas": _pandas,
     "arrow": _arrow,
+    "datasets": _datasets,
 }
 
 
@@ -63,6 +73,19 @@ def test_every_library_counts_the_same_experts(tmp_path: Path, library: str) -> 
     """From the flat file, whatever reads it."""
     assert 3 == write_tables(RECORDS, tmp_path / "flat.parquet", form="flat")
     assert EXPECTED == READERS[library](tmp_path / "flat.parquet")
+
+
+def test_xarray_counts_the_same_experts_in_an_archive(tmp_path: Path) -> None:
+    """Where the fill value says which rows are MISSING, and the attributes which layers there are."""
+    save_archive(RECORDS, tmp_path / "a.zarr", spec=SPEC, run="r")
+    group = open_archive(tmp_path / "a.zarr").group("r")
+    found = xarray.open_zarr(tmp_path / "a.zarr" / group, consolidated=False)
+    counted: Counter[tuple[int, int]] = Counter()
+    for slot, layer_id in enumerate(found.attrs["layer_ids"]):
+        ids = found["routes"].isel(layers=slot).to_numpy().ravel()
+        ids, counts = np.unique(ids[ids != found.attrs["missing"]], return_counts=True)
+        counted.update(dict(zip(((layer_id, int(one)) for one in ids), counts.tolist(), strict=True)))
+    assert EXPECTED == counted
 
 
 def test_a_nested_file_has_plain_lists_and_null_rows(tmp_path: Path) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
+import obstore
 import pytest
+from obstore.store import from_url
 
+from routeplane.archive import save_archive
 from routeplane.cli.convert import convert
+from routeplane.cli.main import main
 from routeplane.errors import ErrorKind, FormatError, SpecError, UsageError
 from routeplane.inspect.inputs import SALVAGE, find_sources, is_wanted, parse_sample
 from routeplane.record.record import RecordKey
+from routeplane.stream import new_stream, open_stream
 from routeplane.testing.builders import watermarked_record, watermarked_spec
+from tests.archive.object_store import BUCKET, options, running_store
 from tests.inspect.containers import PLACINGS, archived, streamed
 
 SPEC = watermarked_spec()
@@ -185,3 +194,65 @@ def test_salvage_goes_on_after_damage_and_lists_it(tmp_path: Path) -> None:
     read = find_sources([whole, cut], policy=SALVAGE).records()
     assert [record.key for record in RECORDS] == [record.key for record in read]
     assert [(str(cut), ErrorKind.TRUNCATED)] == [(name, problem.kind) for name, problem in read.damage]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# URLs
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[int]:
+    """The port of an object store."""
+    with running_store() as port:
+        yield port
+
+
+def test_a_file_url_is_a_path_for_streams_too(tmp_path: Path) -> None:
+    """Also one with a space in it, to write and to read."""
+    url = (tmp_path / "a b.arrows").as_uri()
+    with new_stream(url, SPEC) as sink:
+        sink.write(RECORDS[0])
+    assert (tmp_path / "a b.arrows").is_file()
+    assert [RECORDS[0].key] == [record.key for record in open_stream(url)]
+
+
+@pytest.mark.parametrize("suffix", [".arrows", ".parquet"])
+def test_what_fsspec_opens_is_a_source(tmp_path: Path, suffix: str) -> None:
+    """Streams and Parquet of file systems that pyarrow does not know; an unknown scheme is refused."""
+    convert(streamed(tmp_path / "a.arrows", RECORDS), tmp_path / f"b{suffix}")
+    url = f"memory://routeplane/{tmp_path.name}{suffix}"
+    with fsspec.open(url, "wb") as file:
+        file.write((tmp_path / f"b{suffix}").read_bytes())
+
+    assert [record.key for record in RECORDS] == [record.key for record in find_sources([url]).records()]
+    with pytest.raises(FileNotFoundError):
+        find_sources([f"memory://routeplane/none{suffix}"])
+    with pytest.raises(UsageError, match="fsspec"):
+        find_sources([f"nothing://routeplane/none{suffix}"])
+
+
+def test_an_object_store_holds_streams_and_archives(
+    tmp_path: Path, bucket: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over S3: the same commands; credentials of an archive come from where obstore looks."""
+    stream = Path(streamed(tmp_path / "a.arrows", RECORDS)).read_bytes()
+    obstore.put(from_url(f"s3://{BUCKET}", **options(bucket)), "runs/a.arrows", stream)
+    save_archive(RECORDS, f"s3://{BUCKET}/a", spec=SPEC, options=options(bucket))
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_ENDPOINT": f"http://127.0.0.1:{bucket}",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
+    }.items():
+        monkeypatch.setenv(name, value)
+    where = f"s3://{BUCKET}/runs/a.arrows?endpoint_override=127.0.0.1:{bucket}&scheme=http&region=us-east-1"
+    for url in (where, f"s3://{BUCKET}/a"):
+        for command in ("info", "validate", "stats"):
+            capsys.readouterr()
+            assert 0 == main(arguments=[command, url, "--json"]), url
+            assert 4 == json.loads(capsys.readouterr().out)["records"]
+    assert 2 == main(arguments=["info", where.replace("a.arrows", "none.arrows")])
+    assert 2 == main(arguments=["info", f"s3://{BUCKET}/none"])

@@ -6,6 +6,7 @@ Ray runs the tasks in processes of its own; what the tests hand it to run is pic
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+import ray
 from ray.data.expressions import col
 
 from routeplane.archive import save_archive
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError
+from routeplane.inspect.export import write_tables
 from routeplane.inspect.ray_data import dataset, filter_batches, records_of
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import arrow_schema
@@ -103,6 +106,16 @@ def test_an_archive_is_read_beside_streams(tmp_path: Path) -> None:
     assert by_key(records) == by_key(records_of(dataset(paths)))
     expected = [item.slice(5, min(8, item.num_tokens)).select([4]) for item in records if item.num_tokens > 5]
     assert by_key(expected) == by_key(records_of(dataset(paths, layer_ids=[4], tokens=(5, 8))))
+
+
+def test_ray_data_counts_the_same_experts_in_an_export(tmp_path: Path) -> None:
+    """A file for analysis is plain Parquet: Ray Data reads it without this library."""
+    records = [record(index, 4 + index) for index in range(5)]
+    write_tables(records, tmp_path / "flat.parquet", form="flat")
+    expected = Counter(int(expert) for one in records for expert in one.routes.ravel() if expert >= 0)
+    rows = ray.data.read_parquet(str(tmp_path / "flat.parquet")).take_all()
+
+    assert expected == Counter(int(expert) for row in rows if row["experts"] is not None for expert in row["experts"])
 
 
 def test_a_data_set_of_nothing_has_a_schema(tmp_path: Path) -> None:

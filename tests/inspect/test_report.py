@@ -299,7 +299,11 @@ const probe = setInterval(() => {
     strip.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
   const select = document.getElementById("filter-layer");
   if (select) { select.value = select.options[1].value; select.dispatchEvent(new Event("change")); }
+  const named = document.getElementById("filter-sample");
+  if (named) named.value = document.querySelector("details b").textContent;
+  if (named) named.dispatchEvent(new Event("change"));
   const found = {
+    shown: [...document.querySelectorAll("details")].filter((place) => !place.hidden).length, sample: state.sample,
     drawn: Number(document.body.dataset.drawn || 0), canvases: document.querySelectorAll("canvas").length,
     smallest: Math.min(...texts.map((place) => parseFloat(getComputedStyle(place).fontSize))),
     wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
@@ -364,6 +368,7 @@ def test_a_browser_shows_the_page_at_any_width(tmp_path: Path, width: int, dark:
     assert ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)") == found["page"]
     assert (SPEC.layer_ids[0], True) == (found["layer"], found["focused"])
     assert re.match(r"token \d+, ", found["told"])
+    assert (1, "/".join(map(str, overview.shown[0][0].key))) == (found["shown"], found["sample"])
 
 
 @pytest.mark.browser

@@ -37,18 +37,17 @@ BARS: dict[str, float] = {
     "duplicate basenames": 0,
     "public names": 200,
     "import paths in docs": 15,
-    "public functions with more than 8 parameters": 1,
+    "public functions with more than 8 parameters": 0,
     "function lines, median": 8,
     "function lines, p90": 25,
     "words of design section 8": 0,
-    "public classes and functions without example": 105,
-    "doctests": 99,
+    "public classes and functions without example": 67,
+    "doctests": 150,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
     "public classes and functions without example": 0,
     "modules": 140,
-    "public functions with more than 8 parameters": 0,
 }
 
 #: Basenames that two modules share, and why both keep the name.

@@ -17,6 +17,7 @@ from routeplane.errors import ChecksumError, DataError, ErrorKind, UsageError
 from routeplane.record.assembly import Assembly, AssemblyReport, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.coverage import Coverage
+from routeplane.record.record import RecordKey
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermarked_spec
 from routeplane.testing.strategies import Rollout, rollouts
@@ -216,7 +217,7 @@ def test_identity_and_attributes_are_the_callers() -> None:
     """Sample, attempt, group and attributes stand in every record; media digests are added as JSON."""
     calls = [turn(0, 2, 2, media=("m",)), turn(1, 4, 1, media=("m", "ü")), turn(2, 1, 1)]
     records = assemble(
-        calls, SPEC, sample_id="s", attempt=2, group="g", on_break="split", attributes={"logprobs_mode": "raw"}
+        calls, SPEC, sample_id=RecordKey("s", 2, 0), group="g", on_break="split", attributes={"logprobs_mode": "raw"}
     ).records
 
     assert [("s", 2, 0), ("s", 2, 1)] == [record.key for record in records]

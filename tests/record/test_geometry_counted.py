@@ -136,6 +136,28 @@ def test_every_architecture_is_right_or_refused_with_the_reason(model_type: str)
     assert shape_of(found) == shape_of(geometry_from_model(model))
 
 
+_INDEXER = ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")
+#: what a default configuration lacks for its model to be built, as public checkpoints have it
+COMPLETED: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500_000.0},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 64},
+        "n_layers": 4,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "qwen4_exp_text": {f"indexer_{name}": value for name, value in zip(_INDEXER, (4, 1, 256, 64, 8), strict=True)},
+}
+
+
+@pytest.mark.parametrize("model_type", COMPLETED)
+def test_a_configuration_that_can_be_built_is_counted(model_type: str) -> None:
+    """Their defaults are refused, or taken from the table alone; as checkpoints have them, count and table agree."""
+    config = CONFIG_MAPPING[model_type](**COMPLETED[model_type])
+    model = build_without_weights(config)
+
+    assert shape_of(geometry_from_model(model)) == shape_of(geometry_from_hf_config(config))
+
+
 def test_gemma_4_is_counted_where_it_has_experts() -> None:
     """Its router hangs beside the layer's feed-forward, and keeps its numbers in the configuration."""
     make: Any = CONFIG_MAPPING["gemma4_text"]

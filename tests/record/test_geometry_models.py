@@ -249,6 +249,23 @@ def test_draft_layers_are_not_counted(draft: str) -> None:
     assert (8, 2, (0,)) == shape_of(geometry_from_model(model))
 
 
+def test_a_hybrid_with_draft_layers_is_counted() -> None:
+    """Nemotron-H with MTP: Mamba, attention and MoE layers in turn, then draft layers with a router of their own, under
+    the numbers of the decoder's first ones. Configuration and model agree; drafts are in neither."""
+    kinds = ["mamba", "moe", "full_attention", "moe", "mamba", "mlp"]
+    keys = {"layers_block_type": kinds, "num_hidden_layers": 6, "n_routed_experts": 12, "num_experts_per_tok": 3}
+    config = hf_config("nemotron_h", {**keys, "num_nextn_predict_layers": 2, "mtp_layers_block_type": ["moe", "moe"]})
+    model = build(config)
+    bare = build(hf_config("nemotron_h", keys))
+    [decoder] = [path.rpartition(".")[0] for path, _ in bare.named_modules() if path.endswith("layers.1")]
+    layers: Any = bare.get_submodule(decoder)
+    # as serving engines and Megatron hold the draft layers
+    model.mtp = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layers[1], layers[3]])})
+
+    assert (12, 3, (1, 3)) == shape_of(geometry_from_hf_config(config)) == shape_of(geometry_from_model(model))
+    assert {1, 3} == gate_paths(model).keys()
+
+
 def test_block_around_a_bare_linear_is_the_gate() -> None:
     """Transformers 4 keeps the numbers on the block and makes the gate a plain linear layer."""
     block = Stack(gate=torch.nn.Linear(4, 8), shared_expert_gate=torch.nn.Linear(4, 1))
@@ -269,14 +286,31 @@ def test_zero_computation_experts_widen_a_router_that_says_so() -> None:
         ({"layers__0__a": gate(), "layers__0__b": gate()}, "one gate in layer 0, got layers.0.a and layers.0.b"),
         ({"layers__0__gate": gate(), "layers__1__gate": gate(top_k=3)}, "3 at layers.1.gate"),
         ({"layers__0__gate": gate(topk=3)}, "layers.0.gate"),
-        ({"router": gate()}, "router"),
+        ({"router": gate()}, "a row has a slot for each decoder layer, got router"),
+        (
+            {"talker__layers__0__gate": gate(), "thinker__layers__0__gate": gate()},
+            "two that each have a layer 0 (talker.layers.0.gate and thinker.layers.0.gate)",
+        ),
+        ({"layers__0__gate": gate(), "vision__layers__0__gate": gate()}, "RouteSpec.from_model(model.vision)"),
         ({"layers__0__layers__1__gate": gate()}, "layers.0.layers.1.gate"),
         ({"layers__0__gate": gate(), "layers__1__gate": gate(12, num_experts=8)}, "layers.1.gate"),
         ({"layers__0__gate": gate(), "layers__1__gate": gate(4, num_experts=8)}, "layers.1.gate"),
         ({"layers__0__gate": gate(layer_number=5)}, "layer_number"),
         ({"layers__0__experts": torch.nn.Linear(4, 8)}, "layers.0.experts"),
     ],
-    ids=["two", "top-k", "top-k-twice", "no-layer", "nested", "wider", "sharded", "pipeline-stage", "no-numbers"],
+    ids=[
+        "two",
+        "top-k",
+        "top-k-twice",
+        "no-layer",
+        "towers",
+        "tower",
+        "nested",
+        "wider",
+        "sharded",
+        "pipeline-stage",
+        "no-numbers",
+    ],
 )
 def test_gates_that_cannot_be_told_are_refused(at: dict[str, torch.nn.Module], named: str) -> None:
     """Whatever leaves a layer, a width or a top-k open is refused by path."""

@@ -1,4 +1,4 @@
-"""Sampling masks of a call: the two columns against a plain reference, what is refused, and how tokens are counted."""
+"""Sampling masks of a call: the two columns against a plain reference, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch import BatchOptions, collate, microbatches
+from routeplane.batch import BatchOptions, collate
 from routeplane.capture.recorder import record_of_call
-from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.errors import DataError, UsageError
 from routeplane.record.aligned import MASK_STATES, mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
-from routeplane.record.coverage import MaskCounts
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Sampling
 from routeplane.record.spec import RouteSpec
@@ -79,11 +78,10 @@ def test_columns_are_those_of_the_plain_reference(given_entries: Any, prompt: in
     assert expected == list(zip(states, made.columns["sampling_mask"].tolist(), strict=True))
 
     record = record_of(made).verify()
-    counts = MaskCounts.of(record.columns, record.spans)
     names = [state for state, _ in expected[prompt:]]
-    assert {name: names.count(name) for name in MASK_STATES} == {name: getattr(counts, name) for name in MASK_STATES}
-    assert (len(ids), sum(len(found) for _, found in expected)) == (counts.sampled, counts.kept_ids)
-    assert (names.count("unknown") + names.count("capped")) / len(ids) == counts.unmasked_share
+    counts = collate([record], SPEC, options=BatchOptions(labels=True)).mask_counts()
+    assert (names.count("listed"), names.count("full")) == (counts.listed, counts.full)
+    assert names.count("unknown") + names.count("capped") == counts.unmasked
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -130,29 +128,5 @@ def test_turns_keep_the_masks_of_the_call_that_sampled() -> None:
     [record] = assemble([first, second], SPEC, sample_id="chat").records
     assert [0, 0, 1, 0, 0, 1] == record.columns["sampling_mask_state"].tolist()
     assert [[], [], [5, 6], [], [], [3, 9]] == record.columns["sampling_mask"].tolist()
-    counts = MaskCounts.of(record.columns, record.spans)
-    assert (3, 2, 1) == (counts.sampled, counts.listed, counts.unknown)
-
-
-def test_a_batch_with_too_many_unmasked_tokens_is_refused() -> None:
-    """Unknown and capped tokens count, and so do those of records without masks; the share is what is bounded."""
-    good = record_of(call_of([[5, 6], [7]], [5, 7], call_id="good"))
-    half = record_of(call_of([[5, 6], [7]], [5, 7], call_id="half", capped=[False, True]))
-    assert 2 == len(collate([good, half], SPEC, options=BatchOptions(max_unmasked=0.25)).keys)
-    with pytest.raises(
-        DataError, match=r"at most 0\.2000 of sampled tokens .* got 0\.2500 \(0 unknown, 1 capped of 4\)"
-    ):
-        collate([good, half], SPEC, options=BatchOptions(max_unmasked=0.2))
-    bare = replace(good, columns={}, checksum=None)
-    with pytest.raises(RouteplaneError, match=r"got 1\.0000") as caught:
-        list(microbatches([bare], tokens=64, spec=SPEC, options=BatchOptions(max_unmasked=0.5)))
-    assert ErrorKind.MASKS_MISSING == caught.value.kind
-    with pytest.raises(UsageError, match=r"max_unmasked in \[0, 1\]"):
-        BatchOptions(max_unmasked=1.5)
-
-
-def test_counts_merge_over_ranks() -> None:
-    """Sums, shares and bytes a token of two reports; names are stable."""
-    one = MaskCounts(sampled=4, listed=2, full=1, unknown=1, kept_ids=9, mask_bytes=72)
-    both = one.merge(MaskCounts(sampled=4, listed=4, kept_ids=4, mask_bytes=52))
-    assert (0.125, 15.5) == (both.unmasked_share, both.scalars()["routeplane/mask_bytes_a_token"])
+    counts = collate([record], SPEC, options=BatchOptions(labels=True)).mask_counts()
+    assert (2, 1) == (counts.listed, counts.unmasked)

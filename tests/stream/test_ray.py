@@ -67,10 +67,10 @@ class TestRay(CarrierContract):
 
 
 def _damaged(actor: Any, producer: str, number: int) -> None:
-    reference, size = actor._producers[producer].blocks[number]
-    data = np.array(ray.get(reference))
+    blocks = actor._producers[producer].blocks
+    data = np.array(ray.get(blocks[number]))
     data[len(data) // 2] ^= 1
-    actor._producers[producer].blocks[number] = (ray.put(data), size)
+    blocks[number] = ray.put(data)
 
 
 def write_and_die(place: str, count: int) -> None:

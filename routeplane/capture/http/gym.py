@@ -17,6 +17,7 @@ from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
 from routeplane.capture.http.openai import as_document, as_list, as_mapping
 from routeplane.errors import DataError, ErrorKind, RouteplaneError
 from routeplane.record.assembly import AssemblyReport, assemble
+from routeplane.record.spans import RecordKey
 
 if TYPE_CHECKING:
     from routeplane.record.calls import ModelCall
@@ -75,7 +76,7 @@ def records(
         The records, which own their arrays, and the counts. Raises as ``calls`` and ``assemble``.
 
     >>> from routeplane import RouteSpec
-    >>> rows = [[[3, 1]], [[0, 5]]]
+    >>> rows = [[[3, 1]], [[0, 5]], [[0, 1]]]
     >>> item = {"prompt_token_ids": [5, 6], "generation_token_ids": [7], "routed_experts": rows}
     >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
     >>> [record] = records([item], spec, sample_id="s", weights_version=4).records
@@ -84,9 +85,8 @@ def records(
     """
     found = calls(result, spec, call_id=sample_id, weights_version=weights_version, options=options)
     attributes = {} if options.logprobs_mode is None else {"logprobs_mode": options.logprobs_mode}
-    assembly = assemble(
-        found, spec, sample_id=sample_id, attempt=attempt, group=group, on_break=on_break, attributes=attributes
-    )
+    key = RecordKey(sample_id, attempt, 0)
+    assembly = assemble(found, spec, sample_id=key, group=group, on_break=on_break, attributes=attributes)
     skipped = len(_items(result)) - len(found)
     return GymRollout(records=tuple(map(_with_roles, assembly.records)), report=assembly.report, skipped=skipped)
 

@@ -23,7 +23,7 @@ from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, re
 from routeplane.record.assembly import UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.parse import as_array, as_integers, as_logprobs
-from routeplane.record.spans import Span
+from routeplane.record.spans import RecordKey, Span
 from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def records(
     found = _calls(messages, spec, weights_version=weights_version, options=options)
     mode = options.logprobs_mode
     attributes = {} if mode is None else {"logprobs_mode": mode}
-    assembly = assemble(found, spec, sample_id=sample_id, attempt=attempt, group=group, attributes=attributes)
+    key = RecordKey(sample_id, attempt, 0)
+    assembly = assemble(found, spec, sample_id=key, group=group, attributes=attributes)
     return tuple(
         replace(record, spans=tuple(_spans(messages, weights_version)), checksum=None) for record in assembly.records
     )

@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from routeplane.batch.batch import RouteBatch, token_logprobs
+from routeplane.batch.batch import RouteBatch
 from routeplane.batch.collation import microbatches
+from routeplane.batch.logprobs import token_logprobs
 from routeplane.cli.demo import DemoOptions, open_source
+from routeplane.inspect.overview import REPLAY_LOGPROBS
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows
 from routeplane.stream import MemoryStream, new_stream, open_stream
@@ -70,8 +72,13 @@ def _score(
     records: Sequence[RouteRecord],
     bind: Callable[[RouteBatch], AbstractContextManager[object]],
     bar: Any,
+    *,
+    logprobs: dict[RecordKey, NDArray[np.float32]] | None = None,
 ) -> NDArray[np.float64]:
-    """Trainer minus engine log-probability of every generated token, in stream order; each forward inside ``bind``."""
+    """Trainer minus engine log-probability of every generated token, in stream order; each forward inside ``bind``.
+
+    ``logprobs`` takes the trainer's, float32 ``[S]`` of each record, NaN where a token was not generated.
+    """
     differences: list[torch.Tensor] = []
     stream = MemoryStream()
     with new_stream(stream, records[0].spec, max_bytes=2**40) as sink:
@@ -84,8 +91,18 @@ def _score(
         if micro.logprobs is None:
             raise RuntimeError("the engine stage writes log-probabilities")
         differences.append((ours_T - micro.logprobs)[micro.generation_mask])
+        if logprobs is not None:
+            generated_T = torch.where(micro.generation_mask, ours_T, torch.nan).float()
+            logprobs.update(_by_record(micro, generated_T[~micro.pad_mask].numpy()))
     bar.update()
     return torch.cat(differences).double().numpy()
+
+
+def _by_record(micro: RouteBatch, values_T: NDArray[Any]) -> Iterator[tuple[RecordKey, NDArray[Any]]]:
+    """The values of each record of a batch; ``values_T``: of all tokens but padding."""
+    edges = np.cumsum([0, *micro.lengths.tolist()])
+    for key, (start, stop) in zip(micro.keys, itertools.pairwise(edges), strict=True):
+        yield key, values_T[start:stop]
 
 
 def _figures(name: str, difference_T: NDArray[np.float64]) -> dict[str, float]:
@@ -121,19 +138,31 @@ def score_stream(options: DemoOptions, load: Callable[[DemoOptions], TrainerMode
         "shift_layer": shifted_by_layer,
     }
     figures: dict[str, Any] = {}
+    logprobs: dict[str, dict[RecordKey, NDArray[np.float32]]] = {"live": {}, "replay": {}}
     with tqdm(total=1 + len(variants), desc="trainer", disable=not options.progress, leave=False) as bar:
         with trainer.attach(spec) as watched:
             live = _LiveRoutes(watched)
-            figures.update(_figures("live", _score(trainer, records, live.recording, bar)))
+            difference_T = _score(trainer, records, live.recording, bar, logprobs=logprobs["live"])
+            figures.update(_figures("live", difference_T))
         for name, change in variants.items():
             with trainer.attach(spec) as replay:
                 changed = [change(record) for record in records]
-                figures.update(_figures(name, _score(trainer, changed, replay.replaying, bar)))
+                difference_T = _score(trainer, changed, replay.replaying, bar, logprobs=logprobs.get(name))
+                figures.update(_figures(name, difference_T))
                 if name == "replay":
                     figures["flipped_share"] = replay.report().scalars()["routeplane/replay_flipped_share"]
     seconds["score"] = time.perf_counter() - started
     started = time.perf_counter()
-    _keep(options.trainer_stream, (live.record(record) for record in records), spec)
+    scored = (
+        replace(
+            live.record(record),
+            logprobs=logprobs["live"][record.key],
+            columns={REPLAY_LOGPROBS: logprobs["replay"][record.key]},
+            checksum=None,
+        )
+        for record in records
+    )
+    _keep(options.trainer_stream, scored, spec)
     if options.stream != options.kept_stream:  # a file beside the blocks, to be looked at
         _keep(options.kept_stream, records, spec)
     seconds["keep"] = time.perf_counter() - started
@@ -155,9 +184,7 @@ class _LiveRoutes:
             yield
         batch = recorded.into(micro)
         rows_TLK = batch.routes[~batch.pad_mask].cpu().numpy()
-        edges = np.cumsum([0, *batch.lengths.tolist()])
-        for key, (start, stop) in zip(batch.keys, itertools.pairwise(edges), strict=True):
-            self._routes[key] = rows_TLK[start:stop]
+        self._routes.update(_by_record(batch, rows_TLK))
 
     def record(self, record: RouteRecord) -> RouteRecord:
         """The record with the trainer's rows wherever the engine has any."""

@@ -8,10 +8,10 @@
         def delete(self, place, name): ...                         # a sealed block disappears
         def damage(self, place, name): ...                         # one bit of a sealed block's body flips
 
-``writer`` is given ``run``, ``producer``, ``groups`` and ``limits``; ``reader`` is given ``producers`` and any of
-``group``, ``follow``, ``policy``, ``options``. A carrier that refuses a feature sets ``groups`` or ``producers`` to
-False; those tests then check the refusal. Each test is a line of the table in ``docs/explanation/delivery.md``. Needs
-the extra ``testing``.
+``writer`` is given ``run``, ``producer``, ``groups``, ``encoding`` and ``limits``; ``reader`` is given ``producers``
+and any of ``group``, ``follow``, ``policy``, ``options``. A carrier that refuses a feature sets ``groups`` or
+``producers`` to False; those tests then check the refusal. Each test is a line of the table in
+``docs/explanation/delivery.md``. Needs the extra ``testing``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.stream.blocks import BlockLimits, ReadOptions
-from routeplane.testing.builders import SPEC, beside, facts, sample
+from routeplane.testing.builders import SPEC, beside, facts, group_of, sample, turns_of
 
 __all__ = ["CarrierContract"]
 
@@ -389,6 +389,61 @@ class CarrierContract(ABC):
                 pass
         assert [] == raised + first + second
         assert [facts(sent)] * 2 == [facts(found) for found in came.values()]
+
+    # -- rows that records share ---------------------------------------------------------------------------------------
+
+    def test_shared_rows_are_stored_once(self, at: Any) -> None:
+        """A turn writes its new rows and tokens alone; the reader, its copies and ``fetch`` give the whole record."""
+        sent = turns_of(6, tokens=300)
+        self.write(at, sent)
+        with self.reader(at, producers=1, options=_BY_CALL) as reader:
+            names = list(reader.names())
+            stored = sum(reader._store.read(name).size for name in names)
+            assert stored < 1.1 * sent[-1].nbytes + 12_000 * len(names)
+            copy = pickle.loads(pickle.dumps(reader))
+            assert facts(sent[::-1]) == facts([record for name in names[::-1] for record in copy.open(name)])
+            assert facts([sent[4].slice(250, 1_400).select([4])]) == facts(
+                reader.fetch(names[4], keys=[sent[4].key], layer_ids=[4], tokens=(250, 1_400))
+            )
+            assert facts(sent) == facts(list(reader))
+
+    def test_blocks_that_others_lean_on_are_kept(self, at: Any) -> None:
+        """At the byte bound a block outlives its acknowledgement while another leans on it; a later block goes."""
+        first, second = turns_of(2, tokens=2_000)
+        others = [sample(index, tokens=2_000) for index in range(50, 57)]
+        limits = BlockLimits(block_bytes=1, max_bytes=8 * (first.nbytes + 10_000), timeout_s=20.0)
+        writer = self.write(at, [first, *others[:2]], close=False, limits=limits, encoding="plain")
+        with self.reader(at, producers=1, options=ReadOptions(timeout_s=20.0)) as reader:
+            records = iter(reader)
+            came = [next(records) for _ in range(3)]
+            for record in (second, *others[2:]):
+                writer.write(record)
+            writer.close()
+            assert "sealed" == reader._store.state(BlockName("p", 0))
+            assert "expired" == reader._store.state(BlockName("p", 1))
+            came += records
+        assert facts([first, *others[:2], second, *others[2:]]) == facts(came)
+
+    def test_a_record_that_is_a_delta_is_refused(self, at: Any) -> None:
+        """The record that holds its rows may be gone: the writer makes deltas itself."""
+        with self.open_writer(at) as writer, pytest.raises(UsageError, match="whole records"):
+            writer.write(group_of(2)[1])
+
+    def test_a_damaged_base_leaves_rows_missing(self, at: Any) -> None:
+        """Under ``quarantine`` the rows that stood in a damaged block are MISSING in what leaned on it, and counted."""
+        sent = turns_of(2, tokens=600)
+        self.write(at, sent)
+        self.damage(at, BlockName("p", 0))
+        with self.reader(at, producers=1) as reader, pytest.raises(RouteplaneError):
+            list(reader)
+        with self.reader(at, producers=1, policy=ReadPolicy(on_corrupt="quarantine")) as reader:
+            came = list(reader)
+            report = reader.report()
+        assert 0 < report.quarantined_count + report.skipped_records
+        for record in came:
+            record.verify()
+            assert (record.routes[:600] == -1).all()
+        assert report.coverage.missing >= 599
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,481 @@
+"""Reading the blocks of a place: order, waits, acknowledgement, and the records of one block, whole or cut.
+
+A carrier adds a ``BlockStore``: where blocks lie, and what is known of a producer. Knows no files and no network.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from routeplane.errors import DataError, ErrorKind, FormatError, TransportError, TruncatedError, refused
+from routeplane.record.interfaces import BlockName, KeyMemory, Position
+from routeplane.record.policy import Quarantine, ReadPolicy
+from routeplane.record.prefixes import join_prefix
+from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.schema import Encoding
+from routeplane.record.transfer import RecordReader
+from routeplane.stream.blocks import (
+    DEFAULT_OPTIONS,
+    DEFAULT_POLICY,
+    LEANS_KEY,
+    BlockState,
+    Manifest,
+    ReadOptions,
+    SealedBlock,
+    check_name,
+)
+from routeplane.stream.files import frames_of
+from routeplane.stream.ipc import IpcReader
+
+if TYPE_CHECKING:
+    from routeplane.record.spec import RouteSpec
+
+__all__ = [
+    "BlockPart",
+    "BlockReader",
+    "BlockRecords",
+    "BlockStore",
+    "cut_block",
+    "parse_leans",
+    "sealed_cut",
+]
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
+
+
+class BlockStore(ABC):
+    """Where the blocks of a place lie, for one reader; carriers implement it. Pickles; a copy holds no group."""
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """What the place declares."""
+
+    @abstractmethod
+    def producers(self) -> list[str]:
+        """The producers that ever opened the place, sorted."""
+
+    @abstractmethod
+    def state(self, name: BlockName) -> BlockState:
+        """What can be said of a block now."""
+
+    @abstractmethod
+    def last_number(self, producer: str) -> int:
+        """The number behind the producer's last sealed block; 0 for an unknown producer."""
+
+    @abstractmethod
+    def read(self, name: BlockName) -> pa.Buffer:
+        """The bytes of a sealed block, in memory that no other process can change. Raises DataError (EXPIRED)."""
+
+    def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
+        """Records of one block, cut; a carrier that can do so where the block lies overrides this."""
+        return cut_block(self.read(name), part, read=self.reads(name))
+
+    def reads(self, name: BlockName) -> Callable[[int], pa.Buffer]:
+        """Give the bytes of another block of the same producer, by its number."""
+        return lambda number: self.read(BlockName(name.producer, number))
+
+    @abstractmethod
+    def load_position(self) -> Position:
+        """What the group acknowledged."""
+
+    @abstractmethod
+    def save_position(self, position: Position) -> None:
+        """Store what the group acknowledged. Raises UsageError in a copy that does not hold the group."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the group up. Idempotent."""
+
+
+class BlockReader(RecordReader):
+    """The RouteSource and BlockSource of a carrier, for one group.
+
+    Iterate it once for records: each block is read whole, verified, and acknowledged when the record behind it is asked
+    for. Or use ``names``, ``open`` and ``fetch`` for blocks. Pickles; a copy reads blocks and acknowledges nothing.
+
+    Args:
+        producers: how many producers, or which names, are expected: the records are complete when all of them closed.
+        follow: whether to wait for blocks that are still to come; False: what is sealed now.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        producers: int | Sequence[str],
+        follow: bool = True,
+        policy: ReadPolicy = DEFAULT_POLICY,
+        options: ReadOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        self._store, self._follow, self._options = store, follow, options
+        try:
+            super().__init__(store.manifest.spec, policy)
+            self._expected = _expected_producers(producers)
+            self._acknowledged = self._reached = store.load_position()
+        except BaseException:
+            store.release()
+            raise
+        self._keys = KeyMemory(self._acknowledged.keys)
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def position(self) -> Position:
+        """Return what is acknowledged: where a reader of this group that starts now would begin."""
+        return self._acknowledged
+
+    @property
+    def reached(self) -> Position:
+        """The position behind the last block whose records were all yielded: what to acknowledge once they are safe."""
+        return self._reached
+
+    def acknowledge(self, position: Position) -> None:
+        """State that everything before a position is done with; blocks that no group needs may be deleted.
+
+        Raises UsageError for a position of another place, beyond what exists, or before what was acknowledged.
+        """
+        self._check_position(position)
+        if any(position.number(name) < number for name, number in self._acknowledged.next.items()):
+            raise refused(f"a position behind {self._acknowledged.to_json()}", position.to_json())
+        self._store.save_position(position)
+        self._acknowledged = position
+
+    def _check_position(self, position: Position) -> None:
+        place = self._store.manifest.place
+        if position.place != place:
+            raise refused(f"a position in the place {place}", f"one in {position.place}")
+        for producer, number in position.next.items():
+            last = self._store.last_number(producer)
+            if number > last:
+                raise refused(f"a position within the {last} blocks of {producer!r}", f"{number}")
+
+    def names(self, *, position: Position | None = None) -> Iterator[BlockName]:
+        """Yield the blocks behind a position in the order that it decides: producers by name, taking turns.
+
+        A producer that is behind is waited for, so that every process sees the same order. Raises DataError (EXPIRED),
+        TruncatedError (ABORTED, VANISHED), TransportError (TIMED_OUT), UsageError.
+        """
+        start = self._acknowledged if position is None else position
+        self._check_position(start)
+        return self._names(start, in_turn=True)
+
+    def open(self, name: BlockName) -> BlockRecords:
+        """Open one block as a source, under this reader's policy; the bytes are copied before they are verified."""
+        return self._opened(name, self._policy)
+
+    def _opened(self, name: BlockName, policy: ReadPolicy, quarantine: Quarantine | None = None) -> BlockRecords:
+        return BlockRecords(self._store.read(name), policy, read=self._store.reads(name), quarantine=quarantine)
+
+    def fetch(
+        self,
+        name: BlockName,
+        *,
+        keys: Sequence[RecordKey] | None = None,
+        layer_ids: Sequence[int] | None = None,
+        tokens: tuple[int, int] | None = None,
+    ) -> list[RouteRecord]:
+        """Read records of one block, verified whole and then cut, where the block lies if the carrier can.
+
+        Raises DataError (EXPIRED, ROUTES_MISSING).
+        """
+        part = BlockPart(
+            keys=None if keys is None else tuple(RecordKey(*key) for key in keys),
+            layer_ids=None if layer_ids is None else tuple(layer_ids),
+            tokens=tokens,
+        )
+        return self._store.cut(name, part)
+
+    def _names(self, position: Position, *, in_turn: bool) -> Iterator[BlockName]:
+        turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
+        while (name := turns.next(position, in_turn=in_turn)) is not None:
+            yield name
+            position = position.after(name)
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> Iterator[RouteRecord]:
+        turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
+        self._reached = self._acknowledged
+        try:
+            while (name := turns.next(self._reached, in_turn=False)) is not None:
+                yield from self._block_records(name)
+                if self._closed:
+                    return
+                self._reached = self._reached.after(name, keys=self._keys.to_bytes())
+                if self._options.acknowledge == "next":
+                    self.acknowledge(self._reached)
+            self._report = replace(self._report, complete=turns.complete)
+        except TruncatedError:
+            if self._policy.on_truncated == "raise":
+                raise
+            self._report = replace(self._report, truncated=True)
+
+    def _block_records(self, name: BlockName) -> Iterator[RouteRecord]:
+        # this reader looks for alarms itself
+        block = self._opened(name, replace(self._policy, on_alarm="ignore"), self.quarantine)
+        for record in block:
+            if self._keys.is_repeat(record, where=f"block {name}"):
+                self._report = replace(self._report, repeats=self._report.repeats + 1)
+            else:
+                yield record
+        read = block.report()
+        self._report = replace(
+            self._report,
+            batches=self._report.batches + read.batches,
+            skipped_batches=self._report.skipped_batches + read.skipped_batches,
+            skipped_records=self._report.skipped_records + read.skipped_records,
+        )
+
+    def close(self) -> None:
+        """Give the group up. Records already yielded stay valid; what was not acknowledged comes again."""
+        super().close()
+        self._store.release()
+
+
+def _expected_producers(producers: int | Sequence[str]) -> int | tuple[str, ...]:
+    names = (
+        producers if isinstance(producers, int) else tuple(sorted({check_name(each, "producer") for each in producers}))
+    )
+    if names == () or (isinstance(names, int) and names < 1):
+        raise refused("at least one producer", f"{producers}")
+    return names
+
+
+class _Turns:
+    """Chooses the next block of a place, and waits for it."""
+
+    def __init__(
+        self, store: BlockStore, options: ReadOptions, *, expected: int | tuple[str, ...], follow: bool
+    ) -> None:
+        self._store, self._options, self._expected, self._follow = store, options, expected, follow
+        self._known: list[str] = []
+        self._dead_since: dict[str, float] = {}
+        #: Whether all expected producers closed.
+        self.complete = False
+
+    def next(self, position: Position, *, in_turn: bool) -> BlockName | None:
+        """The next block behind a position; None where every producer ended, or nothing is sealed and none follows.
+
+        ``in_turn``: the order that the position decides; otherwise whichever is sealed first.
+        """
+        began, wait = time.monotonic(), _FIRST_WAIT_S
+        while True:
+            name = self._look(position, in_turn=in_turn)
+            if name is not None or self.complete or not self._follow:
+                return name
+            limit = self._options.timeout_s
+            if limit is not None and time.monotonic() - began > limit:
+                raise TransportError(
+                    f"expected a block within {limit} s, got none of {self._producers() or 'any producer'}",
+                    kind=ErrorKind.TIMED_OUT,
+                )
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    def _look(self, position: Position, *, in_turn: bool) -> BlockName | None:
+        producers = self._producers()
+        all_known = len(producers) == (self._expected if isinstance(self._expected, int) else len(self._expected))
+        if in_turn and not all_known:
+            return None
+        closed = 0
+        for producer in _rotated(producers, position.last):
+            name, state = self._state(producer, position.number(producer))
+            if state == "sealed":
+                return name
+            closed += state == "closed"
+            if in_turn and state != "closed":
+                return None
+        self.complete = all_known and closed == len(producers)
+        return None
+
+    def _state(self, producer: str, number: int) -> tuple[BlockName, BlockState]:
+        """The producer's first block from a number on that is not void, and its state. Raises for an end that fails."""
+        while (state := self._store.state(name := BlockName(producer, number))) == "void":
+            number += 1
+        if state == "expired":
+            raise DataError(
+                f"expected block {name}, got none: it was deleted before this group acknowledged it",
+                kind=ErrorKind.EXPIRED,
+            )
+        if state == "aborted":
+            raise TruncatedError(f"expected producer {producer!r} to close, got its abort", kind=ErrorKind.ABORTED)
+        if state == "vanished":
+            self._note_vanished(producer)
+        else:
+            self._dead_since.pop(producer, None)
+        return name, state
+
+    def _note_vanished(self, producer: str) -> None:
+        since = self._dead_since.setdefault(producer, time.monotonic())
+        if self._options.on_vanished == "raise" and time.monotonic() - since >= self._options.grace_s:
+            raise TruncatedError(
+                f"expected producer {producer!r} to close, got none alive under that name for "
+                f"{self._options.grace_s} s: start it again under the same name, and read on",
+                kind=ErrorKind.VANISHED,
+            )
+
+    def _producers(self) -> list[str]:
+        if isinstance(self._expected, int):
+            if len(self._known) < self._expected:
+                self._known = self._store.producers()
+            if len(self._known) > self._expected:
+                raise refused(f"{self._expected} producers", f"{self._known}")
+            return self._known
+        return list(self._expected)
+
+
+def _rotated(producers: list[str], last: str | None) -> list[str]:
+    """The producers by name, beginning behind the one whose block came last."""
+    at = 0 if last is None else next((i for i, name in enumerate(producers) if name > last), 0)
+    return producers[at:] + producers[:at]
+
+
+# -- one block ---------------------------------------------------------------------------------------------------------
+
+
+class BlockRecords(IpcReader):
+    """The records of one block in memory, each whole: deltas are joined with records of this block and of others.
+
+    Args:
+        read: gives the bytes of another block of the same producer, by its number.
+    """
+
+    def __init__(
+        self,
+        data: pa.Buffer,
+        policy: ReadPolicy,
+        *,
+        read: Callable[[int], pa.Buffer],
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        frames, walkable = frames_of(data, salvage=policy.on_corrupt == "quarantine")
+        # a block is whole or damaged
+        super().__init__(frames, replace(policy, on_truncated="raise"), walkable=walkable, quarantine=quarantine)
+        self._read, self._bases = read, dict[RecordKey, tuple[RouteRecord, RouteRecord]]()
+        self.leans = parse_leans(self.trailer_metadata)
+
+    def _arrive(self) -> Iterator[RouteRecord]:
+        if self.leans is None:
+            yield from super()._arrive()
+            return
+        for stored in super()._arrive():
+            try:
+                whole = self._joined(stored)
+            except DataError:
+                if self._policy.on_corrupt == "raise":
+                    raise
+                self._report = replace(self._report, skipped_records=self._report.skipped_records + 1)
+                continue
+            self._bases[stored.key] = (stored, whole)
+            yield whole
+
+    def _joined(self, record: RouteRecord) -> RouteRecord:
+        if record.prefix is None:
+            return record
+        if record.prefix.key not in self._bases:
+            self._load_bases()
+        if record.prefix.key not in self._bases:
+            raise DataError(
+                f"expected the record {record.prefix.key} that holds rows [0, {record.routes_start}) in the blocks "
+                f"{list(self.leans or ())}, got none @ sample {record.key}",
+                kind=ErrorKind.PREFIX,
+            )
+        stored, whole = self._bases[record.prefix.key]
+        return join_prefix(record, stored=stored, whole=whole)
+
+    def _load_bases(self) -> None:
+        """Read the blocks that this one leans on, the oldest first: it names all that those lean on, too."""
+        for number in self.leans or ():
+            block = BlockRecords(self._read(number), replace(self._policy, on_alarm="ignore"), read=self._read)
+            block._bases = self._bases
+            for whole in block:
+                self._bases.setdefault(whole.key, (whole, whole))
+
+    def close(self) -> None:
+        """Close the block. Records already yielded stay valid."""
+        super().close()
+        self._bases = {}
+
+    def _early_selection(self) -> RouteSpec | None:
+        # a delta is joined before it is cut
+        return None if self.leans is not None else super()._early_selection()
+
+
+def parse_leans(metadata: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Which blocks a trailer's metadata names; None where no record is a delta. Raises FormatError."""
+    text = metadata.get(LEANS_KEY)
+    if text is None:
+        return None
+    try:
+        numbers = json.loads(text)
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError("other values than numbers")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"expected numbers of blocks, got {text[:80]!r} ({error})", kind=ErrorKind.TRAILER) from None
+    return tuple(sorted(numbers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPart:
+    """What of a block is wanted: records (None: all), layers and tokens as in ``RouteSource.select``."""
+
+    keys: tuple[RecordKey, ...] | None = None
+    layer_ids: tuple[int, ...] | None = None
+    tokens: tuple[int, int] | None = None
+
+    def to_json(self) -> str:
+        """Plain values, for a carrier that asks another process to cut."""
+        return json.dumps({"keys": self.keys, "layer_ids": self.layer_ids, "tokens": self.tokens})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> BlockPart:
+        """Parse ``to_json``. Raises UsageError."""
+        try:
+            found = json.loads(text)
+            keys, layers, tokens = (found[name] for name in ("keys", "layer_ids", "tokens"))
+            return cls(
+                keys=None if keys is None else tuple(RecordKey(str(name), int(a), int(s)) for name, a, s in keys),
+                layer_ids=None if layers is None else tuple(int(layer) for layer in layers),
+                tokens=None if tokens is None else (int(tokens[0]), int(tokens[1])),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            raise refused("a part of a block as JSON", f"{str(text)[:80]!r} ({error})") from None
+
+
+def cut_block(data: pa.Buffer, part: BlockPart, *, read: Callable[[int], pa.Buffer]) -> list[RouteRecord]:
+    """Read records of a block in memory: verified whole, then cut, each under a new checksum where it was cut.
+
+    Args:
+        data: the bytes of a block.
+        part: what is wanted; records come in the order of its keys.
+        read: as in ``BlockRecords``.
+
+    Raises DataError (ROUTES_MISSING) for a key that is not in the block.
+    """
+    with BlockRecords(data, ReadPolicy(on_alarm="ignore"), read=read) as reader:
+        reader.select(layer_ids=part.layer_ids, tokens=part.tokens)
+        found = {record.key: record for record in reader}
+    if part.keys is None:
+        return list(found.values())
+    absent = [key for key in part.keys if key not in found]
+    if absent:
+        raise DataError(
+            f"expected the records {list(map(str, absent[:4]))} in the block, got {len(found)} others",
+            kind=ErrorKind.ROUTES_MISSING,
+        )
+    return [found[key] for key in part.keys]
+
+
+def sealed_cut(data: pa.Buffer, part: BlockPart, *, read: Callable[[int], pa.Buffer], encoding: Encoding) -> pa.Buffer:
+    """A block of what ``cut_block`` gives: what a relay sends."""
+    records = cut_block(data, part, read=read)
+    if not records:
+        raise DataError("expected at least one record in the part, got none", kind=ErrorKind.ROUTES_MISSING)
+    return SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer()

@@ -1,0 +1,621 @@
+"""The carrier ``flight``: a folder of blocks, served over Arrow Flight to hosts that do not mount it.
+
+The server holds names, numbers and positions as ``folder`` does, and each lock for as long as the call of its holder
+lasts: a writer is one ``DoPut`` for its blocks, the reader of a group one ``DoExchange`` for its positions. A process
+that dies ends its call, and so its hold. ``DoGet`` sends one block, or a part of it that was cut here, verified, under
+new checksums. ``ListFlights`` names the blocks for any Flight client.
+
+One token per role; TLS where certificates are given. Without both, only a loopback address is served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from routeplane.errors import (
+    DataError,
+    ErrorKind,
+    FormatError,
+    RouteplaneError,
+    SpecError,
+    StoreError,
+    TransportError,
+    UsageError,
+    refused,
+)
+from routeplane.record.interfaces import BlockName, Position
+from routeplane.record.parse import check_count
+from routeplane.record.policy import ReadPolicy
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
+from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, parse_leans, sealed_cut
+from routeplane.stream.blocks import (
+    DEFAULT_GROUP,
+    DEFAULT_LIMITS,
+    DEFAULT_OPTIONS,
+    DEFAULT_POLICY,
+    BlockLimits,
+    BlockState,
+    BlockWriter,
+    Manifest,
+    ProducerSlot,
+    ReadOptions,
+    Retention,
+    SealedBlock,
+    check_name,
+)
+from routeplane.stream.files import frames_of
+from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, producer_home
+from routeplane.stream.ipc import IpcReader
+
+__all__ = ["Access", "Server", "Tokens", "open_reader", "open_writer"]
+
+#: Bytes of a block in one message.
+_CHUNK = 2**20
+_CHUNKS = pa.schema([("data", pa.binary())])
+_QUIET = ReadPolicy(on_alarm="ignore")
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """The secret of each role: who may write blocks, and who may read and acknowledge them."""
+
+    writer: str
+    reader: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """What a client shows and trusts: the token of its role; certificates in PEM where the server has TLS."""
+
+    token: str = ""
+    root_certificates: bytes | None = None
+
+
+NO_ACCESS = Access()
+
+
+def open_writer(
+    place: str,
+    spec: RouteSpec,
+    *,
+    run: str,
+    producer: str,
+    groups: Sequence[str] = (DEFAULT_GROUP,),
+    encoding: Literal["plain", "narrow", "auto"] = "auto",
+    limits: BlockLimits = DEFAULT_LIMITS,
+    access: Access = NO_ACCESS,
+) -> BlockWriter:
+    """Open a served place as one of its producers.
+
+    Args:
+        place: the server's address, ``grpc://host:port`` or ``grpc+tls://host:port``.
+        access: the writers' token, and whom to trust.
+
+    The others, and what is raised, as ``stream.folder.open_writer``; TransportError where the server does not answer.
+    """
+    declared = Manifest.of(spec, run=run, groups=groups, encoding=encoding)
+    asked = {"manifest": declared.to_document(), "producer": producer, "limits": _plain(limits)}
+    slot = FlightSlot(_Client(place, access), asked, limits=limits)
+    return BlockWriter(slot, slot.manifest, limits=limits)
+
+
+def open_reader(
+    place: str,
+    *,
+    producers: int | Sequence[str],
+    group: str = DEFAULT_GROUP,
+    follow: bool = True,
+    policy: ReadPolicy = DEFAULT_POLICY,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    access: Access = NO_ACCESS,
+) -> BlockReader:
+    """Open a served place as the one reader of a group.
+
+    Args: ``access``: the readers' token, and whom to trust; the others as ``stream.folder.open_reader``.
+    """
+    store = FlightStore(_Client(place, access), group=group, timeout_s=options.timeout_s if follow else 0.0)
+    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
+
+
+def _plain(limits: BlockLimits) -> dict[str, Any]:
+    return {name: getattr(limits, name) for name in limits.__slots__}
+
+
+# -- what both sides say -----------------------------------------------------------------------------------------------
+
+
+def _told(error: Exception) -> fl.FlightServerError:
+    """An error as the other side is told of it: its class, kind and text."""
+    kind = error.kind.value if isinstance(error, RouteplaneError) else ""
+    return fl.FlightServerError(str(error), extra_info=json.dumps([type(error).__name__, kind, str(error)]).encode())
+
+
+def _heard(error: fl.FlightError, place: str) -> RouteplaneError:
+    """The error that the other side told of."""
+    if not error.extra_info:
+        return TransportError(f"expected an answer of {place}, got {error}", kind=ErrorKind.CONNECTION)
+    name, kind, text = json.loads(error.extra_info)
+    known = {each.__name__: each for each in (DataError, FormatError, SpecError, StoreError, UsageError)}
+    return known.get(name, TransportError)(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
+
+
+def _said(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _parsed(data: bytes, *names: str) -> list[Any]:
+    """Values of a request. Raises UsageError for anything else."""
+    try:
+        document = json.loads(data)
+        return [document[name] for name in names]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise refused(f"a request with {', '.join(names)}", f"{bytes(data)[:80]!r} ({error})") from None
+
+
+def _chunks(data: pa.Buffer) -> Iterator[pa.RecordBatch]:
+    for at in range(0, data.size, _CHUNK):
+        part = data.slice(at, min(_CHUNK, data.size - at))
+        offsets = pa.py_buffer(struct.pack("<ii", 0, part.size))
+        yield pa.record_batch([pa.Array.from_buffers(pa.binary(), 1, [None, offsets, part])], schema=_CHUNKS)
+
+
+def _bytes_of(batch: Any) -> memoryview:
+    """The bytes in one message. Raises FormatError for another message than ``_chunks`` makes."""
+    if batch is None or batch.schema != _CHUNKS or batch.num_rows != 1 or batch.column(0).null_count:
+        raise FormatError("expected a part of a block, got another message", kind=ErrorKind.NOT_ARROW)
+    batch.validate(full=True)
+    return memoryview(batch.column(0)[0].as_buffer())
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+class _Roles(fl.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses a call whose token is not that of its role, before anything of its body is read."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def start_call(self, info: Any, headers: Mapping[str, Sequence[str]]) -> None:
+        """Compare the token."""
+        role = "writer" if info.method == fl.FlightMethod.DO_PUT else "reader"
+        given = next(iter(headers.get("authorization", ())), "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {getattr(self._tokens, role)}".encode()):
+            raise fl.FlightUnauthenticatedError(f"expected the token of a {role}, got another")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReceivedBlock(SealedBlock):
+    """A block as it came: its bytes, verified."""
+
+    data: pa.Buffer
+
+    @classmethod
+    def verified(cls, data: pa.Buffer, spec: RouteSpec) -> _ReceivedBlock:
+        """Read every record. Raises FormatError, DataError, SpecError."""
+        frames, walkable = frames_of(data)
+        with IpcReader(frames, _QUIET, walkable=walkable) as reader:
+            reader.spec.require_same_geometry(spec, where="the place's manifest")
+            for _ in reader:
+                pass
+            leans = parse_leans(reader.trailer_metadata)
+        return cls(batch=None, trailer="", leans=leans, data=data)
+
+    def write_to(self, sink: Any) -> None:
+        """Write the bytes."""
+        sink.write(self.data)
+
+
+class _ServedSlot(FolderSlot):
+    """A producer's name, held by its call: a wait for space ends when the call does."""
+
+    context: Any = None
+
+    def _pause(self, seconds: float) -> None:
+        if self.context is not None and self.context.is_cancelled():
+            raise TransportError("expected a writer, got the end of its call", kind=ErrorKind.CONNECTION)
+        super()._pause(seconds)
+
+
+class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
+    """The calls of Flight over one folder."""
+
+    def __init__(self, root: Path, address: str, *, max_block_bytes: int, **options: Any) -> None:
+        self._root, self._max_block_bytes = root, max_block_bytes
+        super().__init__(address, **options)
+        scheme, _, target = address.partition("://")
+        #: Where clients find it.
+        self.place = f"{scheme}://{target.rpartition(':')[0]}:{self.port}"
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
+        slot: _ServedSlot | None = None
+        try:
+            document, producer, given = _parsed(descriptor.command, "manifest", "producer", "limits")
+            limits = BlockLimits(**{name: given[name] for name in BlockLimits.__slots__})
+            root, found = declare_place(self._root, Manifest.from_document(document, spec_type=RouteSpec))
+            blocks = BlockFiles(producer_home(root, producer), sync=limits.sync)
+            slot = _ServedSlot(root, blocks, groups=found.groups, limits=limits)
+            slot.context = context
+            writer.write(_said(found.to_document()))
+            for what in self._messages(reader):
+                if isinstance(what, str):
+                    slot.end("closed" if what == "closed" else "aborted")
+                    slot.release()
+                    writer.write(_said(what))
+                    return
+                name = slot.publish(_ReceivedBlock.verified(what, found.spec))
+                held = [[each, size, slot.retention.leans.get(each)] for each, size in slot.retention.sizes.items()]
+                writer.write(_said([name.number, held]))
+        except (RouteplaneError, OSError, KeyError, TypeError) as error:
+            raise _told(error) from None
+        finally:
+            if slot is not None:
+                slot.release()
+
+    def _messages(self, reader: Any) -> Iterator[pa.Buffer | str]:
+        """Whole blocks, counted while they come; and the word that ends the writer. Ends with the call."""
+        data = bytearray()
+        while True:
+            try:
+                batch, metadata = reader.read_chunk()
+            except (StopIteration, pa.ArrowException):
+                return
+            if batch is not None:
+                part = _bytes_of(batch)
+                if len(data) + len(part) > self._max_block_bytes:
+                    raise DataError(
+                        f"expected blocks of at most {self._max_block_bytes} bytes", kind=ErrorKind.TOO_LARGE
+                    )
+                data += part
+            if metadata is not None:
+                what = bytes(metadata).decode(errors="replace")
+                yield pa.py_buffer(data) if what == "block" else what
+                data = bytearray()
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """The reader of a group: it is asked for its position, and told each that it is to store."""
+        store: FolderStore | None = None
+        try:
+            (group,) = _parsed(descriptor.command, "group")
+            store = FolderStore(self._root, group=group)
+            writer.write_metadata(_said(store.load_position().to_json()))
+            while True:
+                try:
+                    _, metadata = reader.read_chunk()
+                except (StopIteration, pa.ArrowException):
+                    return
+                store.save_position(Position.from_json(bytes(metadata or b"").decode(errors="replace")))
+                writer.write_metadata(_said(None))
+        except (RouteplaneError, OSError) as error:
+            raise _told(error) from None
+        finally:
+            if store is not None:
+                store.release()
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """``manifest``, ``producers``, ``state`` and ``last_number``: what a reader asks between blocks."""
+        try:
+            yield _said(self._answer(action.type, action.body.to_pybytes()))
+        except (RouteplaneError, OSError) as error:
+            raise _told(error) from None
+
+    def _answer(self, what: str, body: bytes) -> Any:
+        if what == "manifest" and not (self._root / "manifest.json").exists():
+            return None
+        store = FolderStore(self._root, group=None)
+        match what:
+            case "manifest":
+                return store.manifest.to_document()
+            case "producers":
+                return store.producers()
+            case "state":
+                return store.state(_block_name(body))
+            case "last_number":
+                return store.last_number(_block_name(body).producer)
+        raise refused("a question of a reader", repr(what))
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """One block, or a part of it, in pieces of its v1 stream."""
+        try:
+            store = FolderStore(self._root, group=None)
+            name, (part,) = _block_name(ticket.ticket), _parsed(ticket.ticket, "part")
+            data = store.read(name)
+            if part is not None:
+                read, encoding = store.reads(name), store.manifest.encoding
+                data = sealed_cut(data, BlockPart.from_json(part), read=read, encoding=encoding)
+        except (RouteplaneError, OSError) as error:
+            raise _told(error) from None
+        return fl.GeneratorStream(_CHUNKS, _chunks(data))
+
+    def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
+        """Every block that is there, with its ticket and its size."""
+        for path in sorted(self._root.glob("producers/*/*.arrows")):
+            name = BlockName(path.parent.name, int(path.stem))
+            endpoint = fl.FlightEndpoint(_ticket(name, None), [self.place])
+            descriptor = fl.FlightDescriptor.for_path(*map(str, name))
+            yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
+
+
+class Server:
+    """Serves one folder of blocks; see the module. Close it with ``shutdown()``, or leave ``with``.
+
+    Args:
+        place: the folder; created by the first writer.
+        address: ``grpc://127.0.0.1:0`` (any free port of the loopback), or with TLS ``grpc+tls://host:port``.
+        tokens: of the two roles; None: no client is asked for one.
+        certificate: certificate chain and private key in PEM; None: no TLS.
+        max_block_bytes: a larger block is refused while it comes.
+
+    Raises UsageError for another address than the loopback without tokens and TLS.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place, Server(place) as server:
+    ...     server.place.startswith("grpc://127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        address: str = "grpc://127.0.0.1:0",
+        tokens: Tokens | None = None,
+        certificate: tuple[bytes, bytes] | None = None,
+        max_block_bytes: int = 2**28,
+    ) -> None:
+        scheme, _, target = address.partition("://")
+        if scheme != ("grpc" if certificate is None else "grpc+tls"):
+            raise refused("grpc://host:port, or grpc+tls://host:port with a certificate", address)
+        host = target.rpartition(":")[0]
+        if host not in _LOOPBACK and (tokens is None or certificate is None):
+            raise refused("tokens and a certificate for an address that others reach", address)
+        middleware = None if tokens is None else {"role": _Roles(tokens)}
+        certificates = None if certificate is None else [certificate]
+        options = {"tls_certificates": certificates, "middleware": middleware}
+        self._server = _FolderServer(Path(place), address, max_block_bytes=max_block_bytes, **options)
+
+    @property
+    def place(self) -> str:
+        """Where clients find it, with the port that the system chose where 0 was asked for."""
+        return str(self._server.place)
+
+    def shutdown(self) -> None:
+        """Stop serving, once the calls that are open have ended. Idempotent."""
+        self._server.shutdown()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _ticket(name: BlockName, part: BlockPart | None) -> bytes:
+    return json.dumps({"block": name, "part": None if part is None else part.to_json()}).encode()
+
+
+def _block_name(data: bytes) -> BlockName:
+    (block,) = _parsed(data, "block")
+    try:
+        producer, number = block
+        return BlockName(check_name(producer, "producer"), check_count(number, "number", below=2**63))
+    except (DataError, TypeError, ValueError) as error:
+        raise refused("a producer and a number", f"{block!r} ({error})") from None
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+
+class _Client:
+    """A connection to a server, made on first use in each process; pickles as its address."""
+
+    def __init__(self, place: str, access: Access) -> None:
+        self.place, self._access = place, access
+        self._client: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_client": None}
+
+    @property
+    def options(self) -> Any:
+        """What each call carries."""
+        return fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {self._access.token}".encode())])
+
+    @property
+    def flight(self) -> Any:
+        """The client of Flight."""
+        if self._client is None:
+            self._client = fl.connect(self.place, tls_root_certs=self._access.root_certificates)
+        return self._client
+
+    def ask(self, what: str, name: BlockName | None = None) -> Any:
+        """The answer to a question. Raises what the server says, or TransportError."""
+        with self.told():
+            action = fl.Action(what, json.dumps({"block": name}).encode())
+            (answer,) = self.flight.do_action(action, self.options)
+        return json.loads(answer.body.to_pybytes())
+
+    @contextmanager
+    def told(self, call: Any = None) -> Iterator[None]:
+        """Turn errors of Flight into ours; why a call ended, its ``close`` says."""
+        try:
+            try:
+                yield
+            except (pa.ArrowException, StopIteration):
+                if call is not None:
+                    call.close()
+                raise
+        except fl.FlightError as error:
+            raise _heard(error, self.place) from error
+        except (pa.ArrowException, StopIteration, OSError) as error:
+            raise TransportError(
+                f"expected {self.place} to go on, got the end of the call ({error})", kind=ErrorKind.CONNECTION
+            ) from error
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class FlightSlot(ProducerSlot):
+    """One producer's call."""
+
+    def __init__(self, client: _Client, asked: Mapping[str, Any], *, limits: BlockLimits) -> None:
+        self._client, self._producer, self._pid = client, str(asked["producer"]), os.getpid()
+        self.retention = Retention(max_bytes=limits.max_bytes)
+        with client.told():
+            descriptor = fl.FlightDescriptor.for_command(json.dumps(asked).encode())
+            self._call, self._answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
+        self._open = True
+        try:
+            self.manifest = Manifest.from_document(self._answer(), spec_type=RouteSpec)
+        except BaseException:
+            self.release()
+            raise
+
+    def _answer(self) -> Any:
+        with self._client.told(self._call):
+            answer = self._answers.read()
+            if answer is None:
+                raise StopIteration("no answer")
+        return json.loads(answer.to_pybytes())
+
+    def publish(self, block: SealedBlock) -> BlockName:
+        """Send a block; the server waits for space."""
+        if self._pid != os.getpid():
+            raise UsageError(
+                "expected the process that opened the writer, got a forked child: open a writer of its own",
+                kind=ErrorKind.CLOSED,
+            )
+        with self._client.told(self._call):
+            for part in _chunks(block.to_buffer()):
+                self._call.write_batch(part)
+            self._call.write_metadata(b"block")
+        number, held = self._answer()
+        self.retention = Retention(max_bytes=self.retention.max_bytes)
+        for each, size, leans in held:
+            self.retention.add(each, size, leans=leans)
+        return BlockName(self._producer, number)
+
+    def end(self, how: Literal["closed", "aborted"]) -> None:
+        """State that no further block comes."""
+        with self._client.told(self._call):
+            self._call.write_metadata(how.encode())
+        self._answer()
+
+    def release(self) -> None:
+        """End the call; returns when the server has given the name up."""
+        if self._open:
+            self._open = False
+            with suppress(fl.FlightError, pa.ArrowException):
+                self._call.close()
+            self._client.close()
+
+
+class FlightStore(BlockStore):
+    """The blocks of a served place, for one group. A pickled copy does not hold the group."""
+
+    def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
+        self._client = client
+        self._manifest = Manifest.from_document(self._found(timeout_s), spec_type=RouteSpec)
+        with client.told():
+            descriptor = fl.FlightDescriptor.for_command(json.dumps({"group": group}).encode())
+            self._call: Any = client.flight.do_exchange(descriptor, client.options)
+        try:
+            self._position = Position.from_json(self._answer())
+        except BaseException:
+            self.release()
+            raise
+
+    def _found(self, timeout_s: float | None) -> Any:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while (document := self._client.ask("manifest")) is None:
+            if end is not None and time.monotonic() >= end:
+                raise TransportError(
+                    f"expected a place at {self._client.place} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT
+                )
+            time.sleep(0.01)
+        return document
+
+    def _answer(self) -> Any:
+        with self._client.told(self._call[0]):
+            metadata = self._call[1].read_chunk().app_metadata
+        return json.loads(metadata.to_pybytes())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_call": None}
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the place declares."""
+        return self._manifest
+
+    def producers(self) -> list[str]:
+        """The producers that ever opened the place, sorted."""
+        return list(self._client.ask("producers"))
+
+    def state(self, name: BlockName) -> BlockState:
+        """What can be said of a block now."""
+        found: BlockState = self._client.ask("state", name)
+        return found
+
+    def last_number(self, producer: str) -> int:
+        """The number behind the producer's last sealed block."""
+        return int(self._client.ask("last_number", BlockName(producer, 0)))
+
+    def read(self, name: BlockName) -> pa.Buffer:
+        """The bytes of a block."""
+        return self._received(name, None)
+
+    def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
+        """Records of one block, cut by the server, which verifies it whole; verified here again as they came."""
+        return cut_block(self._received(name, part), BlockPart(keys=part.keys), read=self.reads(name))
+
+    def _received(self, name: BlockName, part: BlockPart | None) -> pa.Buffer:
+        data = bytearray()
+        with self._client.told():
+            for chunk in self._client.flight.do_get(fl.Ticket(_ticket(name, part)), self._client.options):
+                data += _bytes_of(chunk.data)
+        return pa.py_buffer(data)
+
+    def load_position(self) -> Position:
+        """What the group had acknowledged when it was taken."""
+        return self._position
+
+    def save_position(self, position: Position) -> None:
+        """Store what the group acknowledged."""
+        if self._call is None:
+            raise UsageError(
+                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
+            )
+        with self._client.told(self._call[0]):
+            self._call[0].write_metadata(position.to_json().encode())
+        self._answer()
+
+    def release(self) -> None:
+        """End the call; returns when the server has given the group up."""
+        call, self._call = self._call, None
+        if call is not None:
+            with suppress(fl.FlightError, pa.ArrowException):
+                call[0].done_writing()
+                for _ in call[1]:
+                    pass
+                call[0].close()
+            self._client.close()
