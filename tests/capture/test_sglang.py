@@ -213,7 +213,7 @@ def test_masks_come_with_the_log_probabilities_over_them(support: bool) -> None:
     made = call(masked(support=support), 3, sampling=HOW, vocab_size=1000)
     assert [[], [], [], [103, 105], [104]] == made.columns["sampling_mask"].tolist()
     assert [0, 0, 0, 1, 1] == made.columns["sampling_mask_state"].tolist()
-    assert np.float32([-1.7, 0.0]).tolist() == made.logprobs.tolist()
+    assert np.asarray([-1.7, 0.0], dtype=np.float32).tolist() == made.logprobs.tolist()
     [record] = assemble([made], SPEC, sample_id="s").records
     assert HOW == record.spans[-1].sampling
 

@@ -77,19 +77,12 @@ def test_the_support_is_the_mask(engine: Engine, logprobs: int) -> None:
     for ids, position in zip(kept, output.outputs[0].logprobs, strict=True):
         assert abs(1 - sum(np.exp(position[token].logprob) for token in ids)) < 1e-5
     expected = reference(engine, record.token_ids, temperature=0.8, kept=kept)
+    assert record.logprobs is not None
     assert np.abs(np.asarray(expected) - record.logprobs[len(SHORT) :]).max() < 1e-4
-    span = record.spans[-1]
-    assert (0.8, 0.6, 100, 0.002) == (
-        span.sampling.temperature,
-        span.sampling.top_p,
-        span.sampling.top_k,
-        span.sampling.min_p,
-    )
-    assert ("processed", (), 1.0) == (
-        span.sampling.logprobs_mode,
-        span.sampling.processors,
-        span.sampling.repetition_penalty,
-    )
+    said = record.spans[-1].sampling
+    assert said is not None
+    assert (0.8, 0.6, 100, 0.002) == (said.temperature, said.top_p, said.top_k, said.min_p)
+    assert ("processed", (), 1.0) == (said.logprobs_mode, said.processors, said.repetition_penalty)
 
 
 def test_nothing_cut_is_full_and_some_of_many_is_capped(engine: Engine) -> None:
@@ -115,13 +108,13 @@ def test_biases_and_penalties_are_told(engine: Engine) -> None:
     [call] = capture.calls(output, SPEC, weights_version=1, options=options_of(engine.llm, how))
     other = options_of(engine.llm, params(temperature=0.9, logit_bias={7: 1.0, 3: -2.5}))
     [changed] = capture.calls(output, SPEC, weights_version=1, options=other)
-    assert (1.2, 0.5, 0.0) == (
-        call.sampling.repetition_penalty,
-        call.sampling.presence_penalty,
-        call.sampling.frequency_penalty,
-    )
-    assert 16 == len(call.sampling.logit_bias)
-    assert call.sampling.logit_bias != changed.sampling.logit_bias
+    said, apart = call.sampling, changed.sampling
+    assert said is not None
+    assert apart is not None
+    assert (1.2, 0.5, 0.0) == (said.repetition_penalty, said.presence_penalty, said.frequency_penalty)
+    assert said.logit_bias is not None
+    assert 16 == len(said.logit_bias)
+    assert said.logit_bias != apart.logit_bias
 
 
 # ---- vLLM's own field -----------------------------------------------------------------------------------------------
@@ -225,7 +218,7 @@ def test_conditions_are_those_of_vllm(engine: Engine, name: str) -> None:
     asked.model_config = request_model
 
     def theirs() -> None:
-        VllmConfig._verify_sampling_replay_config(config)  # type: ignore[arg-type]
+        VllmConfig._verify_sampling_replay_config(config)
         InputProcessor._validate_params(asked, how, ("generate",))
 
     for said, expected in (

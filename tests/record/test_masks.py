@@ -61,7 +61,7 @@ def entries(draw: st.DrawFn) -> tuple[list[list[int] | None], list[int], list[bo
     return kept, ids, draw(st.lists(st.booleans(), min_size=count, max_size=count))
 
 
-@given(entries(), st.integers(0, 3))
+@given(entries(), st.integers(1, 3))
 def test_columns_are_those_of_the_plain_reference(given_entries: Any, prompt: int) -> None:
     """Lists ascend at sampled tokens alone; all ids are full and stored as none; the record's own rules hold."""
     kept, ids, capped = given_entries
