@@ -85,7 +85,7 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_FAULTS}test_rows_of_new_weights_never_have_the_old_version",
         ),
         "a full disk, then space": (f"{_FAULTS}test_a_full_disk_holds_answers_until_there_is_space",),
-        "two data-parallel ranks on one place, two tensor-parallel ranks": (f"{_FAULTS}test_ranks_share_a_place",),
+        "two tensor-parallel ranks": (f"{_FAULTS}test_tensor_parallel_ranks_are_one_engine",),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
@@ -101,6 +101,8 @@ _HEAD = """# Engine matrix
 What the tests saw, by version of vLLM: `python -m tests.engine_matrix` writes this page from the outcomes that
 `pytest --engine-matrix` left in `tests/data/engine-outcomes.json`.
 All of it ran on a CPU with tiny seeded models, rows compared with a Transformers forward of the same weights.
+
+Data-parallel ranks ran as writers on one place, without engines: vLLM's CPU build has no data parallelism for experts.
 
 **yes**: every test of the row passed. **no**: one failed. **-**: not run on this version, or what this version refuses.
 """
