@@ -330,6 +330,7 @@ def call_of_choice(
     if choice.retractions and rows_RLK is not None and _may_have_changed(choice, versions):
         # what was computed again replaced the rows of the first time, by weights that nothing names
         bound = begin + len(rows_RLK)
+    whole = last == "captured" and rows_RLK is not None and begin + len(rows_RLK) == len(token_S)
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,
@@ -344,15 +345,16 @@ def call_of_choice(
         # below first_row there is no row that could have come from a cache
         cached=cached_rows(bound, rows_RLK, first_row=begin),
         loss=loss,
-        rows="all"
-        if last == "captured" and rows_RLK is not None and begin + len(rows_RLK) == len(token_S)
-        else "but_last",
-        columns={**choice.columns, **_mask_columns(choice, generation_G, options)},
-        sampling=options.sampling if len(generation_G) else None,
+        rows="all" if whole else "but_last",
+        columns={**choice.columns, **_masks(choice, options, generation_G, prompt=len(prompt_P))},
+        sampling=options.sampling,
     )
 
 
-def _mask_columns(choice: Choice, generation_G: NDArray[np.int32], options: CaptureOptions) -> Mapping[str, Any]:
+def _masks(
+    choice: Choice, options: CaptureOptions, generation_G: NDArray[np.int32], *, prompt: int
+) -> Mapping[str, Any]:
+    """The columns of the sampling masks, where some came."""
     if choice.kept is None:
         return {}
     if not isinstance(choice.kept, list):
@@ -363,7 +365,7 @@ def _mask_columns(choice: Choice, generation_G: NDArray[np.int32], options: Capt
     return mask_columns(
         choice.kept,
         generation_G,
-        prompt=len(choice.prompt_ids),
+        prompt=prompt,
         sampling=options.sampling,
         call=choice.call_id,
         vocab_size=options.vocab_size,
@@ -496,6 +498,11 @@ def _redeemed(
     changes = {name: value for name, value in said.items() if value != getattr(call, name)}
     if call.logprobs is None and choice.logprobs is not None:
         changes["logprobs"] = _logprobs(choice)
+    if call.sampling is None and options.sampling is not None:
+        changes["sampling"] = options.sampling
+    if choice.kept is not None and "sampling_mask" not in call.columns:
+        masks = _masks(choice, options, call.generation_ids, prompt=len(call.prompt_ids))
+        changes["columns"] = {**call.columns, **masks}
     return replace(call, **changes, checksum=None) if changes else call
 
 

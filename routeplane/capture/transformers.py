@@ -227,22 +227,16 @@ def calls(
         output = model.generate(inputs.to(device), attention_mask=mask.to(device), generation_config=config)
     width = inputs.shape[1]
     generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
-    processed = sampling.logprobs_mode == "processed"
-    # what the sampler itself drew from: filtered logits, -inf outside of the kept ids
-    drawn_from = output.scores if processed else output.logits
-    logprobs_BG = _sampled_logprobs(drawn_from, output.sequences[:, width:])
+    # scores are what the sampler itself drew from: filtered logits, -inf outside of the kept ids
+    logits = output.logits if output.scores is None else output.scores
+    logprobs_BG = _sampled_logprobs(logits, output.sequences[:, width:])
     how = sampling.of_span()
     forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
     found = []
     for index, prompt in enumerate(prompts):
         length = _generated_length(generated_BG[index], sampling.stops)
         tokens_G = generated_BG[index, :length]
-        masks: dict[str, AlignedColumn] = {}
-        if processed:
-            kept, vocab_size = _kept_ids(drawn_from[:length], index), drawn_from[0].shape[-1]
-            masks = mask_columns(
-                kept, tokens_G, prompt=len(prompt), sampling=how, call=names[index], vocab_size=vocab_size
-            )
+        masks = _masks(output.scores, index, tokens_G, prompt=len(prompt), how=how, call=names[index])
         found.append(
             ModelCall(
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
@@ -345,9 +339,20 @@ def _sampled_logprobs(logits: Sequence[torch.Tensor], sampled_BG: torch.Tensor) 
     return np.ascontiguousarray(torch.cat(columns, dim=1).numpy())
 
 
-def _kept_ids(scores: Sequence[torch.Tensor], index: int) -> list[NDArray[np.int64]]:
-    """The ids of finite score of one sequence, for each step."""
-    return [torch.isfinite(step_BV[index]).nonzero()[:, 0].cpu().numpy() for step_BV in scores]
+def _masks(
+    scores: Sequence[torch.Tensor] | None,
+    index: int,
+    tokens_G: NDArray[np.int32],
+    *,
+    prompt: int,
+    how: spans.Sampling,
+    call: str,
+) -> dict[str, AlignedColumn]:
+    """The ids of finite score at each step of one sequence; no column where there are no scores."""
+    if scores is None:
+        return {}
+    kept = [torch.isfinite(step_BV[index]).nonzero()[:, 0].cpu().numpy() for step_BV in scores[: len(tokens_G)]]
+    return mask_columns(kept, tokens_G, prompt=prompt, sampling=how, call=call, vocab_size=scores[0].shape[-1])
 
 
 def _checked_forwards(tape: GateTape, *, rows: int, width: int, steps: int) -> list[NDArray[np.int32]]:

@@ -9,7 +9,6 @@ Axes: R rows, P prompt tokens, G generated tokens.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -18,7 +17,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import xxhash
 from vllm import RequestOutput, SamplingParams
 
 from routeplane.capture.choices import Choice, cached_rows, loss_of_rows, versions_of
@@ -28,6 +26,7 @@ from routeplane.capture.vllm.interface import model_config_of
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
 from routeplane.record.aligned import mask_columns
 from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.checksum import CanonicalHash
 from routeplane.record.spans import Sampling
 
 if TYPE_CHECKING:
@@ -148,8 +147,11 @@ def _sampling(options: OutputOptions) -> Sampling | None:
         return None
     bias = None
     if params.logit_bias:
-        text = json.dumps(sorted((int(token), float(value)) for token, value in params.logit_bias.items()))
-        bias = xxhash.xxh3_64_hexdigest(text.encode())
+        tokens, values = zip(*sorted(params.logit_bias.items()), strict=True)
+        digest = CanonicalHash(0)
+        digest.array("tokens", np.asarray(tokens, dtype=np.int64))
+        digest.array("values", np.asarray(values, dtype=np.float64))
+        bias = f"{digest.value():016x}"
     return Sampling(
         temperature=float(params.temperature),
         top_p=float(params.top_p),
