@@ -402,24 +402,24 @@ class Examiner:
             same_S = (mine_SLK == theirs.left_SLK[first - theirs.start : stop - theirs.start]).all(axis=(1, 2))
             same_S &= (mine_SLK[:, :, 0] != MISSING).any(axis=1)
             # a prompt that both share has equal rows honestly
-            common = np.flatnonzero(left.token_ids[:stop] != earlier.token_ids[:stop])
-            prefix = int(common[0]) if len(common) else stop
+            known = max(left.tokens_start, earlier.tokens_start)  # tokens of a delta may begin with its rows
+            ours = [one.token_ids[known - one.tokens_start : stop - one.tokens_start] for one in (left, earlier)]
+            common = np.flatnonzero(ours[0] != ours[1])
+            prefix = known + int(common[0]) if len(common) else stop
             same_S[: max(0, prefix - first)] = False
             run = longest_run(same_S)
             if run.stop - run.start >= LEAST_TOKENS:
                 offset = first - rows.start
                 found = Segment(start=run.start + offset, stop=run.stop + offset, gain=run.gain)
-                token = rows.start + found.start
                 yield (
                     Finding(
                         severity="error",
                         kind="stale_buffer",
-                        title=f"{found.stop - found.start} tokens have the rows that sample "
-                        f"{earlier.sample_id} had there",
+                        title=f"{found.stop - found.start} tokens have rows that sample {earlier.sample_id} had there",
                         detail="their tokens differ: an earlier request's rows were read from a buffer that was not "
                         "written again",
                         sample=left.sample_id,
-                        token=token,
+                        token=rows.start + found.start,
                         stop=rows.start + found.stop,
                         tokens=found.stop - found.start,
                     ),

@@ -269,10 +269,16 @@ def _choice(
         prompt_routes=places.first(["prompt_routed_experts"], response=True),
         form=form,
         logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
-        weight_version=places.first(["weight_version"], response=True),
+        weight_version=_weight_version(places),
         weight_versions=places.first(["weight_versions"]),
         why_absent=why_absent(document),
     )
+
+
+def _weight_version(places: Places) -> Any:
+    """What the server calls the weights; SGLang says it of the whole response, in ``metadata``."""
+    said = places.first(["weight_version"], response=True)
+    return as_mapping(places.response.get("metadata"), "metadata").get("weight_version") if said is None else said
 
 
 def _how_to_get_ids(places: Places) -> str:
