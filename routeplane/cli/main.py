@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"routeplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    moving = [_convert_parser(commands), _archive_parser(commands), _demo_parser(commands)]
-    made = [*add_commands(commands), add_audit(commands), *moving]
+    made = [*add_commands(commands), add_audit(commands)]
+    made += [_convert_parser(commands), _archive_parser(commands), _demo_parser(commands)]
     for command in made:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     completion = commands.add_parser("completion", help="print the shell's completion script")
