@@ -37,7 +37,11 @@ MAX_ROWS = 2**31 - 1
 
 
 def undecodable(expected: str, got: str) -> DataError:
-    """The DataError (ENCODING) for what is not in the form it claims; for ``raise``."""
+    """The DataError (ENCODING) for what is not in the form it claims; for ``raise``.
+
+    >>> undecodable("base64 text", "'?'").message
+    "expected base64 text, got '?'"
+    """
     return DataError(f"expected {expected}, got {got}", kind=ErrorKind.ENCODING)
 
 
@@ -45,6 +49,9 @@ def check_axes(shape: Sequence[int], *, itemsize: int) -> int:
     """The bytes of rows ``[R, D, K]`` that a header announces. Raises DataError for what no engine sends.
 
     An axis of length 0 makes any others fit into no bytes, and numpy overflows over them; hence bounds for each axis.
+
+    >>> check_axes([5, 4, 8], itemsize=2)
+    320
     """
     if len(shape) != 3:
         raise DataError(f"expected routes [rows, layers, top_k], got shape {list(shape)}", kind=ErrorKind.SHAPE)
@@ -55,7 +62,11 @@ def check_axes(shape: Sequence[int], *, itemsize: int) -> int:
 
 
 def base64_length(size: int) -> int:
-    """Characters of padded base64 for ``size`` bytes."""
+    """Characters of padded base64 for ``size`` bytes.
+
+    >>> base64_length(4)
+    8
+    """
     return (size + 2) // 3 * 4
 
 
@@ -64,6 +75,9 @@ def decode_base64(text: str | bytes | memoryview, *, size: int | None = None) ->
 
     ``size``: how many bytes there must be; the text's length is looked at first. The result belongs to the caller.
     Raises DataError (ENCODING).
+
+    >>> decode_base64("AAEC", size=3)
+    b'\\x00\\x01\\x02'
     """
     if size is not None and len(text) != base64_length(size):
         raise undecodable(f"base64 of {size} bytes in {base64_length(size)} characters", f"{len(text)}")
@@ -81,18 +95,30 @@ def decode_base64(text: str | bytes | memoryview, *, size: int | None = None) ->
 
 
 def encode_base64(data: bytes | memoryview) -> str:
-    """Padded base64 of the standard alphabet, without line breaks."""
+    """Padded base64 of the standard alphabet, without line breaks.
+
+    >>> encode_base64(bytes([0, 1, 2]))
+    'AAEC'
+    """
     return _encode(data).decode("ascii")
 
 
 def base85_length(size: int) -> int:
-    """Characters of base85 for ``size`` bytes, without padding."""
+    """Characters of base85 for ``size`` bytes, without padding.
+
+    >>> base85_length(4)
+    5
+    """
     return (5 * size + 3) // 4
 
 
 def decode_base85(text: str, *, size: int) -> bytes:
     """The ``size`` bytes behind base85 of Python's alphabet. The text's length is looked at first. Raises DataError
-    (ENCODING)."""
+    (ENCODING).
+
+    >>> decode_base85(encode_base85(b"rows"), size=4)
+    b'rows'
+    """
     if len(text) != base85_length(size):
         raise undecodable(f"base85 of {size} bytes in {base85_length(size)} characters", f"{len(text)}")
     try:
@@ -105,7 +131,11 @@ def decode_base85(text: str, *, size: int) -> bytes:
 
 
 def encode_base85(data: bytes) -> str:
-    """Base85 of Python's alphabet, without padding."""
+    """Base85 of Python's alphabet, without padding.
+
+    >>> len(encode_base85(bytes(4)))
+    5
+    """
     return base64.b85encode(data).decode("ascii")
 
 

@@ -42,6 +42,9 @@ class Sampling:
 
     ``temperature``: 0 decodes greedily, otherwise tokens are drawn from the whole softmax. ``eos_token_id``: the only
     tokens that end a sequence early. ``pad_token_id``: fills prompts of a batch from the left; its rows are dropped.
+
+    >>> Sampling(eos_token_id=2).stops
+    [2]
     """
 
     temperature: float = 1.0
@@ -56,7 +59,15 @@ class Sampling:
 
 
 class GateTape:
-    """What a model's gates chose, forward by forward. Filled by ``taping``."""
+    """What a model's gates chose, forward by forward. Filled by ``taping``.
+
+    >>> from routeplane import RouteSpec
+    >>> tape = GateTape(RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)))
+    >>> tape.begin()
+    >>> tape.add(0, torch.tensor([[3, 1]]))
+    >>> tape.forwards()[0].tolist()
+    [[[3, 1]]]
+    """
 
     def __init__(self, spec: RouteSpec) -> None:
         self._spec = spec

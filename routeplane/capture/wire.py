@@ -46,7 +46,11 @@ WireForm = Literal["npy", "nrlre1", "prime", "base85", "pair", "lists", "sglang"
 
 
 class WireArray(NamedTuple):
-    """What a payload holds: integers ``[R, D, K]`` as they were sent, and the token of row 0 where the form says it."""
+    """What a payload holds: integers ``[R, D, K]`` as they were sent, and the token of row 0 where the form says it.
+
+    >>> WireArray(np.zeros((2, 1, 1), dtype=np.uint8)).start is None
+    True
+    """
 
     routes: NDArray[Any]
     start: int | None = None
