@@ -190,8 +190,10 @@ def _by_index(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 # Where servers put what belongs to a choice. vLLM: on the choice, and the prompt on the response. NeMo RL: on the
 # message. SGLang's OpenAI endpoints: in ``sgl_ext`` or ``sglext``, of the choice or of the response. NVIDIA Dynamo: in
-# ``nvext`` and ``nvext.engine_data``. LMDeploy: ``gen_tokens``.
-_EXTENSIONS = ("sgl_ext", "sglext", "nvext")
+# ``nvext`` and ``nvext.engine_data``. LMDeploy: ``gen_tokens``. SGLang moves all of it to ``meta_info`` of the choice
+# where ``return_meta_info`` asks for that, as sampling masks do.
+_EXTENSIONS = ("sgl_ext", "sglext", "nvext", "meta_info")
+_MASK_KEYS = ("sampling_mask", "output_token_sampling_mask")
 _ROUTE_KEYS = ("routed_experts",)
 _PROMPT_KEYS = ("prompt_token_ids", "input_ids")
 _GENERATION_KEYS = ("token_ids", "generation_token_ids", "completion_token_ids", "output_ids", "gen_tokens")
@@ -285,6 +287,7 @@ def _choice(
         logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
         weight_version=_weight_version(places),
         weight_versions=places.first(["weight_versions"]),
+        kept=places.first(_MASK_KEYS),
         why_absent=why_absent(document),
     )
 
