@@ -252,8 +252,7 @@ class RouteRecorder:
     ) -> None:
         self._spec = spec
         self._options: dict[str, Any] = {
-            "sample_id": sample_id,
-            "attempt": attempt,
+            "sample_id": RecordKey(sample_id, attempt, 0),
             "group": group,
             "overlap": overlap,
             "on_break": on_break,
