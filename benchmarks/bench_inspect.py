@@ -26,9 +26,10 @@ from benchmarks.bench_archive import EXPERTS, SAMPLE, SPEC, draw, record
 from benchmarks.measure import Result, relative_rates
 from routeplane.archive import Archive, open_archive, save_archive
 from routeplane.archive.shards import Range
-from routeplane.inspect import collect
+from routeplane.inspect import SALVAGE, check, collect, find_findings, find_sources, survey
 from routeplane.inspect.page import render_report
 from routeplane.record.record import RouteRecord
+from routeplane.stream import new_stream
 
 #: Samples drawn, in all, and of the smaller archive whose memory is compared.
 DRAWN, SAMPLES, FULL_SAMPLES, FEW = 4, 64, 640, 16
@@ -129,10 +130,49 @@ def report(archive: Archive) -> Result:
     )
 
 
+def commands(place: Path) -> list[Result]:
+    """`stats` against `validate`, and `report` against `stats`, over one stream file; each as the command does it."""
+
+    def validate() -> None:
+        assert check(place).verdict == "valid"
+
+    def stats() -> None:
+        sources = find_sources([place], policy=SALVAGE)
+        find_findings(collect(sources.records(), sources.spec))
+
+    def page() -> None:
+        sources = find_sources([place], policy=SALVAGE)
+        render_report(survey([("run", sources.records())], sources.spec), title="benchmark")
+
+    ways = {"validate": validate, "stats": stats, "report": page}
+    over_validate = relative_rates(ways, yardstick="validate", rounds=ROUNDS)
+    over_stats = relative_rates(ways, yardstick="stats", rounds=ROUNDS)
+    size = f"a stream of {place.stat().st_size / 1e9:.1f} GB"
+    return [
+        Result(
+            name="inspect/stats_against_validate",
+            value=round(1 / over_validate["stats"], 2),
+            unit=f"time of `stats` over that of `validate`, {size}",
+            bar=3.0,
+            higher_is_better=False,
+        ),
+        Result(
+            name="inspect/report_against_stats",
+            value=round(1 / over_stats["report"], 2),
+            unit=f"time of `report` over that of `stats`, {size}",
+            bar=1.5,
+            higher_is_better=False,
+        ),
+    ]
+
+
 def main(*, full: bool) -> list[Result]:
     """Measure."""
     with TemporaryDirectory(prefix="routeplane-inspect-") as name:
         folder = Path(name)
         save_archive(records(FULL_SAMPLES if full else SAMPLES), folder / "all", spec=SPEC, run="r")
         archive = open_archive(folder / "all")
-        return [speed(archive), memory(folder), report(archive)]
+        with new_stream(folder / "all.arrows", SPEC) as sink:
+            for each in records(FULL_SAMPLES if full else SAMPLES):
+                sink.write(each)
+        return [speed(archive), memory(folder), report(archive), *commands(folder / "all.arrows")]

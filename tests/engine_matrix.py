@@ -60,7 +60,9 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "shipping by request": (f"{_IN}test_requests_that_ask_for_nothing_ship_nothing",),
         "prefix cache": (f"{_IN}test_a_shared_prefix_is_cached_inside_the_engine_too",),
         "trimmed prompts": (f"{_IN}test_a_trimmed_prompt_is_not_captured_before_its_start",),
-        "preemption, prefix cache on and off": (f"{_IN}test_preempted_sequences_have_the_rows_of_undisturbed_ones",),
+        "preemption, also with the prefix cache off where the release allows that": (
+            f"{_IN}test_preempted_sequences_have_the_rows_of_undisturbed_ones",
+        ),
         "chunked prefill": (f"{_IN}test_a_prefill_in_chunks_leaves_no_seam_in_the_engine",),
         "aborts under way and before the first token": (
             f"{_IN}test_an_abort_under_way_keeps_its_rows",
@@ -85,7 +87,7 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_FAULTS}test_rows_of_new_weights_never_have_the_old_version",
         ),
         "a full disk, then space": (f"{_FAULTS}test_a_full_disk_holds_answers_until_there_is_space",),
-        "two data-parallel ranks on one place, two tensor-parallel ranks": (f"{_FAULTS}test_ranks_share_a_place",),
+        "two tensor-parallel ranks": (f"{_FAULTS}test_tensor_parallel_ranks_are_one_engine",),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
@@ -101,6 +103,8 @@ _HEAD = """# Engine matrix
 What the tests saw, by version of vLLM: `python -m tests.engine_matrix` writes this page from the outcomes that
 `pytest --engine-matrix` left in `tests/data/engine-outcomes.json`.
 All of it ran on a CPU with tiny seeded models, rows compared with a Transformers forward of the same weights.
+
+Data-parallel ranks ran as writers on one place, without engines: vLLM's CPU build has no data parallelism for experts.
 
 **yes**: every test of the row passed. **no**: one failed. **-**: not run on this version, or what this version refuses.
 """
@@ -143,7 +147,7 @@ def render(outcomes: Mapping[str, Mapping[str, str]]) -> str:
     wheels = "\n".join(
         f"| {version} | {'; '.join(drift_of(names)) or 'all there'} |" for version, names in read.items()
     )
-    return "\n".join(lines) + _TAIL.lstrip("\n").format(wheels=wheels)
+    return "\n".join(lines) + _TAIL.format(wheels=wheels)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ def plain_segment(rollout: Rollout, index: int, *, keep_last: bool) -> PlainSegm
     for token in range(len(token_ids)):
         keeper = _walk(turns, token, found, keep_last=keep_last)
         found.captures.append(_capture(turns, token, keeper))
+        version = found.captures[-1][2]
+        if keeper is not None and keeper.call.cached and version is not None:
+            place = next(place for place, turn in enumerate(turns) if turn is keeper)
+            earlier = {turn.call.weights_version for turn in turns[:place]}
+            found.counts["stale_kv_rows"] += bool(earlier - {None, version})
     _add_token_columns(turns, found)
     return found
 
@@ -69,6 +74,7 @@ def _walk(turns: tuple[Turn, ...], token: int, found: PlainSegment, *, keep_last
                     found.counts["overlap_rows"] += 1
                     found.counts["drift_rows"] += set(old) != set(new)
         if rank > kept_rank or (rank and rank == kept_rank and keep_last):
+            found.counts["replaced_rows"] += keeper is not None
             keeper, found.rows[token] = turn, _rows(turn, token)
         known = True
     return keeper

@@ -20,6 +20,7 @@ from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS, SAME, TABLE
 from routeplane.inspect.tally import shared_ids
 from routeplane.record.counts import Counts, rule
+from routeplane.record.coverage import stale_kv
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 
@@ -84,6 +85,8 @@ class RouteDiff(Counts):
     ``compared_L``, ``equal_L``, ``shared_L``: rows that both have, those equal as sets, and ids in common, by layer of
     ``layer_ids``. ``union_L``: ids in either, so that ``shared_L / union_L`` is the Jaccard index over all rows.
     ``positions_P2``: compared and flipped rows by absolute position. ``one_sided_rows``: rows that one side alone has.
+    ``stale_kv_rows``, ``stale_kv_flipped``: compared and flipped rows that an engine computed over a KV cache of older
+    weights, whose flips are not of numerics (``record.coverage.stale_kv``).
     """
 
     SCOPE: ClassVar[str] = "diff_"
@@ -100,6 +103,8 @@ class RouteDiff(Counts):
     positions_P2: NDArray[np.int64] = field(metadata=TABLE)
     one_sided_rows: int = 0
     token_mismatches: int = 0
+    stale_kv_rows: int = 0
+    stale_kv_flipped: int = 0
     left_only: int = field(metadata=TABLE, default=0)
     right_only: int = field(metadata=TABLE, default=0)
     left_only_keys: tuple[RecordKey, ...] = field(metadata=rule(scalar=None, merge=_named), default=())
@@ -141,6 +146,13 @@ class RouteDiff(Counts):
         compared = int(self.compared_L.sum())
         return 1.0 - int(self.equal_L.sum()) / compared if compared else 0.0
 
+    @property
+    def fresh_flipped_share(self) -> float:
+        """The same share, of the rows that no update under way stands behind."""
+        compared = int(self.compared_L.sum()) - self.stale_kv_rows
+        flipped = int(self.compared_L.sum() - self.equal_L.sum()) - self.stale_kv_flipped
+        return flipped / compared if compared else 0.0
+
     def __repr__(self) -> str:
         return (
             f"RouteDiff({self.samples} samples, {self.equal_samples} equal, {self.flipped_share:.2%} of rows flipped)"
@@ -168,6 +180,9 @@ class RouteDiff(Counts):
             "flipped_share": round(self.flipped_share, 9),
             "one_sided_rows": self.one_sided_rows,
             "token_mismatches": self.token_mismatches,
+            "stale_kv_rows": self.stale_kv_rows,
+            "stale_kv_flipped": self.stale_kv_flipped,
+            "fresh_flipped_share": round(self.fresh_flipped_share, 9),
             "left_only": self.left_only,
             "right_only": self.right_only,
             "left_only_keys": [list(key) for key in self.left_only_keys],
@@ -198,13 +213,21 @@ class RouteDiff(Counts):
         return {
             "rows": float(self.compared_L.sum()),
             "flipped_share": self.flipped_share,
+            "fresh_flipped_share": self.fresh_flipped_share,
             "jaccard": _ratio(self.shared_L.sum(), self.union_L.sum()),
             "unmatched_samples": float(self.left_only + self.right_only),
         }
 
 
 def compare_records(left: RouteRecord, right: RouteRecord) -> RouteDiff:
-    """The difference of one sample. Rows before either's ``routes_start`` are not compared. Raises SpecError."""
+    """The difference of one sample. Rows before either's ``routes_start`` are not compared. Raises SpecError.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> compare_records(records[0], records[0]).same
+    True
+    """
     total = RouteDiff.empty(left.spec, right.spec)
     return total.merge(_count(left, align(left, right, layer_ids=total.layer_ids), total.layer_ids))
 
@@ -224,6 +247,13 @@ def compare(
     ``right`` as a mapping (an archive) is looked up, so that its order does not matter. Of two streams, records whose
     partner has not come are held; in the same order that is none. Raises UsageError (TOO_LONG) where more than
     ``max_held_bytes`` wait, DataError (DUPLICATE_KEY), SpecError.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> found = compare(records, records[:2], specs=(spec, spec))
+    >>> found.samples, found.equal_samples, found.left_only
+    (2, 2, 1)
     """
     total = RouteDiff.empty(*specs)
     pairs = _look_up(left, right) if isinstance(right, Mapping) else _in_step(left, right, max_held_bytes)
@@ -304,6 +334,14 @@ class AlignedRows:
     mismatch: int | None
     left_SLK: NDArray[np.int16]
     right_SLK: NDArray[np.int16]
+    stale_kv: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def stale_S(self) -> NDArray[np.bool_]:
+        """Whether either side computed the row over a KV cache of older weights."""
+        token_S = self.start + np.arange(len(self.left_SLK))
+        inside = [(token_S >= start) & (token_S < stop) for start, stop in self.stale_kv]
+        return np.logical_or.reduce(inside) if inside else np.zeros(len(token_S), dtype=np.bool_)
 
     @cached_property
     def both_SL(self) -> NDArray[np.bool_]:
@@ -350,7 +388,8 @@ def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) ->
         for record in (left, right)
     )
     mismatch = stop if len(differing) or left.num_tokens != right.num_tokens else None
-    return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs)
+    stale = (*stale_kv(left.captures), *stale_kv(right.captures))
+    return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs, stale_kv=stale)
 
 
 def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> RouteDiff:
@@ -370,6 +409,8 @@ def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> 
         positions_P2=np.stack(counts_P, axis=1),
         one_sided_rows=one_sided,
         token_mismatches=int(rows.mismatch is not None),
+        stale_kv_rows=int(both_SL[rows.stale_S].sum()),
+        stale_kv_flipped=int(flipped_SL[rows.stale_S].sum()),
         worst=() if equal else (_divergence(left.key, rows, layer_ids),),
     )
 

@@ -156,6 +156,11 @@ def find_findings(
     """What stands out, what most likely caused the most first; only notes for a healthy run.
 
     ``diff`` and ``examiner``: of the same records against another side, from ``compare(..., watch=examiner.add)``.
+
+    >>> from routeplane.inspect import collect
+    >>> from routeplane.testing.builders import watermarked_spec
+    >>> find_findings(collect([], watermarked_spec()))[0].kind
+    'nothing_recorded'
     """
     found = [
         *(examiner.findings() if examiner is not None else []),
@@ -397,24 +402,24 @@ class Examiner:
             same_S = (mine_SLK == theirs.left_SLK[first - theirs.start : stop - theirs.start]).all(axis=(1, 2))
             same_S &= (mine_SLK[:, :, 0] != MISSING).any(axis=1)
             # a prompt that both share has equal rows honestly
-            common = np.flatnonzero(left.token_ids[:stop] != earlier.token_ids[:stop])
-            prefix = int(common[0]) if len(common) else stop
+            known = max(left.tokens_start, earlier.tokens_start)  # tokens of a delta may begin with its rows
+            ours = [one.token_ids[known - one.tokens_start : stop - one.tokens_start] for one in (left, earlier)]
+            common = np.flatnonzero(ours[0] != ours[1])
+            prefix = known + int(common[0]) if len(common) else stop
             same_S[: max(0, prefix - first)] = False
             run = longest_run(same_S)
             if run.stop - run.start >= LEAST_TOKENS:
                 offset = first - rows.start
                 found = Segment(start=run.start + offset, stop=run.stop + offset, gain=run.gain)
-                token = rows.start + found.start
                 yield (
                     Finding(
                         severity="error",
                         kind="stale_buffer",
-                        title=f"{found.stop - found.start} tokens have the rows that sample "
-                        f"{earlier.sample_id} had there",
+                        title=f"{found.stop - found.start} tokens have rows that sample {earlier.sample_id} had there",
                         detail="their tokens differ: an earlier request's rows were read from a buffer that was not "
                         "written again",
                         sample=left.sample_id,
-                        token=token,
+                        token=rows.start + found.start,
                         stop=rows.start + found.stop,
                         tokens=found.stop - found.start,
                     ),
@@ -776,19 +781,14 @@ def differences(diff: RouteDiff) -> list[Finding]:
 
 def _flips(diff: RouteDiff) -> Finding:
     """Counted, and not judged: what near-ties do under other kernels is what replay is there for."""
-    share = int(diff.shared_L.sum()) / max(int(diff.compared_L.sum()) * _slots(diff), 1)
+    shared, union = int(diff.shared_L.sum()), int(diff.union_L.sum())
+    share = 2 * shared / max(union + shared, 1)  # union and intersection together are the ids of both rows
     return Finding(
         severity="note",
         kind="near_ties",
         title=f"the two sides chose different experts in {diff.flipped_share:.2%} of the rows",
         detail=f"and share {share:.2%} of all expert ids; a trainer without replay would train on these",
     )
-
-
-def _slots(diff: RouteDiff) -> int:
-    """K: a row's ids in the union and the intersection of equal sets are K each."""
-    compared = int(diff.compared_L.sum())
-    return (int(diff.union_L.sum()) + int(diff.shared_L.sum())) // (2 * compared) if compared else 1
 
 
 def _count(number: int, what: str) -> str:

@@ -120,6 +120,13 @@ def survey(
 
     Raises:
         SpecError: No layer is common, or geometries differ; and what the iterations raise.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> overview = survey([("step-0", records)], spec, against=records)
+    >>> overview.num_samples, overview.diff.same
+    (3, True)
     """
     gathered = _Survey(spec, against_spec or spec)
     if against is None:
@@ -256,15 +263,17 @@ def _gaps(left: RouteRecord, right: RouteRecord) -> tuple[NDArray[np.float64] | 
     """|log-probability gap| of each token whose two sides are known: live, and under replay."""
     if left.logprobs is None:
         return None, None
-    length = min(left.num_tokens, right.num_tokens)
-    same_S = left.token_ids[:length] == right.token_ids[:length]
-    length = length if same_S.all() else int(same_S.argmin())
-    mine_S = left.logprobs[:length].astype(np.float64)
+    # tokens of a delta may begin where its rows do
+    start, stop = max(left.tokens_start, right.tokens_start), min(left.num_tokens, right.num_tokens)
+    mine, other = (slice(start - one.tokens_start, max(start, stop) - one.tokens_start) for one in (left, right))
+    same_S = left.token_ids[mine] == right.token_ids[other]
+    length = len(same_S) if same_S.all() else int(same_S.argmin())
+    mine_S = left.logprobs[mine][:length].astype(np.float64)
 
     def gap(theirs: Any) -> NDArray[np.float64] | None:
         if theirs is None:
             return None
-        found_S = np.abs(mine_S - np.asarray(theirs[:length], dtype=np.float64))
+        found_S = np.abs(mine_S - np.asarray(theirs[other][:length], dtype=np.float64))
         return np.asarray(found_S[~np.isnan(found_S)])
 
     return gap(right.logprobs), gap(right.columns.get(REPLAY_LOGPROBS))

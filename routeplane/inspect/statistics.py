@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KIND_NAMES",
+    "OVERLAP_EVERY",
     "POSITION_BIN",
     "SAME",
     "TABLE",
@@ -147,8 +148,9 @@ class RouteStatistics(Counts):
     ``[L]``, of how many present rows. ``states``: for each kind rows by capture state, in tokens. ``pairs_LEE``: int64,
     how often two experts stand in one row, symmetric with a zero diagonal, counted on every ``pairs_every``-th token of
     a record; empty where it is 0. ``shared_L`` of ``neighbours_L * K`` ids: of neighbouring rows, those that the row
-    before holds too. ``runs_H[h]``: runs of equal rows in all layers of a length in ``[2**h, 2**(h+1))``, from 2 on.
-    ``positions_P2``: tokens with all their rows, and fed ones without, by absolute position.
+    before holds too, counted on every ``OVERLAP_EVERY``-th token. ``runs_H[h]``: runs of equal rows in all layers of a
+    length in ``[2**h, 2**(h+1))``, from 2 on. ``positions_P2``: tokens with all their rows, and fed ones without, by
+    absolute position.
     """
 
     SCOPE: ClassVar[str] = "statistics_"
@@ -320,7 +322,9 @@ class RouteStatistics(Counts):
 #: Bytes of the table of pairs beyond which it is left out unless asked for: 48 layers of 256 experts stay below.
 MAX_PAIRS_BYTES = 64 << 20
 #: Every how many tokens pairs are counted: K * (K - 1) / 2 counts a row make them the dearest statistic by far.
-PAIRS_EVERY = 8
+PAIRS_EVERY = 64
+#: Every how many tokens the overlap with the row before is counted, which costs more than reading the row does.
+OVERLAP_EVERY = 4
 
 
 def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int | None = None) -> RouteStatistics:
@@ -329,6 +333,13 @@ def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int
     ``spec``: theirs. ``pairs_every``: count pairs of experts on every n-th token of a record, 0 for not at all; the
     default is PAIRS_EVERY, or 0 where the table would pass MAX_PAIRS_BYTES. Raises SpecError for a record of another
     spec, UsageError, and what the iteration raises.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> found = collect(records, spec)
+    >>> found.coverage.records, found.overlap_L.shape
+    (3, (2,))
     """
     collector = Collector(spec, pairs_every=pairs_every)
     for record in records:
@@ -337,7 +348,17 @@ def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int
 
 
 class Collector:
-    """Counts records as they come; ``result()`` is what passed so far, and counting may go on after it."""
+    """Counts records as they come; ``result()`` is what passed so far, and counting may go on after it.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> collector = Collector(spec)
+    >>> for record in records:
+    ...     collector.add(record)
+    >>> collector.result().coverage.total
+    24
+    """
 
     def __init__(self, spec: RouteSpec, *, pairs_every: int | None = None) -> None:
         width = max(spec.experts_per_layer)
@@ -416,12 +437,18 @@ class Collector:
         self._positions_P2[:, column] += np.bincount(bins, minlength=POSITION_BINS)
 
     def _count_overlap(self, record: RouteRecord) -> None:
-        equal_S = np.zeros(len(record.routes), dtype=np.int32)
-        count_overlap(record.routes, shared_L=self._shared_L, neighbours_L=self._neighbours_L, equal_S=equal_S)
+        repeats_S = np.zeros(len(record.routes), dtype=np.bool_)
+        count_overlap(
+            record.routes,
+            shared_L=self._shared_L,
+            neighbours_L=self._neighbours_L,
+            repeats_S=repeats_S,
+            first=-record.routes_start % OVERLAP_EVERY,
+            every=OVERLAP_EVERY,
+        )
         # a run of n equal rows is n - 1 rows that equal the one before, in all layers; equal tokens have equal rows
         # honestly
         own_S = record.row_token_ids
-        repeats_S = equal_S == self._spec.num_layers
         repeats_S[1:] &= own_S[1:] != own_S[:-1]
         if not repeats_S.any():
             return

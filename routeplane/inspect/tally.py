@@ -54,16 +54,19 @@ def count_overlap(
     *,
     shared_L: NDArray[np.int64],
     neighbours_L: NDArray[np.int64],
-    equal_S: NDArray[np.int32],
+    repeats_S: NDArray[np.bool_],
+    first: int,
+    every: int,
 ) -> None:
     """Add what neighbouring rows share, in place; the rows are one sequence.
 
     ``shared_L``: ids that the row before, of the same layer, holds too, over the ``neighbours_L`` rows of which both
-    are present. ``equal_S``: layers in which a token's row is, as a set, the one before it.
+    are present; of tokens ``first``, ``first + every`` and so on. ``repeats_S`` is set where the rows of a token are,
+    as sets, in all layers those of the token before it; of every token.
     """
     kernel = _kernel()
     count = plain_overlap if kernel is None else kernel.count_overlap
-    count(routes_SLK, shared_L=shared_L, neighbours_L=neighbours_L, equal_S=equal_S)
+    count(routes_SLK, shared_L=shared_L, neighbours_L=neighbours_L, repeats_S=repeats_S, first=first, every=every)
 
 
 def shared_ids(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:
@@ -111,7 +114,9 @@ def plain_overlap(
     *,
     shared_L: NDArray[np.int64],
     neighbours_L: NDArray[np.int64],
-    equal_S: NDArray[np.int32],
+    repeats_S: NDArray[np.bool_],
+    first: int,
+    every: int,
 ) -> None:
     """``count_overlap`` in numpy."""
     tokens, _, slots = routes_SLK.shape
@@ -121,9 +126,11 @@ def plain_overlap(
         before = slice(begin - 1, here.stop - 1)
         same_SL = plain_shared(routes_SLK[here], routes_SLK[before])
         both_SL = present_SL[here] & present_SL[before]
-        shared_L += (same_SL * both_SL).sum(axis=0)
-        neighbours_L += both_SL.sum(axis=0)
-        equal_S[here] += ((same_SL == slots) & both_SL).sum(axis=1, dtype=np.int32)
+        repeats_S[here] = ((same_SL == slots) & both_SL).all(axis=1)
+        numbers = np.arange(begin, here.stop)
+        counted = (numbers >= first) & ((numbers - first) % every == 0)
+        shared_L += (same_SL * both_SL)[counted].sum(axis=0)
+        neighbours_L += both_SL[counted].sum(axis=0)
 
 
 def plain_shared(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:

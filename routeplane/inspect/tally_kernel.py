@@ -32,11 +32,13 @@ def count_overlap(
     *,
     shared_L: NDArray[np.int64],
     neighbours_L: NDArray[np.int64],
-    equal_S: NDArray[np.int32],
+    repeats_S: NDArray[np.bool_],
+    first: int,
+    every: int,
 ) -> None:
     """Add what neighbouring rows share, in place; see ``tally``."""
-    mark_E = np.empty(max(1, int(routes_SLK.max(initial=-1)) + 1), dtype=np.int64)
-    _count_overlap(routes_SLK, shared_L, neighbours_L, equal_S, mark_E)
+    mark_E = np.full(max(1, int(routes_SLK.max(initial=-1)) + 1), -1, dtype=np.int64)
+    _count_overlap(routes_SLK, shared_L, neighbours_L, repeats_S, mark_E, first, every)
 
 
 def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> None:
@@ -49,11 +51,13 @@ def _count_load(routes_SLK: Any, load_LE: Any, rows_L: Any) -> None:
     tokens, layers, slots = routes_SLK.shape
     for begin in range(0, tokens, _BLOCK_TOKENS):
         for layer in range(layers):
+            load_E = load_LE[layer]
             for token in range(begin, min(begin + _BLOCK_TOKENS, tokens)):
-                if routes_SLK[token, layer, 0] >= 0:
+                row_K = routes_SLK[token, layer]
+                if row_K[0] >= 0:
                     rows_L[layer] += 1
                     for slot in range(slots):
-                        load_LE[layer, routes_SLK[token, layer, slot]] += 1
+                        load_E[np.uint64(row_K[slot])] += 1  # unsigned: no look at indices from the end
 
 
 @compiled
@@ -62,37 +66,40 @@ def _count_pairs(routes_SLK: Any, pairs_LEE: Any) -> None:
     for begin in range(0, tokens, _BLOCK_TOKENS):
         for layer in range(layers):
             for token in range(begin, min(begin + _BLOCK_TOKENS, tokens)):
-                if routes_SLK[token, layer, 0] >= 0:
+                row_K = routes_SLK[token, layer]
+                if row_K[0] >= 0:
                     for slot in range(slots):
-                        chosen = routes_SLK[token, layer, slot]
+                        chosen = np.uint64(row_K[slot])
                         for other in range(slot):
-                            pairs_LEE[layer, routes_SLK[token, layer, other], chosen] += 1
+                            pairs_LEE[layer, np.uint64(row_K[other]), chosen] += 1
 
 
 @compiled
-def _count_overlap(routes_SLK: Any, shared_L: Any, neighbours_L: Any, equal_S: Any, mark_E: Any) -> None:
+def _count_overlap(
+    routes_SLK: Any, shared_L: Any, neighbours_L: Any, repeats_S: Any, mark_E: Any, first: int, every: int
+) -> None:
     tokens, layers, slots = routes_SLK.shape
-    for begin in range(0, tokens, _BLOCK_TOKENS):
+    for token in range(1, tokens):
+        counted = token >= first and (token - first) % every == 0
+        equal = True
         for layer in range(layers):
-            # the token at which an expert was last chosen; the row before the block is looked at again
-            mark_E[:] = -2
-            previous = begin > 0 and routes_SLK[begin - 1, layer, 0] >= 0
-            if previous:
+            row_K, before_K = routes_SLK[token, layer], routes_SLK[token - 1, layer]
+            if row_K[0] < 0 or before_K[0] < 0:
+                equal = False
+            else:
+                stamp = token * layers + layer
                 for slot in range(slots):
-                    mark_E[routes_SLK[begin - 1, layer, slot]] = begin - 1
-            for token in range(begin, min(begin + _BLOCK_TOKENS, tokens)):
-                present = routes_SLK[token, layer, 0] >= 0
-                if present:
-                    shared = 0
-                    for slot in range(slots):
-                        chosen = routes_SLK[token, layer, slot]
-                        shared += mark_E[chosen] == token - 1
-                        mark_E[chosen] = token
-                    if previous:
-                        neighbours_L[layer] += 1
-                        shared_L[layer] += shared
-                        equal_S[token] += shared == slots
-                previous = present
+                    mark_E[np.uint64(before_K[slot])] = stamp
+                shared = 0
+                for slot in range(slots):
+                    shared += mark_E[np.uint64(row_K[slot])] == stamp
+                equal &= shared == slots
+                if counted:
+                    neighbours_L[layer] += 1
+                    shared_L[layer] += shared
+            if not (equal or counted):
+                break  # whether a token's rows repeat is known with the first layer that differs
+        repeats_S[token] = equal
 
 
 def shared_ids(left_SLK: NDArray[np.int16], right_SLK: NDArray[np.int16]) -> NDArray[np.int32]:

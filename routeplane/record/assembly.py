@@ -22,7 +22,7 @@ from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.aligned import AlignedColumn, aligned_columns, concatenate_columns
 from routeplane.record.calls import ModelCall
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import Coverage
+from routeplane.record.coverage import Coverage, stale_kv
 from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES, Capture, CaptureState, RecordKey, Span
@@ -59,6 +59,8 @@ class AssemblyReport(Counts):
     overlap_rows: int = 0  # captured twice and compared
     drift_rows: int = 0  # ... and different as sets
     boundary_tokens: int = 0  # tokens whose row an earlier call lacked and a later one brought
+    stale_kv_rows: int = 0  # computed by other weights than those that filled the KV cache before them
+    replaced_rows: int = 0  # of an earlier call, whose place a later one's took
     drift_values: int = 0  # entries of fed columns that two calls brought, and differently
     coverage: Coverage = field(default_factory=Coverage)
 
@@ -169,8 +171,8 @@ def assemble(
                 columns=fill.columns(),
             )
             records.append(record)
-            found = replace(fill.counts, records=1, coverage=record.coverage())
-            report = report.merge(found)
+            stale = _stale_kv_rows(segment, captures)
+            report = report.merge(replace(fill.counts, records=1, coverage=record.coverage(), stale_kv_rows=stale))
     return Assembly(records=tuple(records), report=report)
 
 
@@ -293,6 +295,8 @@ class _Fill:
         filled = int(np.count_nonzero(better_R & (old_rank_R == _ABSENT) & self._known(where, position)))
         self.counts = replace(self.counts, boundary_tokens=self.counts.boundary_tokens + filled)
         taken_R = better_R | (keep_last & (new_rank_R == old_rank_R) & (new_rank_R > _ABSENT))
+        replaced = self.counts.replaced_rows + int(np.count_nonzero(taken_R & (old_rank_R > _ABSENT)))
+        self.counts = replace(self.counts, replaced_rows=replaced)
         at_S = np.flatnonzero(taken_R) + call.first_row
         self.routes_SLK[at_S] = new_RLK[taken_R]
         self._rank_S[at_S] = new_rank_R[taken_R]
@@ -405,6 +409,21 @@ class _Fill:
             for first, last, version in spans
             if first < stop and last > start
         ]
+
+
+def _stale_kv_rows(segment: Sequence[ModelCall], captures: Sequence[Capture]) -> int:
+    """Rows after an update inside their call, or of a call that found rows of other weights in the prefix cache."""
+    stale = {token for start, stop in stale_kv(captures) for token in range(start, stop)}
+    before: set[int] = set()
+    reached: dict[str, set[int]] = {}
+    for call in segment:
+        reached[call.call_id] = set(before) if call.cached else set()
+        before |= {version for _, _, version in call.row_versions() if version is not None}
+    for capture in captures:
+        known = capture.state in ("captured", "partial") and capture.weights_version is not None
+        if known and reached.get(capture.call, set()) - {capture.weights_version}:
+            stale |= set(range(capture.start, capture.stop))
+    return len(stale)
 
 
 def _brings_rows(call: ModelCall) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "lose_rows",
     "partial_states",
     "settle_partial",
+    "stale_kv",
     "suffix_problems",
     "unfed_start",
 ]
@@ -167,6 +168,38 @@ def suffix_problems(captures: Sequence[Capture], spans: Sequence[Span], *, cut: 
 def unfed_start(captures: Sequence[Capture]) -> int:
     """Where the rows that were never fed begin; the number of tokens where all were."""
     return next((capture.start for capture in captures if capture.state == "not_fed"), captures[-1].stop)
+
+
+def stale_kv(captures: Iterable[Capture]) -> list[tuple[int, int]]:
+    """List the rows that new weights computed over a KV cache that old ones had filled.
+
+    A call that goes on after an update reads what its earlier tokens left in the cache, so from the first row of other
+    weights on a difference to a trainer's forward need not be one of numerics. Rows that an engine computed again after
+    an update have no known version, and are none of these.
+
+    Args:
+        captures: Those of one record.
+
+    Returns:
+        ``[start, stop)`` of tokens, in order and apart.
+
+    >>> rows = {"call": "c", "state": "captured"}
+    >>> first, second = (Capture(start=at, stop=at + 3, weights_version=7 + at, **rows) for at in (0, 3))
+    >>> stale_kv([first, second])
+    [(3, 6)]
+    """
+    first: dict[str, int] = {}
+    changed: set[str] = set()
+    found: list[tuple[int, int]] = []
+    for capture in captures:
+        if capture.state not in ("captured", "partial") or capture.weights_version is None:
+            continue
+        if first.setdefault(capture.call, capture.weights_version) != capture.weights_version:
+            changed.add(capture.call)
+        if capture.call in changed:
+            joined = bool(found) and found[-1][1] == capture.start
+            found[-1 if joined else len(found) :] = [(found[-1][0] if joined else capture.start, capture.stop)]
+    return found
 
 
 def settle_partial(captures: Iterable[Capture], routes_SLK: NDArray[Any], *, routes_start: int) -> tuple[Capture, ...]:

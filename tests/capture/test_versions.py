@@ -21,6 +21,7 @@ from routeplane.capture.recorder import record_of_call
 from routeplane.capture.wire import encode
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.calls import ModelCall
+from routeplane.record.coverage import stale_kv
 from tests.capture.payloads import SPEC, engine_rows
 from tests.capture.reading import chunk_calls, response_calls, sglang_call
 
@@ -63,6 +64,9 @@ def test_an_update_at_every_position_is_in_the_record(generated: int, data: st.D
         assert [*[None] * len(PROMPT), *sampled] == versions
         rows = [capture.weights_version for capture in made.captures for _ in range(capture.start, capture.stop)]
         assert [*[sampled[0]] * (len(PROMPT) - 1), *sampled, None] == rows
+        # what new weights computed over the cache of old ones: from the first row of other weights on
+        stale = [any(start <= token < stop for start, stop in stale_kv(made.captures)) for token in range(len(rows))]
+        assert [row not in (None, rows[0]) for row in rows] == stale
 
 
 @given(st.integers(1, 6), st.integers(0, 8), st.integers(0, 1), st.data())
@@ -84,6 +88,37 @@ def test_cached_and_retracted_rows_have_no_version(
         for row in range(capture.start, capture.stop):
             unknown = row < min(cached, len(PROMPT)) or (retractions and at) or row == call.num_tokens - 1
             assert (None if unknown else sampled[max(row + 1, len(PROMPT))]) == capture.weights_version
+
+
+@pytest.mark.parametrize("cached", [0, 5])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_cache_that_outlived_an_update_is_counted(cached: int, at: int) -> None:
+    """Rows after an update in their call, and of a later call that found the first one's rows in the prefix cache; a
+    call whose weights came back to the first version reads what others left there."""
+    first = sglang(4, weight_versions=spans_of(("7", 0, at), ("8", at, 4)))
+    tokens = first.token_ids.tolist()
+    rows = engine_rows(len(tokens) + 2)[:, list(SPEC.layer_ids)].astype(np.int16)
+    second = ModelCall(
+        prompt_ids=np.asarray([*tokens, 30]),
+        generation_ids=np.asarray([31, 32]),
+        routes=rows,
+        weights_version=8,
+        call_id="second",
+        cached=cached,
+        layer_ids=SPEC.layer_ids,
+    )
+    made = assemble([first, second], SPEC, sample_id="s")
+
+    # rows [at + 2, 6) of the first call; the second's are those of tokens 6, 7 and 8
+    assert 4 - at + (3 if cached else 0) == made.report.stale_kv_rows
+    [back] = assemble(
+        [sglang(3, weight_versions=spans_of(("7", 0, 1), ("8", 1, 2), ("7", 2, 3)))], SPEC, sample_id="s"
+    ).records
+    assert [(3, 5)] == stale_kv(back.captures)
+    [again] = assemble(
+        [sglang(4, weight_versions=spans_of(("7", 0, at), ("8", at, 4)), num_retractions=1)], SPEC, sample_id="s"
+    ).records
+    assert [] == stale_kv(again.captures)
 
 
 def test_a_ticket_keeps_versions() -> None:
@@ -185,6 +220,11 @@ def test_responses_name_versions_too() -> None:
 
     [one] = response_calls({"choices": [choice], "weight_version": "4"}, SPEC, **given)
     assert 4 == one.weights_version
+    # SGLang's OpenAI endpoints: weights that were never given a version are "default"
+    [named] = response_calls({"choices": [choice], "metadata": {"weight_version": "6"}}, SPEC, **given)
+    assert 6 == named.weights_version
+    [unset] = response_calls({"choices": [choice], "metadata": {"weight_version": "default"}}, SPEC, **given)
+    assert unset.weights_version is None
     [two] = response_calls({"choices": [{**choice, "weight_versions": spans_of((4, 0, 1), (5, 1, 2))}]}, SPEC, **given)
     assert ((3, 4, 4), (4, 5, 5)) == two.versions
 

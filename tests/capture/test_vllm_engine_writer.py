@@ -29,6 +29,7 @@ from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import open_stream
 from tests.capture.block_files import records_of
 
 SPEC = RouteSpec(num_experts=16, top_k=2, layer_ids=(1, 2), model="m")
@@ -182,6 +183,36 @@ def test_a_ticket_names_a_block_that_can_be_read(tmp_path: Path) -> None:
     assert 0 == writer.report().pending
     writer.close()
     assert (tmp_path / "r-engine-3.closed").exists()
+
+
+def test_ranks_on_one_place_and_a_restart_overwrite_nothing(tmp_path: Path) -> None:
+    """Data-parallel ranks are producers of their own; a rank that starts again goes on behind its last block."""
+    config = WriterConfig(place=str(tmp_path / "place"), run="r")
+    tickets: list[RouteTicket] = []
+    blocks: dict[Path, bytes] = {}
+    for life in range(2):
+        ranks = [EngineWriter(SPEC, config, rank=rank, logprobs_mode="raw_logprobs") for rank in (0, 1)]
+        with pytest.raises(UsageError) as taken:
+            EngineWriter(SPEC, config, rank=1, logprobs_mode="raw_logprobs")
+        assert ErrorKind.PRODUCER_TAKEN == taken.value.kind
+        for number in range(3):
+            for rank, writer in enumerate(ranks):
+                said = run(writer, f"{life}-{rank}-{number}", generated=2)
+                tickets.append(RouteTicket.from_json(said[KEY]))
+        for writer in ranks:
+            writer.close(end=False)
+        found = {path: path.read_bytes() for path in (tmp_path / "place").glob("producers/*/*.arrows")}
+        assert blocks.items() <= found.items()
+        blocks = found
+
+    assert {"engine-0", "engine-1"} == {ticket.stream.split("/")[1] for ticket in tickets}
+    for ticket in tickets:
+        _, producer, number = ticket.stream.split("/")
+        records = {
+            one.key: one for one in open_stream(tmp_path / "place" / "producers" / producer / f"{number}.arrows")
+        }
+        assert [10, 11] == call_of_ticket(records[ticket.key], ticket).generation_ids.tolist()
+    assert 12 == len(set(tickets))
 
 
 def test_the_last_choice_has_the_tickets_of_all(tmp_path: Path) -> None:

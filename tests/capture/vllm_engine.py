@@ -9,6 +9,7 @@ Axes: S token positions, L captured layers, K top-k slots.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,8 @@ def running_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE))
     model.eval().save_pretrained(folder)
+    # An engine that is collected while another starts takes the process groups of both with it (seen on 0.32).
+    gc.collect()
     # vLLM compiles two small functions of its sampler again for every batch size, which takes longer than all the rest.
     with torch.compiler.set_stance("force_eager"):
         yield Engine(llm=start_engine(str(folder), **settings), folder=folder, model=model)

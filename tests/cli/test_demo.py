@@ -25,6 +25,7 @@ from routeplane.cli.demo import rollout as demo_engine
 from routeplane.cli.demo import transformers_trainer as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
+from routeplane.inspect import survey
 from routeplane.inspect.look import check as check_streams
 from routeplane.inspect.look import summarise
 from routeplane.record.record import RouteRecord
@@ -32,6 +33,7 @@ from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
 from routeplane.stream import open_stream
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
+from tests.cli.demo_findings import severities
 
 SPEC = watermarked_spec(layers=(1, 2, 5), top_k=4)
 COLUMNS = ("live", "replay", "shift_token", "shift_layer")
@@ -299,6 +301,23 @@ def test_the_trainers_stream_is_what_its_gates_choose(small: tuple[DemoOptions, 
     assert other <= 0.005 * rows
 
 
+def test_the_trainers_stream_has_its_log_probabilities_live_and_under_replay(
+    small: tuple[DemoOptions, dict[str, Any]],
+) -> None:
+    """Of generated tokens alone; a report's mean gaps are the demo's own figures."""
+    options, figures = small
+    with open_stream(options.stream) as engine, open_stream(options.trainer_stream) as trainer:
+        spec, ours, theirs = engine.spec, list(engine), list(trainer)
+    for record in theirs:
+        assert record.logprobs is not None
+        assert np.isnan(record.logprobs[:32]).all()
+        assert np.isfinite(record.logprobs[32:]).all()
+    ((live, tokens), (replayed, same)) = survey([("demo", ours)], spec, against=theirs).parts[0].gap_sums
+    assert (3 * 24, 3 * 24) == (tokens, same)
+    assert live / tokens == pytest.approx(figures["mean_abs_diff_live"], rel=1e-4)
+    assert replayed / tokens == pytest.approx(figures["mean_abs_diff_replay"], rel=1e-4)
+
+
 def _difference(model: Any, record: RouteRecord) -> NDArray[np.float64]:
     """Trainer minus engine, over what was sampled; the engine's log-probabilities as they stand in the record."""
     tokens = torch.from_numpy(record.token_ids.astype(np.int64))
@@ -346,8 +365,13 @@ def test_the_model_is_a_real_moe_with_every_layer_routed(small: tuple[DemoOption
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_replay_pays_at_full_size(tmp_path: Path, seed: int) -> None:
-    """The mean falls to a third or less, the maximum to a quarter; each control is three times worse than live."""
-    figures = run_demo(DemoOptions(out=str(tmp_path), seed=seed, progress=False))
+    """The mean falls to a third or less, the maximum to a quarter; each control is three times worse than live.
+
+    A healthy run has notes, and neither errors nor warnings.
+    """
+    options = DemoOptions(out=str(tmp_path), seed=seed, progress=False)
+    figures = run_demo(options)
+    assert {"note"} >= severities(options)
     assert (8 * 128, 12 * 8 * 127) == (figures["tokens"], figures["rows"])
     assert figures["mean_abs_diff_live"] >= 3 * figures["mean_abs_diff_replay"]
     assert figures["max_abs_diff_live"] >= 4 * figures["max_abs_diff_replay"]

@@ -30,15 +30,18 @@ NANS = {"float16": "007e", "float32": "0000c07f", "float64": "000000000000f87f"}
 ARROW_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
-def read_stream(path: Path) -> dict[str, Any]:
-    """Format, spec, encoding, trailer and records of a stream. Raises ValueError where the stream is not whole."""
+def read_stream(path: Path, *, versions: tuple[str, ...] = ("1.0", "1.1")) -> dict[str, Any]:
+    """Format, spec, encoding, trailer and records of a stream. Raises ValueError where the stream is not whole.
+
+    ``versions``: those that the reader is to know; another is refused.
+    """
     _require(path.read_bytes()[-8:] == END, "the end-of-stream mark (section 3)")
     with pa.ipc.open_stream(path) as reader:
         metadata = {key.decode(): value.decode() for key, value in reader.schema.metadata.items()}
         names = reader.schema.names
         found = [reader.read_next_batch_with_custom_metadata() for _ in range(_count(path))]
     version, encoding = metadata["routeplane.format"], metadata["routeplane.encoding"]
-    _require(version in ("1.0", "1.1"), f"format 1.0 or 1.1, got {version} (section 11)")
+    _require(version in versions, f"format {' or '.join(versions)}, got {version} (section 11)")
     spec = json.loads(metadata["routeplane.spec"])
     declared = json.loads(metadata.get("routeplane.columns", "{}"))
     records = []

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from routeplane.inspect.statistics import OVERLAP_EVERY
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, Span
 
@@ -54,8 +55,9 @@ def count_plainly(records: Sequence[RouteRecord], *, pairs_every: int, position_
                                 if one != other:
                                     plain.pairs[layer, one, other] += 1
                 if before is not None and present and before[layer][0] >= 0:
-                    plain.neighbours[layer] += 1
-                    plain.shared[layer] += len(set(row) & set(before[layer]))
+                    if token % OVERLAP_EVERY == 0:
+                        plain.neighbours[layer] += 1
+                        plain.shared[layer] += len(set(row) & set(before[layer]))
                     equal &= set(row) == set(before[layer])
                 else:
                     equal = False

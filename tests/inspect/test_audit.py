@@ -6,7 +6,9 @@ Axes: S tokens of a sample, D decoder layers, L captured layers, K top-k slots.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +26,11 @@ from tests.batch.native import BUILDERS, FAMILIES, Sample, engine_samples, famil
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def clean(layout: str, family: str, seed: int) -> tuple[Any, list[Sample], RouteSpec]:
@@ -281,6 +285,23 @@ def test_one_command_finds_what_was_planted(tmp_path: Path, capsys: pytest.Captu
     assert f"got those of sample {second[1]} @ sample {first[1]}, token {first[2]}" in shown
     assert 0 == main(arguments=["audit", str(tmp_path / "clean.pt"), *rest])
     assert 2 == main(arguments=["audit", str(tmp_path / "step.pt"), "--layout", "verl"])
+
+
+def test_the_page_shows_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The how-to page saves a batch of verl with planted faults; its command prints what the page says."""
+    page = (ROOT / "docs" / "how-to" / "read-in-a-trainer.md").read_text(encoding="utf-8")
+    section = page[page.index("## Audit a batch of another stack") :]
+    python, command, shown = (
+        re.findall(rf"^```{label}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
+        for label in ("python", "bash", "text")
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(compile(python, "page", "exec"), {"__name__": "page"})
+
+    assert 1 == main(arguments=command.split()[1:])
+    assert shown == capsys.readouterr().out
 
 
 def test_batches_are_read_from_files(tmp_path: Path) -> None:

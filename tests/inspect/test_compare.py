@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.inspect.compare import MAX_NAMED, RouteDiff, compare, compare_records
 from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture
 from routeplane.record.spec import RouteSpec
 from routeplane.testing import strategies
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -112,6 +113,26 @@ def test_the_order_within_a_row_is_not_compared() -> None:
     record = records(1)[0]
     turned = replace(record, routes=record.routes[:, :, ::-1].copy(), checksum=None)
     assert compare_records(record, turned).same
+
+
+def test_flips_behind_an_update_are_kept_apart() -> None:
+    """Rows that new weights computed over a cache of old ones: their flips are counted, and not as numerics."""
+    [record] = records(1)
+    captures = [
+        Capture(start=start, stop=stop, call="call-0", weights_version=version, state="captured")
+        for start, stop, version in ((0, 5, 1), (5, 8, 2))
+    ]
+    updated = replace(record, captures=(*captures, record.captures[-1]), checksum=None)
+    for sides in (
+        (updated, changed(record, [(1, 0), (6, 0), (7, 0)])),
+        (changed(record, [(1, 0), (6, 0), (7, 0)]), updated),
+    ):
+        found = compare_records(*sides)
+        layers = len(found.layer_ids)
+        assert (3 * layers, 2) == (found.stale_kv_rows, found.stale_kv_flipped)
+        assert 1 / (5 * layers) == pytest.approx(found.fresh_flipped_share)
+        assert 3 / (8 * layers) == pytest.approx(found.flipped_share)
+    assert 0 == compare_records(record, record).stale_kv_rows
 
 
 def test_the_first_row_that_differs_is_named() -> None:

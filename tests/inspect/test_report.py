@@ -28,6 +28,7 @@ from routeplane.inspect.page import (
     write_report,
 )
 from routeplane.inspect.statistics import collect
+from routeplane.record.prefixes import as_delta
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -62,7 +63,7 @@ def with_logprobs(records: list[RouteRecord]) -> tuple[list[RouteRecord], list[R
 class Tags(HTMLParser):
     """Every start tag with its attributes, and whether tags nest."""
 
-    VOID = ("meta", "link", "img", "br")
+    VOID = ("meta", "link", "img", "br", "input")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -184,6 +185,30 @@ def test_flips_add_up_over_parts_layers_and_bars() -> None:
     assert int(found.diff.compared_L.sum()) == sum(sum(row["compared"]) for row in rows)
     flips = int((found.diff.compared_L - found.diff.equal_L).sum())
     assert flips == sum(sum(row["flipped"]) for row in rows)
+
+
+def test_deltas_count_as_the_rows_that_they_have() -> None:
+    """Records whose tokens begin at their own rows, on either side or both: the gaps and rows from there on."""
+    start = 20
+    left, right = with_logprobs(run(4, seed=3))
+    base = [
+        replace(record.slice(0, start), sample_id=f"base-{place}", checksum=None) for place, record in enumerate(left)
+    ]
+    deltas = [as_delta(record, one) for record, one in zip(left, base, strict=True)]
+    theirs = [replace(record.slice(0, start), sample_id="b", checksum=None) for record in right]
+    others = [as_delta(record, one) for record, one in zip(right, theirs, strict=True)]
+    whole = survey([("a", left)], SPEC, against=right)
+
+    assert {start} == {record.tokens_start for record in (*deltas, *others)}
+    for mine, against in ((deltas, right), (left, others), (deltas, others)):
+        found = survey([("a", mine)], SPEC, against=against)
+        live, replayed = found.parts[0].gaps_2G
+        tokens = sum(record.num_tokens - start for record in left)
+        assert (tokens, tokens) == (live.sum(), replayed.sum())
+        assert whole.parts[0].gaps_2G.argmax(axis=1).tolist() == [int(live.argmax()), int(replayed.argmax())]
+        assert found.diff is not None
+        assert whole.diff is not None
+        assert 0 < found.diff.compared_L.sum() < whole.diff.compared_L.sum()
 
 
 def test_gaps_are_shown_live_against_replayed() -> None:

@@ -56,7 +56,7 @@ def test_assembled_records_are_the_plain_ones(rollout: Rollout, overlap: Overlap
     report = made.report
     expected_counts = (len(rollout.turns), len(rollout.token_ids), len(rollout.token_ids) - 1)
     assert expected_counts == (report.calls, report.records, report.breaks)
-    names = ("overlap_rows", "drift_rows", "boundary_tokens")
+    names = ("overlap_rows", "drift_rows", "boundary_tokens", "replaced_rows", "stale_kv_rows")
     assert [counts[name] for name in names] == [getattr(report, name) for name in names]
     assert coverage == report.coverage
 
@@ -206,7 +206,10 @@ def test_reports_merge() -> None:
 
 def test_scalars_have_stable_names() -> None:
     """Every count has its name, apart from those of a stream's report, seen or not."""
-    own = ("calls", "context_breaks", "overlap_rows", "drift_rows", "drift_share", "boundary_tokens", "drift_values")
+    own = (
+        *("calls", "context_breaks", "overlap_rows", "drift_rows", "drift_share", "boundary_tokens", "drift_values"),
+        *("replaced_rows", "stale_kv_rows"),
+    )
     expected = {f"x/assembly_{name}" for name in own} | set(Coverage().scalars(prefix="x/assembly_"))
 
     assert expected == set(AssemblyReport().scalars(prefix="x/"))
