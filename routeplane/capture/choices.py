@@ -20,6 +20,7 @@ from routeplane.capture.layers import LayerAxis, rows_from_axis
 from routeplane.capture.recorder import record_of_call
 from routeplane.capture.wire import WireForm, decode
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
+from routeplane.record.aligned import mask_columns
 from routeplane.record.calls import ModelCall, RowLoss, VersionSpan
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.parse import as_integers, as_logprobs, check_count
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.record.record import RouteRecord
+    from routeplane.record.spans import Sampling
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -90,7 +92,10 @@ class CaptureOptions:
         version_numbers: The number of each weights version that the server names by text. Decimal text is its own
             number; a name without a number is a version that is not known.
         logprobs_mode: Whether log-probabilities are those before temperature and truncation ("raw") or after
-            ("processed"); becomes the attribute of records that have some.
+            ("processed"); becomes the attribute of records that have some. None takes what ``sampling`` says.
+        sampling: The request's sampling parameters; they become those of the generated span. Needed where an answer has
+            sampling masks, and then with processed log-probabilities and a temperature above 0.
+        vocab_size: Ids of the model's logits: sampling masks are held to it, and one of all ids is stored as ``full``.
 
     >>> CaptureOptions(cached=0, axis="captured").cached
     0
@@ -108,6 +113,8 @@ class CaptureOptions:
     redeem: Redeem | None = None
     version_numbers: Mapping[str, int] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
+    sampling: Sampling | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.media, str):  # one text is for ModelCall to refuse
@@ -120,7 +127,10 @@ class CaptureOptions:
         share = self.max_missing_share
         if share is not None and not 0.0 <= share <= 1.0:
             raise refused("max_missing_share in [0, 1], or None", repr(share))
-        for name in ("decoder_layers", "fused_shared"):
+        said = None if self.sampling is None else self.sampling.logprobs_mode
+        if said is not None and self.logprobs_mode not in (None, said):
+            raise refused(f"logprobs_mode as in sampling, {said!r}", repr(self.logprobs_mode))
+        for name in ("decoder_layers", "fused_shared", "vocab_size"):
             if getattr(self, name) is not None:
                 check_count(getattr(self, name), name, below=2**31)
 
@@ -135,7 +145,8 @@ class CaptureOptions:
 
     def attributes(self, call: ModelCall) -> dict[str, str]:
         """What a record of the call says of its log-probabilities."""
-        return {} if self.logprobs_mode is None or call.logprobs is None else {"logprobs_mode": self.logprobs_mode}
+        mode = self.logprobs_mode or (None if self.sampling is None else self.sampling.logprobs_mode)
+        return {} if mode is None or call.logprobs is None else {"logprobs_mode": mode}
 
 
 #: The options of a caller who has none to set.
@@ -151,7 +162,11 @@ class Choice:
     they were read already. ``cached``: prompt tokens that the server says came from its prefix cache.
     ``short_prefill``: whether the server drops the row of the last token where nothing was sampled.
     ``weight_version``: what the server calls the weights. ``weight_versions``: the same by spans of generated tokens.
-    ``retractions``: how often the server gave the request's memory to others and computed it again.
+    ``retractions``: how often the server gave the request's memory to others and computed it again. ``kept``: the ids
+    that sampling kept, a list for each generated token.
+
+    >>> Choice(call_id="c", prompt_ids=[5], generation_ids=[7], finish_reason="stop").retractions
+    0
     """
 
     call_id: str
@@ -168,7 +183,8 @@ class Choice:
     weight_version: Any = None
     weight_versions: Any = None
     retractions: int = 0
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
+    kept: Any = None
+    columns: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     why_absent: str = WHY_ABSENT
 
 
@@ -317,6 +333,7 @@ def call_of_choice(
     if choice.retractions and rows_RLK is not None and _may_have_changed(choice, versions):
         # what was computed again replaced the rows of the first time, by weights that nothing names
         bound = begin + len(rows_RLK)
+    whole = last == "captured" and rows_RLK is not None and begin + len(rows_RLK) == len(token_S)
     return ModelCall(
         prompt_ids=prompt_P,
         generation_ids=generation_G,
@@ -331,10 +348,30 @@ def call_of_choice(
         # below first_row there is no row that could have come from a cache
         cached=cached_rows(bound, rows_RLK, first_row=begin),
         loss=loss,
-        rows="all"
-        if last == "captured" and rows_RLK is not None and begin + len(rows_RLK) == len(token_S)
-        else "but_last",
-        columns=choice.columns,
+        rows="all" if whole else "but_last",
+        columns={**choice.columns, **_masks(choice, options, generation_G, prompt=len(prompt_P))},
+        sampling=options.sampling,
+    )
+
+
+def _masks(
+    choice: Choice, options: CaptureOptions, generation_G: NDArray[np.int32], *, prompt: int
+) -> Mapping[str, Any]:
+    """The columns of the sampling masks, where some came."""
+    if choice.kept is None:
+        return {}
+    if not isinstance(choice.kept, list):
+        raise DataError(
+            f"expected sampling masks as a list, got {type(choice.kept).__name__} @ call {choice.call_id}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+    return mask_columns(
+        choice.kept,
+        generation_G,
+        prompt=prompt,
+        sampling=options.sampling,
+        call=choice.call_id,
+        vocab_size=options.vocab_size,
     )
 
 
@@ -464,6 +501,11 @@ def _redeemed(
     changes = {name: value for name, value in said.items() if value != getattr(call, name)}
     if call.logprobs is None and choice.logprobs is not None:
         changes["logprobs"] = _logprobs(choice)
+    if call.sampling is None and options.sampling is not None:
+        changes["sampling"] = options.sampling
+    if choice.kept is not None and "sampling_mask" not in call.columns:
+        masks = _masks(choice, options, call.generation_ids, prompt=len(call.prompt_ids))
+        changes["columns"] = {**call.columns, **masks}
     return replace(call, **changes, checksum=None) if changes else call
 
 
@@ -644,7 +686,13 @@ def sample_names(given: Sequence[str] | None, count: int, *, stem: str = "sample
 def check_requests(
     prompts: Sequence[Sequence[int]], names: Sequence[str], *, max_tokens: int, temperature: float, seed: int
 ) -> None:
-    """Raise UsageError for prompts, names or settings that no engine can serve as they stand."""
+    """Raise UsageError for prompts, names or settings that no engine can serve as they stand.
+
+    >>> check_requests([[5, 6]], ["a"], max_tokens=4, temperature=1.0, seed=0)
+    >>> check_requests([[]], ["a"], max_tokens=4, temperature=1.0, seed=0)
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected prompts of at least one token each, got an empty one
+    """
     if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
         raise refused("prompts of at least one token each", "an empty one")
     for prompt in prompts:
@@ -707,6 +755,9 @@ def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) ->
     """``ModelCall.cached`` where rows before ``bound`` may come from a prefix cache, and ``[first_row, ...)`` came.
 
     0 where none of the rows that came does, so that one call has one form (and checksum) in every reader.
+
+    >>> cached_rows(5, np.zeros((2, 1, 1)), first_row=4), cached_rows(3, np.zeros((2, 1, 1)), first_row=4)
+    (5, 0)
     """
     if rows_RLK is None or len(rows_RLK) == 0 or bound <= first_row:
         return 0

@@ -3,8 +3,9 @@
 ``meta_info["routed_experts"]`` is base64 of int32, little endian, without a header: rows of the tokens
 ``[routed_experts_start_len, prompt + completion - 1)``, each with a slot for every decoder layer, dense ones zero
 (srt/state_capturer/routed_experts.py). A server that fuses shared experts into the routed ones appends their slots,
-whose ids are E and above. Its OpenAI endpoints are ``http.openai``. Knows no SGLang package; nothing here opens a
-connection.
+whose ids are E and above. ``meta_info["output_token_sampling_mask"]`` (``return_sampling_mask``; read in 0.5.23) is a
+list of kept ids for each generated token, most likely first; a list longer than the server's cap aborts the request.
+Its OpenAI endpoints are ``http.openai``. Knows no SGLang package; nothing here opens a connection.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _OPTIONS = (
     "logprobs_mode",
     "max_missing_share",
     "media",
+    "sampling",
     "version_numbers",
+    "vocab_size",
 )
 
 
@@ -147,7 +150,8 @@ def _choice(answer: object, prompt_ids: Sequence[int], *, call_id: str | None) -
         # a retracted or disconnected request ends as "abort" (srt/managers/schedule_batch.py, FINISH_ABORT)
         finish_reason=str(reason.get("type")) if isinstance(reason, Mapping) else str(reason),
         routes=info.get("routed_experts"),
-        logprobs=logprobs,
+        logprobs=_sampling_logprobs(info, tokens, name) or logprobs,
+        kept=info.get("output_token_sampling_mask"),
         cached=_count(info, "cached_tokens", name),
         weight_version=_unset_is_none(info.get("weight_version")),
         weight_versions=info.get("weight_versions"),
@@ -156,6 +160,26 @@ def _choice(answer: object, prompt_ids: Sequence[int], *, call_id: str | None) -
         short_prefill=True,
         why_absent=_WHY_ABSENT,
     )
+
+
+def _sampling_logprobs(info: Mapping[str, Any], tokens: Sequence[Any], name: str) -> list[Any] | None:
+    """What sampling from the kept ids gave the tokens: log-probabilities over these ids, beside masks alone.
+
+    ``output_token_logprobs`` are over the whole vocabulary. With ``sampling_logprobs_mode="support"`` each entry has
+    the value of every kept id, in the order of the mask.
+    """
+    masks, values = info.get("output_token_sampling_mask"), info.get("output_token_sampling_logprobs")
+    if masks is None:
+        return None
+    if not all(isinstance(one, list) and len(one) == len(tokens) for one in (masks, values)):
+        raise DataError(
+            f"expected a sampling mask and a log-probability for each of {len(tokens)} tokens @ call {name}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+    return [
+        value[mask.index(token)] if isinstance(value, list) and token in mask[: len(value)] else value
+        for token, mask, value in zip(tokens, masks, values or (), strict=True)
+    ]
 
 
 def _count(info: Mapping[str, Any], key: str, name: str) -> int | None:

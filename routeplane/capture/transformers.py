@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from transformers import GenerationConfig
 from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.gates import Gate, SelectionMode, find_gates
 from routeplane.errors import CaptureError, ErrorKind, refused
+from routeplane.record import spans
+from routeplane.record.aligned import AlignedColumn, mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
 from routeplane.record.spec import RouteSpec
@@ -40,13 +42,43 @@ __all__ = ["GateTape", "Sampling", "calls", "records", "taping"]
 class Sampling:
     """How tokens are drawn and when a sequence ends, whatever the model's generation configuration says.
 
-    ``temperature``: 0 decodes greedily, otherwise tokens are drawn from the whole softmax. ``eos_token_id``: the only
-    tokens that end a sequence early. ``pad_token_id``: fills prompts of a batch from the left; its rows are dropped.
+    Attributes:
+        temperature: 0 decodes greedily.
+        top_p: Mass of the most likely tokens that are kept; 1 keeps all.
+        top_k: How many of the most likely tokens are kept; 0 keeps all.
+        min_p: Smallest probability that is kept, as a share of the largest; 0 keeps all.
+        logprobs_mode: ``processed`` log-probabilities are those that tokens were drawn with, and records have sampling
+            masks; ``raw`` ones are of the model's logits, so nothing may be cut then.
+        eos_token_id: The only tokens that end a sequence early.
+        pad_token_id: Fills prompts of a batch from the left; its rows are dropped.
+
+    Raises UsageError for values out of range, cuts with raw log-probabilities, and processed ones without a
+    temperature.
+
+    >>> Sampling(temperature=0.8, top_p=0.9, logprobs_mode="processed").stops
+    []
     """
 
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise refused("logprobs_mode of ('raw', 'processed')", repr(self.logprobs_mode))
+        if not (0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p < 1):
+            raise refused(
+                "top_p in (0, 1], top_k of at least 0 and min_p in [0, 1)", f"{self.top_p}, {self.top_k}, {self.min_p}"
+            )
+        cuts = (self.top_p, self.top_k, self.min_p) != (1, 0, 0)
+        if cuts and self.logprobs_mode == "raw":
+            raise refused("logprobs_mode='processed' where sampling cuts tokens", "'raw'")
+        if self.logprobs_mode == "processed" and self.temperature == 0:
+            raise refused("a temperature above 0 for processed log-probabilities", "0")
 
     @property
     def stops(self) -> list[int]:
@@ -54,9 +86,31 @@ class Sampling:
         ends = self.eos_token_id
         return [] if ends is None else [int(end) for end in np.atleast_1d(np.asarray(ends))]
 
+    def of_span(self) -> spans.Sampling:
+        """The parameters as a generated span holds them; there are no penalties, biases or other processors."""
+        return spans.Sampling(
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            top_k=int(self.top_k),
+            min_p=float(self.min_p),
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            processors=(),
+            logprobs_mode=self.logprobs_mode,
+        )
+
 
 class GateTape:
-    """What a model's gates chose, forward by forward. Filled by ``taping``."""
+    """What a model's gates chose, forward by forward. Filled by ``taping``.
+
+    >>> from routeplane import RouteSpec
+    >>> tape = GateTape(RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)))
+    >>> tape.begin()
+    >>> tape.add(0, torch.tensor([[3, 1]]))
+    >>> tape.forwards()[0].tolist()
+    [[[3, 1]]]
+    """
 
     def __init__(self, spec: RouteSpec) -> None:
         self._spec = spec
@@ -151,7 +205,7 @@ def calls(
     weights_version: int = 0,
     call_ids: Sequence[str] | None = None,
 ) -> list[ModelCall]:
-    """Sample from the model and return each sequence as a call, with raw log-probabilities of the sampled tokens.
+    """Sample from the model and return each sequence as a call, with log-probabilities of the sampled tokens.
 
     ``model``: a Transformers causal language model in evaluation mode. ``max_tokens``: most tokens generated for a
     prompt. ``seed``: of all draws; the global random state is left as it was. ``call_ids``: default ``call-0``, ...
@@ -181,20 +235,27 @@ def calls(
         output = model.generate(inputs.to(device), attention_mask=mask.to(device), generation_config=config)
     width = inputs.shape[1]
     generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
-    logprobs_BG = _sampled_logprobs(output.logits, output.sequences[:, width:])
+    # scores are what the sampler itself drew from: filtered logits, -inf outside of the kept ids
+    logits = output.logits if output.scores is None else output.scores
+    logprobs_BG = _sampled_logprobs(logits, output.sequences[:, width:])
+    how = sampling.of_span()
     forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
     found = []
     for index, prompt in enumerate(prompts):
         length = _generated_length(generated_BG[index], sampling.stops)
+        tokens_G = generated_BG[index, :length]
+        masks = _masks(output.scores, index, tokens_G, prompt=len(prompt), how=how, call=names[index])
         found.append(
             ModelCall(
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
-                generation_ids=generated_BG[index, :length],
+                generation_ids=tokens_G,
                 routes=_rows_of(forwards, index, prompt=len(prompt), width=width, generated=length),
                 layer_ids=spec.layer_ids,
                 weights_version=weights_version,
                 call_id=names[index],
                 logprobs=logprobs_BG[index, :length],
+                columns=masks,
+                sampling=how,
             )
         )
     return found
@@ -226,15 +287,15 @@ def records(
         weights_version=weights_version,
         call_ids=names,
     )
-    raw = {"logprobs_mode": "raw"}
+    mode = {"logprobs_mode": sampling.logprobs_mode}
     return [
-        assemble([call], spec, sample_id=name, attributes=raw).records[0]
+        assemble([call], spec, sample_id=name, attributes=mode).records[0]
         for call, name in zip(found, names, strict=True)
     ]
 
 
 def _generation_config(sampling: Sampling, *, max_tokens: int) -> Any:
-    """Plain sampling from the whole softmax, or greedy decoding."""
+    """Sampling from what temperature, top-k, top-p and min-p leave, or greedy decoding."""
     settings: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "do_sample": sampling.temperature > 0,
@@ -242,10 +303,12 @@ def _generation_config(sampling: Sampling, *, max_tokens: int) -> Any:
         "pad_token_id": sampling.pad_token_id,
         "use_cache": True,
         "return_dict_in_generate": True,
-        "output_logits": True,
+        "output_logits": sampling.logprobs_mode == "raw",
+        "output_scores": sampling.logprobs_mode == "processed",
     }
     if sampling.temperature > 0:
-        settings |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        settings |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        settings |= {"min_p": sampling.min_p or None}
     return GenerationConfig.from_dict(settings)
 
 
@@ -275,13 +338,29 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[t
 
 
 def _sampled_logprobs(logits: Sequence[torch.Tensor], sampled_BG: torch.Tensor) -> NDArray[np.float32]:
-    """log softmax of the raw logits at the sampled token, float32 ``[B, G]``; step by step, so [B, G, V] never
+    """log softmax of the logits at the sampled token, float32 ``[B, G]``; step by step, so [B, G, V] never
     exists."""
     columns = [
         torch.log_softmax(step_BV.float(), dim=-1).gather(-1, sampled_BG[:, at : at + 1].to(step_BV.device)).cpu()
         for at, step_BV in enumerate(logits)
     ]
     return np.ascontiguousarray(torch.cat(columns, dim=1).numpy())
+
+
+def _masks(
+    scores: Sequence[torch.Tensor] | None,
+    index: int,
+    tokens_G: NDArray[np.int32],
+    *,
+    prompt: int,
+    how: spans.Sampling,
+    call: str,
+) -> dict[str, AlignedColumn]:
+    """The ids of finite score at each step of one sequence; no column where there are no scores."""
+    if scores is None:
+        return {}
+    kept = [torch.isfinite(step_BV[index]).nonzero()[:, 0].cpu().numpy() for step_BV in scores[: len(tokens_G)]]
+    return mask_columns(kept, tokens_G, prompt=prompt, sampling=how, call=call, vocab_size=scores[0].shape[-1])
 
 
 def _checked_forwards(tape: GateTape, *, rows: int, width: int, steps: int) -> list[NDArray[np.int32]]:

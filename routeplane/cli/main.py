@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"routeplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    moving = [_convert_parser(commands), _archive_parser(commands), _demo_parser(commands)]
-    made = [*add_commands(commands), add_audit(commands), *moving]
+    made = [*add_commands(commands), add_audit(commands)]
+    made += [_convert_parser(commands), _archive_parser(commands), _demo_parser(commands)]
     for command in made:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     completion = commands.add_parser("completion", help="print the shell's completion script")
@@ -201,6 +201,7 @@ def _demo_parser(commands: Any) -> argparse.ArgumentParser:
     demo.add_argument("--trainer-python", help="interpreter of the trainer's own environment")
     demo.add_argument("--transport", choices=("file", "folder"), default="file")
     demo.add_argument("--fleet", action="store_true", help="all parts as actors of a Ray cluster, rollouts over HTTP")
+    demo.add_argument("--compare", action="store_true", help="with --fleet: start it also with one task after another")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="keep the model and the streams in this folder")
     demo.add_argument("--report", type=Path, metavar="FILE", help="write what the run's routes look like, as HTML")
@@ -217,6 +218,7 @@ def _demo(options: argparse.Namespace) -> int:
             trainer_python=options.trainer_python or "",
             transport=options.transport,
             fleet=options.fleet,
+            compare=options.compare,
             seed=options.seed,
             progress=sys.stderr.isatty(),
         )

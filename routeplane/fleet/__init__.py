@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from routeplane.fleet.endpoints import Endpoint, Endpoints, EndpointState, ServerState, reserve
     from routeplane.fleet.engine import EngineConfig
     from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig, build_config
+    from routeplane.fleet.setup import Setup, check_setup
     from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, Timeline, start, start_async
 
 __all__ = [
@@ -37,11 +38,13 @@ __all__ = [
     "Fleet",
     "Plan",
     "ServerState",
+    "Setup",
     "Task",
     "TaskContext",
     "Timeline",
     "build_config",
     "build_environment_actor",
+    "check_setup",
     "reserve",
     "start",
     "start_actor",
@@ -62,6 +65,7 @@ _MODULES = {
     "endpoints": ("Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"),
     "engine": ("EngineConfig",),
     "environment": ("ALL_KEYS", "EnvironmentConfig", "build_config"),
+    "setup": ("Setup", "check_setup"),
     "startup": ("Fleet", "Plan", "Task", "TaskContext", "Timeline", "start", "start_async"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

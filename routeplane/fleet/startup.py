@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from routeplane.errors import ErrorKind, FleetError, Problem, UsageError
+from routeplane.fleet.setup import Setup, check_setup
 from routeplane.fleet.teardown import CLOSE_SECONDS, Closers, interrupts_noted
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Task:
 class Plan:
     """Tasks in the order in which those that share a resource run. Pure value; nothing runs yet.
 
+    ``setup``: what the parts are configured to do with routes; ``start`` checks it before it runs any task.
+
     Raises UsageError (PLAN) for no task, a name that comes twice, a need that is not a task, and needs in a circle.
 
     >>> async def work(context):
@@ -66,6 +69,7 @@ class Plan:
     """
 
     tasks: tuple[Task, ...]
+    setup: Setup | None = None
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
@@ -163,8 +167,10 @@ class Timeline:
         return max((task.ended for task in self.tasks if task.ended is not None), default=0.0)
 
     @property
-    def serial_seconds(self) -> float:
-        """What the tasks took together: the wall time had they run one after another."""
+    def task_seconds(self) -> float:
+        """What the tasks' own times add up to. Tasks that ran side by side slowed each other: one after another they
+        would have taken less, so this over ``seconds`` is not what overlapping gained.
+        """
         return sum(task.seconds for task in self.tasks)
 
     def critical_path(self) -> tuple[str, ...]:
@@ -181,7 +187,7 @@ class Timeline:
         """JSON-ready."""
         return {
             "seconds": round(self.seconds, 3),
-            "serial_seconds": round(self.serial_seconds, 3),
+            "task_seconds": round(self.task_seconds, 3),
             "critical_path": list(self.critical_path()),
             "tasks": [task.to_dict() for task in self.tasks],
         }
@@ -190,7 +196,7 @@ class Timeline:
         """A flat dict with stable names for a metrics logger: seconds in all, and by task."""
         return {
             f"{prefix}fleet_start_seconds": self.seconds,
-            f"{prefix}fleet_start_serial_seconds": self.serial_seconds,
+            f"{prefix}fleet_start_task_seconds": self.task_seconds,
             **{f"{prefix}fleet_start_{task.name}_seconds": task.seconds for task in self.tasks},
         }
 
@@ -360,7 +366,8 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
     ``on_change``: called with the timeline so far when a task starts or ends, for a progress display. Where a task
     fails, the others are cancelled, everything acquired or deferred so far is closed, last first, and FleetError
     (START_FAILED) is raised with one problem for each task that failed of itself, from an ExceptionGroup of what they
-    raised. Cancelled from outside, it closes in the same way.
+    raised. Cancelled from outside, it closes in the same way. A set-up that contradicts itself is refused before any
+    task runs, as ``check_setup`` says.
 
     >>> async def engine(context):
     ...     return "up"
@@ -370,6 +377,8 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
     >>> asyncio.run(main())
     'up'
     """
+    if plan.setup is not None:
+        check_setup(plan.setup)
     run = _Run(plan, on_change)
     tasks = [asyncio.create_task(run.carry_out(task), name=task.name) for task in run.ordered]
     try:

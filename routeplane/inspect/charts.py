@@ -85,7 +85,16 @@ def encode(spec: Spec, form: Literal["png", "svg"]) -> bytes:
 
 
 def draw_charts(overview: Overview) -> dict[str, Spec]:
-    """Every chart that the data has something for, by name, in reading order."""
+    """Every chart that the data has something for, by name, in reading order.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> from routeplane.inspect import collect
+    >>> from routeplane.inspect.overview import Overview
+    >>> list(draw_charts(Overview.of(collect(records, spec))))
+    ['load', 'effective', 'overlap', 'coverage']
+    """
     several = len(overview.parts) > 1
     diff = overview.diff
     compared = diff is not None and bool(diff.compared_L.any())
@@ -651,6 +660,10 @@ def draw_timeline(tasks: Sequence[Mapping[str, Any]]) -> Spec:
 
     Returns:
         A specification for ``encode``.
+
+    >>> tasks = [{"name": "engine", "started": 0.0, "ended": 1.5, "outcome": "done", "waited_for": None}]
+    >>> encode(draw_timeline(tasks), "png")[1:4]
+    b'PNG'
     """
     rows = [
         {

@@ -220,7 +220,14 @@ class RouteDiff(Counts):
 
 
 def compare_records(left: RouteRecord, right: RouteRecord) -> RouteDiff:
-    """The difference of one sample. Rows before either's ``routes_start`` are not compared. Raises SpecError."""
+    """The difference of one sample. Rows before either's ``routes_start`` are not compared. Raises SpecError.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> compare_records(records[0], records[0]).same
+    True
+    """
     total = RouteDiff.empty(left.spec, right.spec)
     return total.merge(_count(left, align(left, right, layer_ids=total.layer_ids), total.layer_ids))
 
@@ -240,6 +247,13 @@ def compare(
     ``right`` as a mapping (an archive) is looked up, so that its order does not matter. Of two streams, records whose
     partner has not come are held; in the same order that is none. Raises UsageError (TOO_LONG) where more than
     ``max_held_bytes`` wait, DataError (DUPLICATE_KEY), SpecError.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> found = compare(records, records[:2], specs=(spec, spec))
+    >>> found.samples, found.equal_samples, found.left_only
+    (2, 2, 1)
     """
     total = RouteDiff.empty(*specs)
     pairs = _look_up(left, right) if isinstance(right, Mapping) else _in_step(left, right, max_held_bytes)

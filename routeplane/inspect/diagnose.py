@@ -156,6 +156,11 @@ def find_findings(
     """What stands out, what most likely caused the most first; only notes for a healthy run.
 
     ``diff`` and ``examiner``: of the same records against another side, from ``compare(..., watch=examiner.add)``.
+
+    >>> from routeplane.inspect import collect
+    >>> from routeplane.testing.builders import watermarked_spec
+    >>> find_findings(collect([], watermarked_spec()))[0].kind
+    'nothing_recorded'
     """
     found = [
         *(examiner.findings() if examiner is not None else []),
@@ -776,19 +781,14 @@ def differences(diff: RouteDiff) -> list[Finding]:
 
 def _flips(diff: RouteDiff) -> Finding:
     """Counted, and not judged: what near-ties do under other kernels is what replay is there for."""
-    share = int(diff.shared_L.sum()) / max(int(diff.compared_L.sum()) * _slots(diff), 1)
+    shared, union = int(diff.shared_L.sum()), int(diff.union_L.sum())
+    share = 2 * shared / max(union + shared, 1)  # union and intersection together are the ids of both rows
     return Finding(
         severity="note",
         kind="near_ties",
         title=f"the two sides chose different experts in {diff.flipped_share:.2%} of the rows",
         detail=f"and share {share:.2%} of all expert ids; a trainer without replay would train on these",
     )
-
-
-def _slots(diff: RouteDiff) -> int:
-    """K: a row's ids in the union and the intersection of equal sets are K each."""
-    compared = int(diff.compared_L.sum())
-    return (int(diff.union_L.sum()) + int(diff.shared_L.sum())) // (2 * compared) if compared else 1
 
 
 def _count(number: int, what: str) -> str:

@@ -139,7 +139,14 @@ def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat
 
 
 def to_polars(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat") -> polars.DataFrame:
-    """The same as a polars data frame. Raises MissingExtraError where polars is not installed."""
+    """The same as a polars data frame. Raises MissingExtraError where polars is not installed.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> to_polars(records).shape
+    (48, 11)
+    """
     try:
         import polars
     except ImportError as error:
@@ -151,7 +158,14 @@ def to_polars(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "fla
 
 
 def to_pandas(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat") -> pandas.DataFrame:
-    """The same as a pandas data frame with Arrow types. Raises MissingExtraError where pandas is not installed."""
+    """The same as a pandas data frame with Arrow types. Raises MissingExtraError where pandas is not installed.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> to_pandas(records, form="nested").shape
+    (3, 12)
+    """
     try:
         import pandas
     except ImportError as error:

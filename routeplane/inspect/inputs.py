@@ -218,6 +218,19 @@ def find_sources(patterns: Sequence[str | os.PathLike[str]], *, policy: ReadPoli
     Raises:
         SpecError: Two sources differ in geometry.
         UsageError, OSError: As ``resolve``; and what opening raises.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> import tempfile
+    >>> from routeplane import new_stream
+    >>> path = tempfile.mkdtemp() + "/run.arrows"
+    >>> with new_stream(path, spec) as sink:
+    ...     for record in records:
+    ...         sink.write(record)
+    >>> sources = find_sources([path])
+    >>> len(sources), [record.num_tokens for record in sources.records()]
+    (1, [8, 8, 8])
     """
     sources = resolve(patterns)
     specs = [source.spec for source in sources]

@@ -179,6 +179,19 @@ def summarise(place: str | os.PathLike[str]) -> list[StreamSummary | ArchiveSumm
     Raises:
         FormatError: What stands there is none of these, or its header is damaged.
         OSError: It cannot be read.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> import tempfile
+    >>> from routeplane import new_stream
+    >>> path = tempfile.mkdtemp() + "/run.arrows"
+    >>> with new_stream(path, spec) as sink:
+    ...     for record in records:
+    ...         sink.write(record)
+    >>> [summary] = summarise(path)
+    >>> summary.to_dict()["records"], summary.to_dict()["tokens"], summary.complete
+    (3, 24, True)
     """
     return [_summary(source) for source in resolve([place])]
 
@@ -237,6 +250,19 @@ def check(place: str | os.PathLike[str]) -> StreamCheck:
 
     Raises:
         OSError: Nothing can be read.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> import tempfile
+    >>> from routeplane import new_stream
+    >>> path = tempfile.mkdtemp() + "/run.arrows"
+    >>> with new_stream(path, spec) as sink:
+    ...     for record in records:
+    ...         sink.write(record)
+    >>> found = check(path)
+    >>> found.verdict, found.records, found.tokens
+    ('valid', 3, 24)
     """
     found = [_check(source) for source in resolve([place])]
     if len(found) == 1:
@@ -385,6 +411,13 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
     """Explain ``token``, an absolute position of ``record``, in all layers or those of ``layer_ids``.
 
     Raises UsageError (ARGUMENT) for a position outside the record, SpecError for a layer that it does not have.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> hop = explain(records[0], 3)
+    >>> hop.capture.state, [rows.layer for rows in hop.layers]
+    ('captured', [1, 2])
     """
     if not 0 <= token < record.num_tokens:
         raise UsageError(

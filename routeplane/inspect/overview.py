@@ -120,6 +120,13 @@ def survey(
 
     Raises:
         SpecError: No layer is common, or geometries differ; and what the iterations raise.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> overview = survey([("step-0", records)], spec, against=records)
+    >>> overview.num_samples, overview.diff.same
+    (3, True)
     """
     gathered = _Survey(spec, against_spec or spec)
     if against is None:

@@ -75,6 +75,13 @@ def view_sample(
 
     Returns:
         At most MAX_TOKENS tokens, from a little before the first coloured one.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> view = view_sample(records[0])
+    >>> view.name, len(view.texts)
+    ('sample-0/0/0', 8)
     """
     missing_S = np.zeros(record.num_tokens, dtype=np.int64)
     missing_S[record.routes_start :] = (record.routes[:, :, 0] == MISSING).sum(axis=1)
@@ -207,7 +214,14 @@ def _safe_script(text: str) -> str:
 
 
 def write_report(path: Path, text: str) -> None:
-    """Write the page, all of it or nothing; into a pipe or a device as it is. Raises OSError."""
+    """Write the page, all of it or nothing; into a pipe or a device as it is. Raises OSError.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "report.html")
+    >>> write_report(path, "<h1>a run</h1>")
+    >>> path.read_text()
+    '<h1>a run</h1>'
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     target = PublishedPath(path)
     with contextlib.ExitStack() as undo:

@@ -333,6 +333,13 @@ def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int
     ``spec``: theirs. ``pairs_every``: count pairs of experts on every n-th token of a record, 0 for not at all; the
     default is PAIRS_EVERY, or 0 where the table would pass MAX_PAIRS_BYTES. Raises SpecError for a record of another
     spec, UsageError, and what the iteration raises.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> found = collect(records, spec)
+    >>> found.coverage.records, found.overlap_L.shape
+    (3, (2,))
     """
     collector = Collector(spec, pairs_every=pairs_every)
     for record in records:
@@ -341,7 +348,17 @@ def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int
 
 
 class Collector:
-    """Counts records as they come; ``result()`` is what passed so far, and counting may go on after it."""
+    """Counts records as they come; ``result()`` is what passed so far, and counting may go on after it.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec(layers=(1, 2))
+    >>> records = [watermarked_record(index, num_tokens=8, spec=spec) for index in range(3)]
+    >>> collector = Collector(spec)
+    >>> for record in records:
+    ...     collector.add(record)
+    >>> collector.result().coverage.total
+    24
+    """
 
     def __init__(self, spec: RouteSpec, *, pairs_every: int | None = None) -> None:
         width = max(spec.experts_per_layer)

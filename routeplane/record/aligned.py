@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.errors import DataError, ErrorKind
-from routeplane.record.parse import RESERVED_COLUMNS, as_array, check_text, frozen_view
+from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.record.parse import RESERVED_COLUMNS, as_array, as_integers, check_text, frozen_view
 
 if TYPE_CHECKING:
     from routeplane.record.checksum import CanonicalHash
+    from routeplane.record.spans import Sampling
 
 __all__ = [
     "COLUMN_TYPES",
+    "MASK_STATES",
     "AlignedColumn",
     "Alignment",
     "ColumnType",
@@ -35,6 +37,7 @@ __all__ = [
     "hash_columns",
     "have_rules",
     "join_layers",
+    "mask_columns",
     "read_column",
 ]
 
@@ -663,6 +666,89 @@ def _check_mask(
     found_S[owner_N[mask.values == token_ids[owner_N]]] = True
     if not ascending or (mask.values < 0).any() or (listed_S & ~found_S).any():
         raise _unfit("sampling_mask", "ids that ascend within a list, and the sampled id inside", "others", sample)
+
+
+def mask_columns(
+    kept: Sequence[Any],
+    generation_ids: NDArray[np.int32],
+    *,
+    prompt: int,
+    sampling: Sampling | None,
+    call: str,
+    vocab_size: int | None = None,
+    capped: Sequence[bool] | None = None,
+    relaxed_acceptance: bool = False,
+) -> dict[str, AlignedColumn]:
+    """Make the columns ``sampling_mask`` and ``sampling_mask_state`` of a call from what its engine says.
+
+    Args:
+        kept: For each sampled token the ids that its sampler could have drawn, in any order; None where the engine does
+            not say.
+        generation_ids: The sampled tokens, int32 ``[G]``.
+        prompt: How many tokens stand before them; they have no entry.
+        sampling: The parameters, of which a temperature above 0 and processed log-probabilities are required: a mask
+            means nothing without its temperature, and raw log-probabilities are not those of the kept ids.
+        call: Named in errors.
+        vocab_size: Ids of the model's logits. A list of all of them is stored as ``full``, without ids.
+        capped: Whether the engine cut a list short, for each token; None: no list was.
+        relaxed_acceptance: Whether a speculative decoder accepted tokens that the target would not have drawn so often:
+            no mask describes these, so True is refused.
+
+    Returns:
+        The columns of ``prompt + G`` entries, in memory of their own. Raises UsageError for masks under these
+        parameters, DataError (TOKEN_COLUMN) for lists that are not those of the tokens.
+
+    >>> from routeplane import Sampling
+    >>> how = Sampling(temperature=0.8, top_p=0.9, logprobs_mode="processed")
+    >>> made = mask_columns([[9, 7], None], np.asarray([7, 3]), prompt=1, sampling=how, call="c")
+    >>> made["sampling_mask"].tolist(), made["sampling_mask_state"].tolist()
+    ([[], [7, 9], []], [0, 1, 0])
+    """
+    _check_mask_sampling(sampling, relaxed_acceptance, call)
+    count, cut_G = len(generation_ids), [False] * len(kept) if capped is None else list(capped)
+    if not len(kept) == len(cut_G) == count:
+        raise _unfit_list(f"one list for each of {count} sampled tokens", f"{len(kept)}", call)
+    lists: list[NDArray[np.int32]] = [np.empty(0, np.int32)] * prompt
+    codes_S = np.zeros(prompt + count, dtype=np.uint8)
+    for at, (ids, cut, sampled) in enumerate(zip(kept, cut_G, generation_ids.tolist(), strict=True)):
+        kept_N = np.empty(0, np.int32)
+        if ids is not None:
+            kept_N = _kept_ids(ids, sampled, vocab_size, f"{call}, generated token {at}")
+            full = len(kept_N) == vocab_size
+            codes_S[prompt + at] = MASK_STATES.index("full" if full else "capped" if cut else "listed")
+            kept_N = kept_N[:0] if full else kept_N
+        lists.append(kept_N)
+    return {
+        "sampling_mask": AlignedColumn.of_lists(lists, dtype="int32", aligned="sampled", axis="kept"),
+        "sampling_mask_state": AlignedColumn.of(codes_S, aligned="sampled"),
+    }
+
+
+def _check_mask_sampling(sampling: Sampling | None, relaxed_acceptance: bool, call: str) -> None:
+    if relaxed_acceptance:
+        raise refused("exact acceptance beside sampling masks", f"a relaxed one @ call {call}")
+    if sampling is None or not sampling.temperature or sampling.temperature < 0:
+        got = "none" if sampling is None else repr(sampling.temperature)
+        raise refused("a temperature above 0 in the sampling parameters beside masks", f"{got} @ call {call}")
+    if sampling.logprobs_mode != "processed":
+        raise refused("logprobs_mode 'processed' beside sampling masks", f"{sampling.logprobs_mode!r} @ call {call}")
+
+
+def _kept_ids(ids: Any, sampled: int, vocab_size: int | None, where: str) -> NDArray[np.int32]:
+    """The ids ascending, each once, in the vocabulary, the sampled one among them."""
+    kept_N = np.sort(as_integers(ids, np.int32, what=f"kept ids of call {where}", ndim=1))
+    if len(kept_N) == 0 or kept_N[0] < 0 or (vocab_size is not None and kept_N[-1] >= vocab_size):
+        bound = "" if vocab_size is None else f" below {vocab_size}"
+        raise _unfit_list(f"ids from 0 on{bound}", f"{kept_N[:1].tolist()} to {kept_N[-1:].tolist()}", where)
+    if (kept_N[1:] == kept_N[:-1]).any():
+        raise _unfit_list("each id once", f"{kept_N[1:][kept_N[1:] == kept_N[:-1]].tolist()[:8]} again", where)
+    if kept_N[min(int(np.searchsorted(kept_N, sampled)), len(kept_N) - 1)] != sampled:
+        raise _unfit_list(f"the sampled id {sampled} inside", f"{kept_N.tolist()[:8]} of {len(kept_N)}", where)
+    return kept_N
+
+
+def _unfit_list(expected: str, got: str, where: str) -> DataError:
+    return DataError(f"expected kept ids with {expected}, got {got} @ call {where}", kind=ErrorKind.TOKEN_COLUMN)
 
 
 def blank_weights(columns: Mapping[str, AlignedColumn], *, own: int) -> Mapping[str, AlignedColumn]:

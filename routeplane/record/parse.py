@@ -144,6 +144,11 @@ def as_array(values: Any, *, what: str) -> NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray):
         # what is masked would come out as the value behind the mask
         raise DataError(f"expected {what} without a mask, got a masked array", kind=ErrorKind.DTYPE)
+    if getattr(values, "is_nested", False):
+        raise DataError(
+            f"expected {what} as one array, got a jagged tensor of several samples: give each sample's apart",
+            kind=ErrorKind.SHAPE,
+        )
     try:
         return np.asarray(values)
     except (ValueError, OverflowError, TypeError, RuntimeError) as error:

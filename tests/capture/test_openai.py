@@ -24,6 +24,7 @@ from routeplane.capture.wire import encode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Sampling
 from tests.capture.payloads import SPEC, engine_rows
 from tests.capture.reading import chunk_calls, response_calls
 from tests.capture.recorded import GENERATIONS, Exchange, exchange, exchanges
@@ -623,3 +624,52 @@ def test_sglang_rows_need_their_name() -> None:
     )
 
     np.testing.assert_array_equal(engine_rows(4)[:, [0, 2, 3]], call.routes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampling masks
+# ----------------------------------------------------------------------------------------------------------------------
+
+HOW = Sampling(temperature=0.8, top_k=5, logprobs_mode="processed")
+VOCABULARY = 512
+
+
+def masked(where: str) -> tuple[dict[str, Any], list[list[int]], list[int]]:
+    """A recorded token-in, token-out answer of vLLM 0.32 with masks, where vLLM or SGLang's chat puts them."""
+    one = exchange("0.32", "token in, token out")
+    response = copy.deepcopy(one.response)
+    [choice] = response["choices"]
+    kept = [sorted({token, (token + 7) % VOCABULARY, at}) for at, token in enumerate(choice["token_ids"])]
+    if where == "sampling_mask":
+        choice["sampling_mask"] = kept
+    else:
+        choice["meta_info"] = {"output_token_sampling_mask": [ids[::-1] for ids in kept]}
+    return response, kept, choice["token_ids"]
+
+
+@pytest.mark.parametrize("where", ["sampling_mask", "meta_info"])
+def test_masks_of_a_response_become_columns(where: str) -> None:
+    """vLLM has them on the choice (0.30 and later), SGLang's chat in its meta_info; the caller tells the parameters."""
+    one = exchange("0.32", "token in, token out")
+    response, kept, tokens = masked(where)
+    options: dict[str, Any] = {"weights_version": 3, "prompt_ids": one.prompt_ids}
+    [call] = response_calls(response, one.spec, **options, sampling=HOW, vocab_size=VOCABULARY)
+    assert kept == call.columns["sampling_mask"].tolist()[-len(tokens) :]
+    assert HOW == call.sampling
+    with pytest.raises(UsageError, match="beside masks, got none"):
+        response_calls(response, one.spec, **options)
+
+
+def test_masks_of_a_stream_are_joined() -> None:
+    """Each chunk brings those of its tokens; a chunk that lacks them is refused, not taken for another's."""
+    one = exchange("0.32", "token in, token out, streamed")
+    _, kept, _ = masked("sampling_mask")
+    parts = copy.deepcopy(one.response)
+    for at, part in enumerate(parts):
+        part["choices"][0]["sampling_mask"] = [kept[at]]
+    options: dict[str, Any] = {"weights_version": 3, "prompt_ids": one.prompt_ids, "sampling": HOW}
+    [call] = chunk_calls(parts, one.spec, **options)
+    assert kept == call.columns["sampling_mask"].tolist()[-len(kept) :]
+    parts[2]["choices"][0]["sampling_mask"] = None
+    with pytest.raises(DataError, match="one list for each of 8 sampled tokens, got 7"):
+        chunk_calls(parts, one.spec, **options)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from routeplane import assemble
@@ -19,7 +20,7 @@ from routeplane.capture import CaptureOptions
 from routeplane.capture.http import messages
 from routeplane.capture.layers import rows_from_slots
 from routeplane.capture.wire import decode, encode
-from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError
+from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
 from routeplane.record.calls import ModelCall
 from routeplane.record.spec import RouteSpec
 from tests.capture.payloads import SPEC, engine_rows
@@ -100,6 +101,60 @@ def test_arrays_of_the_same_process_are_read(dtype: str) -> None:
 
     expected = sent_RDK[:, list(SPEC.layer_ids)].astype(np.int16).tolist()
     assert expected == call.routes.tolist()  # type: ignore[union-attr]
+
+
+def test_tensorrt_llm_counts_moe_layers_alone() -> None:
+    """TensorRT-LLM: one slot per captured layer, -1 where its cache had no row; the axis is said, never guessed."""
+    sent_RLK = ROWS_RDK[:, list(SPEC.layer_ids)].astype(np.int16)
+    sent_RLK[0] = -1
+    answer = {"id": "r", "choices": [{**CHOICE, "token_ids": GENERATED, "routed_experts": sent_RLK.tolist()}]}
+    [call] = response_calls(answer, SPEC, weights_version=1, prompt_ids=PROMPT, axis="captured")
+    [record] = assemble([call], SPEC, sample_id="s").records
+
+    assert sent_RLK.tolist() == record.routes[:4].tolist()
+    states = [capture.state for capture in record.captures for _ in range(capture.start, capture.stop)]
+    # rows of the prompt but the last may come from a cache, so are of unknown weights
+    assert ["not_captured", "cached", "captured", "captured", "not_fed"] == states
+    with pytest.raises(SpecError):
+        response_calls(answer, SPEC, weights_version=1, prompt_ids=PROMPT)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32"])
+def test_tunix_slots_that_are_not_to_be_replayed_are_missing(dtype: str) -> None:
+    """tunix and MaxText: -1 in every slot of a row leaves the token to the live router; beside ids it is refused."""
+    sent_RDK = ROWS_RDK.astype(dtype)
+    sent_RDK[2] = -1
+    choice = {**CHOICE, "token_ids": GENERATED, "routed_experts": sent_RDK}
+    [call] = response_calls({"choices": [choice]}, SPEC, weights_version=1, prompt_ids=PROMPT)
+    [record] = assemble([call], SPEC, sample_id="s").records
+
+    assert (record.routes[2] == -1).all()
+    assert 0.25 == record.coverage().missing_share
+    sent_RDK[3, 2, 1] = -1
+    with pytest.raises(DataError) as caught:
+        assemble(response_calls({"choices": [choice]}, SPEC, weights_version=1, prompt_ids=PROMPT), SPEC, sample_id="s")
+    assert ErrorKind.PARTIAL_ROW == caught.value.kind
+
+
+def test_jagged_batches_are_refused_by_name() -> None:
+    """Rows of several samples in one field, of as many tokens as each has: the error says what came."""
+    parts = [ROWS_RDK.astype(np.int64), ROWS_RDK[:2].astype(np.int64)]
+    several = np.empty(2, dtype=object)
+    several[:] = parts
+    nested = torch.nested.nested_tensor([torch.as_tensor(part) for part in parts], layout=torch.jagged)
+    batches: list[tuple[Any, str]] = [
+        (nested, "jagged"),
+        (several, "integer type, got object"),
+        ([part.tolist() for part in parts], "rows of equal"),
+    ]
+    for batch, named in batches:
+        with pytest.raises(DataError, match=named):
+            response_calls(
+                {"choices": [{**CHOICE, "token_ids": GENERATED, "routed_experts": batch}]},
+                SPEC,
+                weights_version=1,
+                prompt_ids=PROMPT,
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from routeplane.capture.recorder import RouteRecorder
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.assembly import assemble
+from routeplane.record.spans import Sampling
 from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import check_routes
 from tests.capture.reading import sglang_call
@@ -187,3 +188,53 @@ def test_a_bad_answer_is_refused(name: str) -> None:
     with pytest.raises(error) as caught:
         call(given, 5, **options)
     assert kind == caught.value.kind
+
+
+# ---- sampling masks -------------------------------------------------------------------------------------------------
+
+HOW = Sampling(temperature=0.8, top_k=3, logprobs_mode="processed")
+
+
+def masked(*, support: bool) -> dict[str, Any]:
+    """An answer of two tokens, 103 and 104, with masks as 0.5.23 writes them: most likely first."""
+    values = [[-0.2, -1.7], [0.0]] if support else [-1.7, 0.0]
+    return answer(
+        3,
+        2,
+        output_token_sampling_mask=[[105, 103], [104]],
+        output_token_sampling_logprobs=values,
+        output_token_sampling_mask_length=2,
+    )
+
+
+@pytest.mark.parametrize("support", [False, True])
+def test_masks_come_with_the_log_probabilities_over_them(support: bool) -> None:
+    """Kept ids ascend; the sampled tokens' values are those over the kept ids, not those over the vocabulary."""
+    made = call(masked(support=support), 3, sampling=HOW, vocab_size=1000)
+    assert [[], [], [], [103, 105], [104]] == made.columns["sampling_mask"].tolist()
+    assert [0, 0, 0, 1, 1] == made.columns["sampling_mask_state"].tolist()
+    assert np.asarray([-1.7, 0.0], dtype=np.float32).tolist() == made.logprobs.tolist()
+    [record] = assemble([made], SPEC, sample_id="s").records
+    assert HOW == record.spans[-1].sampling
+
+
+BAD_MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no parameters": ({}, {"sampling": None}, "a temperature above 0 in the sampling parameters"),
+    "greedy": ({}, {"sampling": Sampling(temperature=0.0, logprobs_mode="processed")}, "a temperature above 0"),
+    "raw": ({}, {"sampling": Sampling(temperature=0.8, logprobs_mode="raw")}, "logprobs_mode 'processed'"),
+    "two modes": ({}, {"logprobs_mode": "raw"}, "logprobs_mode as in sampling, 'processed', got 'raw'"),
+    "too few": ({"output_token_sampling_mask": [[103]]}, {}, "for each of 2 tokens"),
+    "no values": ({"output_token_sampling_logprobs": None}, {}, "for each of 2 tokens"),
+    "other tokens": ({"output_token_sampling_mask": [[104], [103]]}, {}, "the sampled id 103 inside"),
+    "beyond the vocabulary": ({}, {"vocab_size": 105}, "below 105"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MASKS)
+def test_masks_that_cannot_be_used_are_refused(case: str) -> None:
+    """By what they lack."""
+    info, options, message = BAD_MASKS[case]
+    given_answer = masked(support=False)
+    given_answer["meta_info"] |= info
+    with pytest.raises(RouteplaneError, match=message):
+        call(given_answer, 3, **{"sampling": HOW, **options})

@@ -50,7 +50,7 @@ def records_of(
     model: Any, *, spec: RouteSpec = QWEN3.spec, prompts: Any = PROMPTS, **options: Any
 ) -> list[RouteRecord]:
     """``records`` of 8 tokens, unless asked otherwise."""
-    names = ("temperature", "eos_token_id", "pad_token_id")
+    names = ("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "eos_token_id", "pad_token_id")
     sampling = Sampling(**{name: options.pop(name) for name in names if name in options})
     return capture.records(model, prompts, spec=spec, sampling=sampling, **{"max_tokens": 8, **options})
 
@@ -168,6 +168,44 @@ def test_sampling_follows_the_softmax() -> None:
 
 
 # ---- where a sequence ends ------------------------------------------------------------------------------------------
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k": {"temperature": 1.3, "top_k": 5},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "all": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+    "nothing": {"temperature": 0.8},
+}
+
+
+@each_family
+@pytest.mark.parametrize("cut", CUTS)
+def test_masks_are_what_was_drawn_from(family: str, cut: str) -> None:
+    """A full forward at the temperature, restricted to the mask, gives the recorded values; the mask is top_p's etc."""
+    how = CUTS[cut]
+    spec = FAMILIES[family].spec
+    for record in records_of(model_of(family), spec=spec, **how, logprobs_mode="processed", eos_token_id=2, seed=5):
+        size = record.spans[0].stop
+        wanted = (how.get("temperature"), how.get("top_p", 1.0), how.get("top_k", 0), how.get("min_p", 0.0))
+        said = record.spans[1].sampling
+        assert said is not None
+        assert (*wanted, "processed") == (said.temperature, said.top_p, said.top_k, said.min_p, said.logprobs_mode)
+        assert "processed" == record.attributes["logprobs_mode"]
+        scores_NV = full_forward(model_of(family), record.token_ids).logprobs_NV / how["temperature"]
+        lists, states = record.columns["sampling_mask"].tolist(), record.columns["sampling_mask_state"].tolist()
+        assert [0] * size == states[:size]
+        for at in range(size, record.num_tokens):
+            row_V = scores_NV[at - 1].log_softmax(-1)
+            assert (2 if cut == "nothing" else 1) == states[at]
+            ids = lists[at] if states[at] == 1 else list(range(len(row_V)))
+            # the kept ids are the likeliest ones
+            assert sorted(row_V.argsort(descending=True)[: len(ids)].tolist()) == ids
+            expected = row_V[int(record.token_ids[at])] - row_V[ids].logsumexp(0)
+            assert record.logprobs is not None
+            assert abs(float(expected) - record.logprobs[at]) < TOLERANCE
+        if cut == "top_k":
+            assert {5} == {len(ids) for ids in lists[size:]}
 
 
 def up_to(tokens: list[int], ends: set[int]) -> list[int]:

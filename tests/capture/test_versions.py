@@ -220,6 +220,11 @@ def test_responses_name_versions_too() -> None:
 
     [one] = response_calls({"choices": [choice], "weight_version": "4"}, SPEC, **given)
     assert 4 == one.weights_version
+    # SGLang's OpenAI endpoints: weights that were never given a version are "default"
+    [named] = response_calls({"choices": [choice], "metadata": {"weight_version": "6"}}, SPEC, **given)
+    assert 6 == named.weights_version
+    [unset] = response_calls({"choices": [choice], "metadata": {"weight_version": "default"}}, SPEC, **given)
+    assert unset.weights_version is None
     [two] = response_calls({"choices": [{**choice, "weight_versions": spans_of((4, 0, 1), (5, 1, 2))}]}, SPEC, **given)
     assert ((3, 4, 4), (4, 5, 5)) == two.versions
 

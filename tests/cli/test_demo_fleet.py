@@ -37,7 +37,7 @@ def test_the_fleet_rolls_out_replays_and_leaves_no_process(tmp_path: Path) -> No
     """Three turns of each rollout make one record; replay pays; parts came up side by side; every process is gone."""
     run = f"demo-{os.getpid()}"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "demo", "--fleet", "--json", "--out", str(tmp_path)],
+        [sys.executable, "-c", PROGRAM, "demo", "--fleet", "--compare", "--json", "--out", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ROUTEPLANE_TESTS_RUN": run},
         capture_output=True,
         text=True,
@@ -58,5 +58,7 @@ def test_the_fleet_rolls_out_replays_and_leaves_no_process(tmp_path: Path) -> No
     assert {"done"} == {task["outcome"] for task in tasks.values()}
     # the environment starts on a URL that no server listens on yet
     assert tasks["reserved"]["ended"] <= tasks["environment"]["started"] < tasks["engine"]["ended"]
+    compared = figures["compare"]
+    assert compared["ratio"] == compared["one_after_another"] / compared["overlapped"] > 0
     assert b"\x89PNG" == (tmp_path / "timeline.png").read_bytes()[:4]
     assert all(has_ended(process) for process in left)

@@ -153,6 +153,7 @@ OPTIONS = {
     "report": {"--help", "--json", "--layer", "--samples", "--ray", "--against", "--out", "--png", *SALVAGE},
     "audit": {"--against", "--captured", "--decoder-layers", "--help", "--json", "--layout", "--model"},
     "convert": {"--help", "--json", "--encoding", "--overwrite", "--flat", "--nested", *SALVAGE},
+    "archive": {"--help", "--json", "--group", "--producers", "--follow", "--blocks-per-run"},
     "demo": {
         *("--help", "--json", "--engine", "--fleet", "--trainer", "--trainer-python", "--transport"),
         *("--seed", "--out", "--report"),

@@ -337,4 +337,4 @@ def test_the_timeline_names_the_chain_that_decided_the_wall_time() -> None:
 
 def test_an_empty_timeline_has_no_path_and_no_time() -> None:
     """Nothing ran."""
-    assert ((), 0.0, 0.0) == (Timeline().critical_path(), Timeline().seconds, Timeline().serial_seconds)
+    assert ((), 0.0, 0.0) == (Timeline().critical_path(), Timeline().seconds, Timeline().task_seconds)

@@ -56,7 +56,9 @@ _OPTIONS = (
     "logprobs_mode",
     "max_missing_share",
     "media",
+    "sampling",
     "version_numbers",
+    "vocab_size",
 )
 
 
@@ -67,6 +69,7 @@ class _ChoiceStream:
     prompt_ids: list[int] | None = None
     generation_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     first_row: int = 0
     parts: list[NDArray[np.int16]] = field(default_factory=list)
@@ -217,6 +220,8 @@ def _add_tokens(stream: _ChoiceStream, document: Mapping[str, Any], piece: Mappi
         stream.has_ids = True
         stream.generation_ids += as_list(new, "token_ids")
         stream.logprobs += choice_logprobs(piece.get("logprobs"), new, name=where) or []
+    if piece.get("sampling_mask") is not None:
+        stream.kept += as_list(piece["sampling_mask"], "sampling_mask")
     stream.finish_reason = stream.finish_reason or finish_reason(piece)
 
 
@@ -282,5 +287,6 @@ def _whole(stream: _ChoiceStream, name: str) -> Choice:
         rows=rows,
         logprobs=stream.logprobs or None,
         weight_versions=stream.weight_versions,
+        kept=stream.kept or None,
         why_absent=_WHY_ABSENT,
     )

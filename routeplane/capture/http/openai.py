@@ -138,7 +138,11 @@ def records(
 
 
 def as_document(response: object) -> Mapping[str, Any]:
-    """A response as a mapping: of a client's object, of JSON text, or itself. Raises DataError (ENCODING, DTYPE)."""
+    """A response as a mapping: of a client's object, of JSON text, or itself. Raises DataError (ENCODING, DTYPE).
+
+    >>> as_document('{"choices": []}')
+    {'choices': []}
+    """
     dump = getattr(response, "model_dump", None)
     if dump is not None:
         # fields that the client's own class does not know are part of the dump
@@ -159,7 +163,13 @@ def as_document(response: object) -> Mapping[str, Any]:
 
 
 def refuse_server_error(document: Mapping[str, Any]) -> None:
-    """Raise UsageError with what the server said, where its answer is an error."""
+    """Raise UsageError with what the server said, where its answer is an error.
+
+    >>> refuse_server_error({"choices": []})
+    >>> refuse_server_error({"error": {"message": "too long"}})
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected a completion, got the server's error: too long
+    """
     error = document.get("error")
     if error is not None:
         said = error.get("message") if isinstance(error, Mapping) else error
@@ -180,8 +190,10 @@ def _by_index(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 # Where servers put what belongs to a choice. vLLM: on the choice, and the prompt on the response. NeMo RL: on the
 # message. SGLang's OpenAI endpoints: in ``sgl_ext`` or ``sglext``, of the choice or of the response. NVIDIA Dynamo: in
-# ``nvext`` and ``nvext.engine_data``. LMDeploy: ``gen_tokens``.
-_EXTENSIONS = ("sgl_ext", "sglext", "nvext")
+# ``nvext`` and ``nvext.engine_data``. LMDeploy: ``gen_tokens``. SGLang moves all of it to ``meta_info`` of the choice
+# where ``return_meta_info`` asks for that, as sampling masks do.
+_EXTENSIONS = ("sgl_ext", "sglext", "nvext", "meta_info")
+_MASK_KEYS = ("sampling_mask", "output_token_sampling_mask")
 _ROUTE_KEYS = ("routed_experts",)
 _PROMPT_KEYS = ("prompt_token_ids", "input_ids")
 _GENERATION_KEYS = ("token_ids", "generation_token_ids", "completion_token_ids", "output_ids", "gen_tokens")
@@ -193,6 +205,10 @@ class Places:
     """The objects in which a server may have put what belongs to one choice, nearest first.
 
     ``extensions``: those of servers that write SGLang's base64 without a header.
+
+    >>> choice = {"index": 0, "sglext": {"output_ids": [7]}}
+    >>> Places.of({"choices": [choice]}, choice, alone=True).ids(["output_ids"])
+    [7]
     """
 
     choice: Mapping[str, Any]
@@ -269,10 +285,17 @@ def _choice(
         prompt_routes=places.first(["prompt_routed_experts"], response=True),
         form=form,
         logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
-        weight_version=places.first(["weight_version"], response=True),
+        weight_version=_weight_version(places),
         weight_versions=places.first(["weight_versions"]),
+        kept=places.first(_MASK_KEYS),
         why_absent=why_absent(document),
     )
+
+
+def _weight_version(places: Places) -> Any:
+    """What the server calls the weights; SGLang says it of the whole response, in ``metadata``."""
+    said = places.first(["weight_version"], response=True)
+    return as_mapping(places.response.get("metadata"), "metadata").get("weight_version") if said is None else said
 
 
 def _how_to_get_ids(places: Places) -> str:
@@ -336,7 +359,11 @@ def _another_prompt(expected: Sequence[int], got: Sequence[int], name: str) -> D
 
 
 def as_mapping(value: object, what: str) -> Mapping[str, Any]:
-    """An object of a response; an absent one is empty. Raises DataError (DTYPE) for anything else."""
+    """An object of a response; an absent one is empty. Raises DataError (DTYPE) for anything else.
+
+    >>> as_mapping(None, "a message"), as_mapping({"a": 1}, "a message")
+    ({}, {'a': 1})
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -345,14 +372,22 @@ def as_mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def as_list(value: object, what: str) -> list[Any]:
-    """A list of a response. Raises DataError (DTYPE) for anything else."""
+    """A list of a response. Raises DataError (DTYPE) for anything else.
+
+    >>> as_list([7], "token_ids")
+    [7]
+    """
     if not isinstance(value, list):
         raise DataError(f"expected {what} as a list, got {type(value).__name__}", kind=ErrorKind.DTYPE)
     return value
 
 
 def finish_reason(choice: Mapping[str, Any]) -> str | None:
-    """Why a choice ended; None where it goes on."""
+    """Why a choice ended; None where it goes on.
+
+    >>> finish_reason({"finish_reason": "stop"}), finish_reason({})
+    ('stop', None)
+    """
     found = choice.get("finish_reason")
     if found is not None and not isinstance(found, str):
         raise DataError(f"expected a finish reason as text, got {type(found).__name__}", kind=ErrorKind.DTYPE)
@@ -383,6 +418,9 @@ def choice_logprobs(logprobs: object, generation: Sequence[int], *, name: str) -
 
     Where the tokens are named by their ids (``return_tokens_as_token_ids``), they must be those of the choice. The
     values are as they came.
+
+    >>> choice_logprobs({"tokens": ["token_id:7"], "token_logprobs": [-0.5]}, [7], name="c")
+    [-0.5]
     """
     pairs = _logprob_pairs(as_mapping(logprobs, "logprobs"))
     if pairs is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from routeplane.capture.vllm.engine_writer import EngineReport
     from routeplane.capture.vllm.engines import generate_records, generate_tickets, start_engine, stop_engine
     from routeplane.capture.vllm.interface import spec_from_vllm
-    from routeplane.capture.vllm.outputs import LogprobsMode, OutputOptions, calls, merge_deltas, records
+    from routeplane.capture.vllm.outputs import LogprobsMode, OutputOptions, calls, merge_deltas, options_of, records
     from routeplane.capture.vllm.probing import ProbeReport, probe, probe_async
     from routeplane.capture.vllm.scheduler import RouteScheduler
     from routeplane.capture.vllm.writer_options import WriterConfig, request_args
@@ -39,6 +39,7 @@ __all__ = [
     "generate_tickets",
     "load_engine",
     "merge_deltas",
+    "options_of",
     "probe",
     "probe_async",
     "records",
@@ -54,7 +55,7 @@ _HOMES = {
     "async_llm": ("Answer", "Conversation", "RouteWritingEngine", "WritingReport"),
     "engines": ("generate_records", "generate_tickets", "start_engine", "stop_engine"),
     "interface": ("spec_from_vllm",),
-    "outputs": ("LogprobsMode", "OutputOptions", "calls", "merge_deltas", "records"),
+    "outputs": ("LogprobsMode", "OutputOptions", "calls", "merge_deltas", "options_of", "records"),
     "probing": ("ProbeReport", "probe", "probe_async"),
     "scheduler": ("RouteScheduler",),
     "engine_writer": ("EngineReport",),

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.choices import check_requests, sample_names
-from routeplane.capture.vllm.interface import captures_routes, model_config_of, require_moe, spec_from_vllm
-from routeplane.capture.vllm.outputs import OutputOptions, records
+from routeplane.capture.vllm.interface import captures_routes, require_moe, spec_from_vllm
+from routeplane.capture.vllm.outputs import options_of, records
 from routeplane.capture.vllm.writer_options import KEY, request_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError
 from routeplane.record.interfaces import RouteTicket
@@ -108,8 +108,9 @@ def generate_records(
         raise CaptureError(
             "expected an engine with enable_return_routed_experts=True, got one without", kind=ErrorKind.CAPTURE_OFF
         )
-    spec, options = spec_from_vllm(llm), OutputOptions(logprobs_mode=model_config_of(llm).logprobs_mode)
+    spec = spec_from_vllm(llm)
     batch = _Batch(max_tokens=max_tokens, temperature=temperature, seed=seed, eos_token_id=eos_token_id)
+    options = options_of(llm, batch.params(0, None))
     made: list[RouteRecord] = []
     for name, output in zip(names, batch.generate(llm, prompts, [None] * len(prompts)), strict=True):
         # The engine numbers requests over its lifetime; the sample's own name makes equal runs equal records.
@@ -186,11 +187,12 @@ class _Batch:
         llm.reset_prefix_cache()
         inputs = [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
         made: list[Any] = llm.generate(
-            inputs, [self._sampling(at, extra) for at, extra in enumerate(extra_args)], use_tqdm=False
+            inputs, [self.params(at, extra) for at, extra in enumerate(extra_args)], use_tqdm=False
         )
         return made
 
-    def _sampling(self, index: int, extra_args: Any) -> SamplingParams:
+    def params(self, index: int, extra_args: Any) -> SamplingParams:
+        """Of prompt ``index``."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

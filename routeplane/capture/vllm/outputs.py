@@ -9,20 +9,25 @@ Axes: R rows, P prompt tokens, G generated tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-from vllm import RequestOutput
+from vllm import RequestOutput, SamplingParams
 
 from routeplane.capture.choices import Choice, cached_rows, loss_of_rows, versions_of
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import record_of_call
+from routeplane.capture.vllm.interface import model_config_of
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError, refused
+from routeplane.record.aligned import mask_columns
 from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.checksum import CanonicalHash
+from routeplane.record.spans import Sampling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["LogprobsMode", "OutputOptions", "calls", "merge_deltas", "records"]
+__all__ = ["LogprobsMode", "OutputOptions", "calls", "merge_deltas", "options_of", "records"]
 
 #: vLLM's ``logprobs_mode``: before or after temperature and truncation. Its two modes of logits are refused.
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -55,6 +60,12 @@ class OutputOptions:
             consumer), ``not_captured`` where this request asked for none.
         version_numbers: The number of each weights version that the engine names by text (0.32 and later). Decimal text
             is its own number; a name without a number, as vLLM's ``default``, is a version that is not known.
+        sampling_params: The request's; they become the sampling parameters of the generated tokens. Needed where
+            outputs carry sampling masks.
+        processors: Names of the engine's own logits processors; None where unknown.
+        masks: Whether the ids of finite log-probability are the sampling mask. For engines without
+            ``return_sampling_mask``; ``options_of`` checks that it is so.
+        vocab_size: Ids of the model's logits. A mask of all of them is stored as ``full``.
 
     >>> [call] = calls(output, spec, weights_version=12, options=OutputOptions(cached=0))
     >>> call.cached
@@ -67,13 +78,112 @@ class OutputOptions:
     media: Sequence[str] = ()
     absent: RowLoss | None = None
     version_numbers: Mapping[str, int] | None = None
+    sampling_params: SamplingParams | None = None
+    processors: tuple[str, ...] | None = None
+    masks: bool = False
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.masks and self.sampling_params is None:
+            raise refused("sampling_params beside masks", "None")
         if self.absent is not None and self.absent not in get_args(RowLoss):
             raise refused(f"absent of {get_args(RowLoss)}, or None", repr(self.absent))
 
 
 _DEFAULTS = OutputOptions()
+
+# Under which conditions the ids of finite processed log-probability are those that could have been sampled: what to
+# say, and whether it holds for the engine's ModelConfig, its SpeculativeConfig and the request's SamplingParams. All
+# but the last are vLLM's own for ``return_sampling_mask`` (0.30, VllmConfig._verify_sampling_replay_config and
+# InputProcessor._validate_params); its bound on top_k saves transfers and is not needed here.
+_MASK_CONDITIONS: tuple[tuple[str, Callable[[Any, Any, Any], bool]], ...] = (
+    ("logprobs_mode='processed_logprobs'", lambda model, draft, params: model.logprobs_mode == "processed_logprobs"),
+    ("an engine without speculative decoding", lambda model, draft, params: draft is None),
+    ("an engine without logits processors of its own", lambda model, draft, params: not model.logits_processors),
+    ("a model that is not a diffusion model", lambda model, draft, params: not getattr(model, "is_diffusion", False)),
+    ("a temperature above 0", lambda model, draft, params: params.temperature > 0),
+    (
+        "SamplingParams.logprobs of -1, or above top_k",
+        lambda model, draft, params: params.logprobs == -1 or 0 < params.top_k < (params.logprobs or 0),
+    ),
+)
+
+
+def options_of(engine: Any, sampling_params: SamplingParams, *, masks: bool = False) -> OutputOptions:
+    """Read from an engine and a request what their outputs do not say.
+
+    Args:
+        engine: An ``LLM``, ``AsyncLLM`` or ``VllmConfig``.
+        sampling_params: The request's.
+        masks: Take sampling masks from the finite support of the log-probabilities, on engines that refuse
+            ``return_sampling_mask``. Such an engine runs with ``logprobs_mode="processed_logprobs"`` and
+            ``max_logprobs=-1`` and the request asks for ``logprobs=-1``, or for more than ``top_k``.
+
+    Returns:
+        Options for ``calls`` and ``records``. Raises UsageError (ARGUMENT) naming every condition that does not hold.
+
+    >>> options_of(llm, SamplingParams(temperature=0.7)).logprobs_mode
+    'raw_logprobs'
+    """
+    config: Any = getattr(getattr(engine, "llm_engine", engine), "vllm_config", engine)
+    model, draft = model_config_of(engine), getattr(config, "speculative_config", None)
+    broken = [said for said, holds in _MASK_CONDITIONS if masks and not holds(model, draft, sampling_params)]
+    if broken:
+        raise refused(f"masks from log-probabilities with {'; '.join(broken)}", "an engine or a request otherwise")
+    names = tuple(one if isinstance(one, str) else one.__name__ for one in model.logits_processors or ())
+    return OutputOptions(
+        logprobs_mode=model.logprobs_mode,
+        sampling_params=sampling_params,
+        processors=names,
+        masks=masks,
+        vocab_size=model.get_vocab_size(),
+    )
+
+
+def _sampling(options: OutputOptions) -> Sampling | None:
+    """The parameters of the generated tokens. What only cuts ids (bad words, grammars) is part of the mask alone."""
+    params = options.sampling_params
+    if params is None:
+        return None
+    bias = None
+    if params.logit_bias:
+        tokens, values = zip(*sorted(params.logit_bias.items()), strict=True)
+        digest = CanonicalHash(0)
+        digest.array("tokens", np.asarray(tokens, dtype=np.int64))
+        digest.array("values", np.asarray(values, dtype=np.float64))
+        bias = f"{digest.value():016x}"
+    return Sampling(
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=int(params.top_k),
+        min_p=float(params.min_p),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        logit_bias=bias,
+        processors=options.processors,
+        logprobs_mode=options.logprobs_mode.removesuffix("_logprobs"),
+    )
+
+
+def _masks(choice: Any, prompt: int, options: OutputOptions, sampling: Sampling | None, name: str) -> dict[str, Any]:
+    """The columns of the sampling masks: the engine's field (0.30 and later), or the support of log-probabilities."""
+    said = getattr(choice, "sampling_mask", None)
+    capped: list[bool] | None = None
+    if said is not None:
+        kept: list[Any] = said.token_ids
+    elif options.masks and choice.logprobs is not None:
+        positions = [choice.logprobs[at] for at in range(len(choice.token_ids))]
+        kept = [[token for token, one in position.items() if one.logprob > -math.inf] for position in positions]
+        # ids that did not come could be finite too, unless one that came is not
+        whole = options.vocab_size
+        capped = [len(ids) == len(all_) != whole for ids, all_ in zip(kept, positions, strict=True)]
+    else:
+        return {}
+    ids_G = np.asarray(choice.token_ids, dtype=np.int32)
+    return mask_columns(
+        kept, ids_G, prompt=prompt, sampling=sampling, call=name, vocab_size=options.vocab_size, capped=capped
+    )
 
 
 def calls(
@@ -207,6 +317,10 @@ def _extended(before: Any, choice: Any) -> Any:
     merged.token_ids = [*before.token_ids, *choice.token_ids]
     if before.logprobs is not None:
         merged.logprobs = [*before.logprobs, *(choice.logprobs or ())]
+    if getattr(before, "sampling_mask", None) is not None:
+        # 0.32 sends those of each piece, 0.30 all with the last
+        more = [] if choice.sampling_mask is None else choice.sampling_mask.token_ids
+        merged.sampling_mask = type(before.sampling_mask)([*before.sampling_mask.token_ids, *more])
     if choice.routed_experts is None:
         merged.routed_experts = before.routed_experts
     return merged
@@ -242,6 +356,8 @@ def _call(
     bound = len(prompt_ids) - 1 if cached is None else cached
     said = _said(choice, prompt_ids, name=name)
     version, versions = versions_of(said, weights_version=weights_version, numbers=options.version_numbers)
+    logprobs = _logprobs(choice, options.logprobs_mode, name)
+    sampling = _sampling(options)
     return ModelCall(
         prompt_ids=np.asarray(prompt_ids),
         generation_ids=np.asarray(choice.token_ids, dtype=np.int64),
@@ -251,10 +367,12 @@ def _call(
         weights_version=version,
         versions=versions,
         call_id=name,
-        logprobs=_logprobs(choice, options.logprobs_mode, name),
+        logprobs=logprobs,
         media=tuple(options.media),
         cached=cached_rows(bound, routes_RLK, first_row=first_row),
         loss=loss,
+        columns=_masks(choice, len(prompt_ids), options, sampling, name),
+        sampling=sampling if len(choice.token_ids) else None,
     )
 
 

@@ -73,6 +73,7 @@ class DemoOptions:
     layers: int = 12
     progress: bool = True
     fleet: bool = False  # all of it as actors of one Ray cluster, rollouts over HTTP
+    compare: bool = False  # start the fleet once more, one task after another
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -82,6 +83,8 @@ class DemoOptions:
         ):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
+        if self.compare and not self.fleet:
+            raise UsageError("expected compare for a fleet, got none", kind=ErrorKind.ARGUMENT)
 
     @property
     def model_dir(self) -> str:
@@ -179,7 +182,7 @@ def format_table(figures: Mapping[str, Any]) -> str:
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in figures["seconds"].items())
     return "\n".join(
         [
-            *_timeline_lines(figures.get("timeline")),
+            *_timeline_lines(figures.get("timeline"), figures.get("compare")),
             f"engine {figures['engine']} (bfloat16) -> {figures['transport']} -> "
             f"trainer {figures['trainer']} (float32), seed {figures['seed']}",
             f"  {figures['tokens']} tokens (captured {coverage['captured']}, cached {coverage['cached']}, "
@@ -194,7 +197,7 @@ def format_table(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _timeline_lines(timeline: Mapping[str, Any] | None) -> list[str]:
+def _timeline_lines(timeline: Mapping[str, Any] | None, compared: Mapping[str, Any] | None) -> list[str]:
     """What ran when, for a demo that was a fleet."""
     if timeline is None:
         return []
@@ -203,8 +206,8 @@ def _timeline_lines(timeline: Mapping[str, Any] | None) -> list[str]:
         + (f"  (waited for {task['waited_for']})" if task["waited_for"] else "")
         for task in timeline["tasks"]
     ]
-    serial = timeline["serial_seconds"]
-    return [f"fleet up in {timeline['seconds']:.1f} s; one after another: {serial:.1f} s", *lines, ""]
+    other = "" if compared is None else f"; one task after another: {compared['one_after_another']:.1f} s"
+    return [f"fleet up in {timeline['seconds']:.1f} s{other}", *lines, ""]
 
 
 _RUN, _PRODUCER = "demo", "engine"

@@ -40,6 +40,7 @@ from routeplane.fleet.actors import (
 )
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
+from routeplane.fleet.setup import Setup
 from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start_async
 from routeplane.inspect.charts import draw_timeline, encode
 from routeplane.record.assembly import assemble
@@ -103,8 +104,11 @@ class TrainerWorker:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
-    """Who needs whom: URLs are there before the engine, so that the environment starts while weights load."""
+def fleet_plan(options: DemoOptions, spec: RouteSpec, *, overlapped: bool = True) -> Plan:
+    """What depends on what: URLs are there before the engine, so that the environment starts while weights load.
+
+    ``overlapped=False``: the same tasks one after another, to compare with.
+    """
     config = EngineConfig(
         model=options.model_dir,
         spec=spec,
@@ -133,14 +137,24 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec) -> Plan:
         await handle.call("load")
         return handle
 
+    alone = () if overlapped else ("the machine",)
     return Plan(
         tasks=(
-            Task(name="reserved", run=reserved),
-            Task(name="engine", run=engine, needs=("reserved",), timeout=600),
-            Task(name="environment", run=environment, needs=("reserved",), timeout=120),
-            Task(name="trainer", run=trainer, timeout=300),
-        )
+            Task(name="reserved", run=reserved, resources=alone),
+            Task(name="engine", run=engine, needs=("reserved",), resources=alone, timeout=600),
+            Task(name="environment", run=environment, needs=("reserved",), resources=alone, timeout=120),
+            Task(name="trainer", run=trainer, resources=alone, timeout=300),
+        ),
+        setup=Setup(engines=(config,), require_routes=True, carried=spec, replay=spec),
     )
+
+
+async def _compared(options: DemoOptions, spec: RouteSpec, overlapped: float) -> dict[str, float]:
+    """Seconds until all is up, side by side and one task after another; the second start finds warm file caches."""
+    plan = fleet_plan(options, spec, overlapped=False)
+    async with await start_async(plan, on_change=_say if options.progress else None) as fleet:
+        alone = fleet.timeline.seconds
+    return {"overlapped": overlapped, "one_after_another": alone, "ratio": alone / overlapped}
 
 
 async def _rollouts(fleet: Fleet, options: DemoOptions, spec: RouteSpec) -> int:
@@ -177,6 +191,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
         timeline = fleet.timeline
     finally:
         await asyncio.to_thread(fleet.close)
+    compared = {"compare": await _compared(options, spec, timeline.seconds)} if options.compare else {}
     picture = Path(options.out) / "timeline.png"
     picture.write_bytes(encode(draw_timeline(timeline.to_dict()["tasks"]), "png"))
     return {
@@ -185,6 +200,7 @@ async def _run(options: DemoOptions) -> dict[str, Any]:
         "stream_bytes": carried_bytes(options.stream),
         "seconds": {**seconds, **figures["seconds"]},
         "timeline": timeline.to_dict(),
+        **compared,
         "picture": str(picture),
     }
 
