@@ -164,6 +164,9 @@ class Choice:
     ``weight_version``: what the server calls the weights. ``weight_versions``: the same by spans of generated tokens.
     ``retractions``: how often the server gave the request's memory to others and computed it again. ``kept``: the ids
     that sampling kept, a list for each generated token.
+
+    >>> Choice(call_id="c", prompt_ids=[5], generation_ids=[7], finish_reason="stop").retractions
+    0
     """
 
     call_id: str
@@ -683,7 +686,13 @@ def sample_names(given: Sequence[str] | None, count: int, *, stem: str = "sample
 def check_requests(
     prompts: Sequence[Sequence[int]], names: Sequence[str], *, max_tokens: int, temperature: float, seed: int
 ) -> None:
-    """Raise UsageError for prompts, names or settings that no engine can serve as they stand."""
+    """Raise UsageError for prompts, names or settings that no engine can serve as they stand.
+
+    >>> check_requests([[5, 6]], ["a"], max_tokens=4, temperature=1.0, seed=0)
+    >>> check_requests([[]], ["a"], max_tokens=4, temperature=1.0, seed=0)
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected prompts of at least one token each, got an empty one
+    """
     if len(prompts) == 0 or any(len(prompt) == 0 for prompt in prompts):
         raise refused("prompts of at least one token each", "an empty one")
     for prompt in prompts:
@@ -746,6 +755,9 @@ def cached_rows(bound: int, rows_RLK: NDArray[Any] | None, *, first_row: int) ->
     """``ModelCall.cached`` where rows before ``bound`` may come from a prefix cache, and ``[first_row, ...)`` came.
 
     0 where none of the rows that came does, so that one call has one form (and checksum) in every reader.
+
+    >>> cached_rows(5, np.zeros((2, 1, 1)), first_row=4), cached_rows(3, np.zeros((2, 1, 1)), first_row=4)
+    (5, 0)
     """
     if rows_RLK is None or len(rows_RLK) == 0 or bound <= first_row:
         return 0

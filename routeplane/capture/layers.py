@@ -51,6 +51,11 @@ def rows_from_layers(
     layer outside the spec holds ids, UNCAPTURED_SLOT where a captured layer holds rows that were never written: all
     zero, as the engine's buffer began (for K = 1, where that is a legal row: a layer of nothing else while others
     vary). Raises DataError for other than integers of rank 3 (DTYPE, SHAPE) and for ids beyond int16 (VALUE_RANGE).
+
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+    >>> rows_from_layers(np.asarray([[[0, 0], [3, 1]]]), spec).tolist()
+    [[[3, 1]]]
     """
     layers_RDK = np.asarray(layers)
     _check_layout(layers_RDK, spec, call)
@@ -81,6 +86,11 @@ def rows_from_slots(
     layer's width, else DataError (ID_OUT_OF_RANGE, or PARTIAL_ROW below -1). Returns read-only int16, a view where it
     was that already. Raises SpecError (LAYERS, SHAPE) for another geometry, CaptureError (UNCAPTURED_SLOT) for rows
     that were never written, as ``rows_from_layers``.
+
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+    >>> rows_from_slots(np.asarray([[[3, 1]], [[-1, -1]]]), spec).tolist()
+    [[[3, 1]], [[-1, -1]]]
     """
     slots_RLK = np.asarray(slots)
     what = _named("routes", call)
@@ -105,6 +115,11 @@ def rows_from_axis(
 
     Rows that are -1 throughout, in dense slots too, are MISSING: no engine has such a row, and harnesses write it where
     none came.
+
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+    >>> rows_from_axis(np.asarray([[[0, 0], [3, 1]], [[-1, -1], [-1, -1]]]), spec).tolist()
+    [[[3, 1]], [[-1, -1]]]
     """
     if axis not in ("decoder", "captured"):
         raise refused("axis of ('decoder', 'captured')", repr(axis))
@@ -134,6 +149,12 @@ def rows_without_filler(
     ``captured``: ``[start, stop)`` of the positions that an engine was asked about, in order and apart. What stands
     outside is not looked at. ``first_token``: the token of row 0, for the messages. Raises UsageError for other
     intervals, and as ``wire.rows_from_axis``.
+
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+    >>> routes = np.asarray([[[3, 1]], [[0, 1]]])
+    >>> rows_without_filler(routes, spec, captured=[(0, 1)], axis="captured").tolist()
+    [[[3, 1]], [[-1, -1]]]
     """
     array_SDK = np.asarray(routes)
     bounds = [0, *itertools.chain.from_iterable(captured), len(array_SDK)]

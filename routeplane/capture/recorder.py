@@ -144,7 +144,11 @@ def _logprobs_of_call(call: ModelCall) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsChange:
-    """Tokens from position ``token`` on were sampled by ``weights_version`` (None: not known which)."""
+    """Tokens from position ``token`` on were sampled by ``weights_version`` (None: not known which).
+
+    >>> WeightsChange(token=12, weights_version=8).token
+    12
+    """
 
     token: int
     weights_version: int | None
@@ -223,6 +227,15 @@ class RouteRecorder:
 
     ``overlap``, ``on_break``, ``on_missing`` and ``attributes`` are those of ``assemble``. Not safe for several
     threads. Rows are copied as they come; memory is that of all rows, each once.
+
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> recorder = RouteRecorder(spec, sample_id="s")
+    >>> recorder.begin([5, 6], call_id="c", weights_version=4)
+    >>> recorder.add_tokens([7])
+    >>> recorder.add_rows(np.asarray([[[3, 1]], [[0, 5]]]), first_row=0)
+    >>> recorder.end().rows_stop
+    2
     """
 
     def __init__(
@@ -412,6 +425,12 @@ def split_versions(
 
     ``changes``: by call id, in order. ``prompts``: P by call id. Row t was routed by the forward that sampled token
     t + 1. A prompt during whose prefill weights changed was routed by both: its version is unknown.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=6, spec=watermarked_spec(), prompt_tokens=2)
+    >>> changes = {"call-0": [WeightsChange(token=4, weights_version=2)]}
+    >>> [(one.start, one.weights_version) for one in split_versions(record, changes, prompts={"call-0": 2}).spans]
+    [(0, None), (2, 1), (4, 2)]
     """
     spans = [part for span in record.spans for part in _split_span(span, changes.get(span.call, ()))]
     captures = [

@@ -102,7 +102,15 @@ class Sampling:
 
 
 class GateTape:
-    """What a model's gates chose, forward by forward. Filled by ``taping``."""
+    """What a model's gates chose, forward by forward. Filled by ``taping``.
+
+    >>> from routeplane import RouteSpec
+    >>> tape = GateTape(RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)))
+    >>> tape.begin()
+    >>> tape.add(0, torch.tensor([[3, 1]]))
+    >>> tape.forwards()[0].tolist()
+    [[[3, 1]]]
+    """
 
     def __init__(self, spec: RouteSpec) -> None:
         self._spec = spec

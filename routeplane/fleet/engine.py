@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from routeplane.errors import ErrorKind, FleetError, UsageError
+from routeplane.errors import ErrorKind, FleetError, UsageError, refused
 from routeplane.fleet.endpoints import WILDCARDS, Endpoint, EndpointState, ServerState, reserve
 from routeplane.fleet.processes import Process, children_of
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["EngineConfig", "EngineStatus", "EngineWorker", "ServedApp", "serve_app"]
+__all__ = ["EngineConfig", "EngineStatus", "EngineWorker", "ServedApp", "WorkerHook", "serve_app"]
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -39,8 +39,9 @@ class EngineConfig:
     then no environment may demand routes. ``host``, ``port_range``: where it listens. ``advertise``: the host in its
     URL; None: ``host``, or the address of the engine's node where ``host`` binds all interfaces. ``options``: further
     arguments of vLLM's server. ``middleware``: dotted name of ``make(app, spec, shard) -> app``, such as one that ships
-    routes. ``hook``: dotted name of a function that vLLM runs in *every* worker process after the load
-    (``collective_rpc``), not in rank 0 alone. ``min_agreement``: as in ``probe``.
+    routes. ``hook``: dotted name of ``hook(worker)``, which runs in *every* worker process after the load, not in rank
+    0 alone; it takes vLLM's ``worker_extension_cls``, which ``options`` must then leave alone. ``min_agreement``: as
+    in ``probe``. Raises UsageError (ARGUMENT).
 
     >>> config = EngineConfig(model="/models/policy", spec=None, port_range=(20_000, 20_100), options={"seed": 0})
     >>> config.host, config.served_name
@@ -61,6 +62,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         # plain dictionaries cross processes, proxies do not
         object.__setattr__(self, "options", dict(self.options))
+        if self.hook is not None and self.options.get("worker_extension_cls"):
+            raise refused("a hook or options with worker_extension_cls, not both", "both")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,18 +117,22 @@ class EngineWorker:
         from routeplane.capture.vllm.api_server import load_engine
 
         config = self._config
+        options = dict(config.options)
+        if config.hook is not None:
+            _find(config.hook)  # a wrong name is told before minutes of loading
+            options["worker_extension_cls"] = f"{WorkerHook.__module__}.{WorkerHook.__qualname__}"
         self._engine = await load_engine(
-            config.model, spec=config.spec, served_name=config.served_name, options=config.options
+            config.model, spec=config.spec, served_name=config.served_name, options=options
         )
         if config.hook is not None:
-            await self._engine.engine.collective_rpc(_find(config.hook))
+            await self._engine.engine.collective_rpc("routeplane_run_hook", args=(config.hook,))
         self._probe = await self._engine.probe(min_agreement=config.min_agreement)
 
     async def serve(self) -> EngineStatus:
         """Take over the reserved socket with vLLM's OpenAI server. Raises FleetError (NOT_READY) before ``load``."""
         if self._engine is None:
             raise FleetError("expected an engine that was loaded, got none", kind=ErrorKind.NOT_READY)
-        app = await self._engine.build_app()
+        app = _unless_dead(await self._engine.build_app(), self._engine.engine)
         if self._config.middleware is not None:
             app = _find(self._config.middleware)(app, self._config.spec, self._shard)
         self._served = await serve_app(app, self._require_endpoint())
@@ -167,6 +174,28 @@ class EngineWorker:
         if self._endpoint is None:
             raise FleetError("expected an endpoint that was reserved, got none", kind=ErrorKind.CLOSED)
         return self._endpoint
+
+
+class WorkerHook:
+    """What vLLM mixes into each worker of an engine with a hook: functions themselves do not cross to its processes."""
+
+    def routeplane_run_hook(self, name: str) -> None:
+        """Call the function of a dotted name with this worker."""
+        _find(name)(self)
+
+
+def _unless_dead(app: Any, engine: Any) -> Any:
+    """The application, and 503 for every request once the engine's core is gone: vLLM's ``/models`` says 200 then."""
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and engine.errored:
+            headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "degraded: the engine is gone"}\n'})
+            return
+        await app(scope, receive, send)
+
+    return guarded
 
 
 def _find(name: str) -> Any:

@@ -51,10 +51,8 @@ def write_batch(
         require_version(record, version)
         if record.spec != spec:
             spec.require_same_geometry(record.spec, where=f"sample {record.key}")
-            raise SpecError(
-                f"expected spec of model {spec.model!r}, got {record.spec.model!r} @ sample {record.key}",
-                kind=ErrorKind.SPEC_MISMATCH,
-            )
+            theirs, ours = (f"model {one.model!r}, decoder_layers={one.decoder_layers}" for one in (record.spec, spec))
+            raise SpecError(f"expected {ours}, got {theirs} @ sample {record.key}", kind=ErrorKind.SPEC_MISMATCH)
     schema = arrow_schema(spec, encoding, columns=columns, version=version)
     span_type = SPAN_TYPES[version]
     declared = [(name, schema.field(name)) for name, _ in columns]

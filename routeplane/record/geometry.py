@@ -49,6 +49,10 @@ def geometry_from_hf_config(config: object) -> Geometry:
     without weights, where the installed Transformers knows it, and its gates are counted. Raises SpecError:
     DENSE_MODEL, UNKNOWN_ARCHITECTURE, or UNSUPPORTED_GEOMETRY with the key that is missing, contradictory or not
     understood. Raises UsageError for anything that is not a configuration.
+
+    >>> config = {"model_type": "olmoe", "num_hidden_layers": 2, "num_experts": 64, "num_experts_per_tok": 8}
+    >>> geometry_from_hf_config(config).layer_ids
+    (0, 1)
     """
     document = _mapping(config)
     if document is None:
@@ -283,6 +287,10 @@ def geometry_from_model(model: object) -> Geometry:
     after ``layers.`` in its path. Weights are not read, so meta tensors will do; a pipeline stage gives its own layers
     only. Raises SpecError: no gate, two in a layer, a path without a layer, a width that cannot be told, or top-k that
     differs. Raises UsageError for anything that is not a model.
+
+    >>> geometry_from_model(object())
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected a model with named_modules(), got object
     """
     modules = _named_modules(model)
     config = next((found for _, module in modules if (found := _mapping(getattr(module, "config", None)))), None)

@@ -131,7 +131,9 @@ class RouteSpec:
     def from_hf_config(cls, config: object) -> RouteSpec:
         """Read the geometry of a Hugging Face configuration (an object with ``to_dict`` or a mapping).
 
-        Refuses, with SpecError, dense models, architectures never seen, and keys it cannot understand.
+        Refuses, with SpecError, dense models, architectures never seen, and keys it cannot understand. The depth of the
+        decoder is not taken: it is part of the digest, and format 1.0 cannot hold it. Where axes of another length are
+        to be refused, ``dataclasses.replace(spec, decoder_layers=config.num_hidden_layers)`` says so.
         """
         return cls._from_geometry(geometry_from_hf_config(config))
 
@@ -249,6 +251,8 @@ class RouteSpec:
             )
         if not isinstance(document["layer_ids"], list):
             raise _invalid("layer_ids as a list", repr(document["layer_ids"]))
+        if "decoder_layers" in document and document["decoder_layers"] is None:
+            raise _invalid("decoder_layers as a whole number, or absent", "null")
         widths = document["num_experts"]
         return cls(
             num_experts=tuple(widths) if isinstance(widths, list) else widths,

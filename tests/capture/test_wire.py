@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from routeplane.capture import text64
+from routeplane.capture import wire
 from routeplane.capture.layers import rows_from_axis
-from routeplane.capture.text64 import decode_base64, encode_base64
-from routeplane.capture.wire import WireForm, decode, encode, form_of
+from routeplane.capture.wire import WireForm, decode, decode_base64, encode, encode_base64, form_of
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.spec import MISSING, RouteSpec
 from tests.capture.payloads import MALFORMED, SPEC, Malformed, engine_rows, npy, size_of
@@ -48,10 +47,10 @@ def test_both_decoders_take_the_same_texts(fast: bool, text: str) -> None:
     except ValueError:
         plain = b""
     canonical = base64.b64encode(plain).decode() == text
-    assert text64._fast_codec() is not None
+    assert wire._fast_codec() is not None
     with pytest.MonkeyPatch.context() as patch:
         if not fast:
-            patch.setattr(text64, "_fast_codec", lambda: None)
+            patch.setattr(wire, "_fast_codec", lambda: None)
         if canonical:
             assert plain == decode_base64(text)
         else:

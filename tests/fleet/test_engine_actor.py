@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError
+from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError, UsageError
 from routeplane.fleet.actors import ActorOptions, EngineHandle, start_engine
 from routeplane.fleet.endpoints import ServerState
 from routeplane.fleet.engine import EngineConfig
@@ -87,6 +89,12 @@ def completion(url: str) -> dict[str, Any]:
         return found
 
 
+def leave_a_trace(worker: Any) -> None:
+    """A hook: says in which process it ran, and with what."""
+    folder = Path(os.environ["FLEET_TESTS_TRACES"])
+    (folder / f"{os.getpid()}-{worker.rank}").write_text(type(worker).__name__, encoding="utf-8")
+
+
 def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
     """The shape of the rows of a response's one call."""
     [call] = response_calls(response, spec, prompt_ids=PROMPT, weights_version=0, cached=0)
@@ -130,6 +138,55 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
     assert [] == [process for process in (*status.processes, *again.processes) if not has_ended(process)]
     with pytest.raises(urllib.error.URLError, match="refused"):
         completion(again.endpoint.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", ["0", "1"], ids=["one process", "vLLM's own default"])
+def test_a_hook_runs_in_the_worker_and_a_dead_core_answers_503(model: Path, tmp_path: Path, several: str) -> None:
+    """The hook before the probe; after SIGKILL of what is below the actor, every path says 503 within two seconds."""
+    spec = spec_of(model)
+    variables = {**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": several, "FLEET_TESTS_TRACES": str(tmp_path)}
+    options = ActorOptions(ray={"runtime_env": {"env_vars": variables}})
+    config = replace(config_of(model, spec), hook="tests.fleet.test_engine_actor:leave_a_trace")
+    engine = asyncio.run(start_engine(config, 0, options=options))
+    try:
+
+        async def up() -> Any:
+            await engine.reserve()
+            await engine.load()
+            return await engine.serve()
+
+        status = asyncio.run(up())
+        [trace] = list(tmp_path.iterdir())
+        assert "0" == trace.name.partition("-")[2]
+        if several == "1":
+            below = children_of(engine.pid)
+            assert int(trace.name.partition("-")[0]) in {process.pid for process in below}
+            for process in below:
+                os.kill(process.pid, signal.SIGKILL)
+            before = time.monotonic()
+            while (code := code_of(f"{status.endpoint.url}/models")) == 200 and time.monotonic() < before + 2:
+                time.sleep(0.05)
+            assert 503 == code
+            assert ServerState.DEGRADED == asyncio.run(engine.state()).state
+    finally:
+        engine.close()
+
+
+def code_of(url: str) -> int:
+    """The status that a GET is answered with."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+def test_a_hook_and_a_worker_extension_exclude_each_other(model: Path) -> None:
+    """The hook is one."""
+    with pytest.raises(UsageError, match="worker_extension_cls"):
+        replace(config_of(model, None, worker_extension_cls="a.B"), hook="a:b")
 
 
 @pytest.mark.slow

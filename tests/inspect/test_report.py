@@ -63,7 +63,7 @@ def with_logprobs(records: list[RouteRecord]) -> tuple[list[RouteRecord], list[R
 class Tags(HTMLParser):
     """Every start tag with its attributes, and whether tags nest."""
 
-    VOID = ("meta", "link", "img", "br")
+    VOID = ("meta", "link", "img", "br", "input")
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ THIRD_PARTY = {
         *(f"cli.demo.{name}" for name in ("rollout", "ray_fleet", "transformers_trainer", "automodel_trainer")),
     ),
     "vllm": ("capture.vllm",),
-    "pybase64": ("capture.text64",),
+    "pybase64": ("capture.wire",),
     "mooncake": ("stream.mooncake",),
     "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.ray_fleet"),
     "obstore": ("archive.objectstore",),
@@ -117,7 +117,7 @@ BASE_PARTIES = {"numpy", "pyarrow", "xxhash"}
 DEFERRED = {
     "record.validate": "the kernels are used where numba is installed",
     "record.geometry": "a model that no table knows is built without weights where Transformers is installed",
-    "capture.text64": "the fast codec is used where it is installed",
+    "capture.wire": "the fast codec is used where it is installed",
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "cli": "a command loads only what it runs",

@@ -40,6 +40,9 @@ class GymRollout:
         records: In order of their segments.
         report: What assembling decided.
         skipped: Output items that hold no model call (tool results, text without token ids) or generated no token.
+
+    >>> GymRollout(records=(), report=AssemblyReport(), skipped=2).skipped
+    2
     """
 
     records: tuple[RouteRecord, ...]

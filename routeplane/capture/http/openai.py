@@ -138,7 +138,11 @@ def records(
 
 
 def as_document(response: object) -> Mapping[str, Any]:
-    """A response as a mapping: of a client's object, of JSON text, or itself. Raises DataError (ENCODING, DTYPE)."""
+    """A response as a mapping: of a client's object, of JSON text, or itself. Raises DataError (ENCODING, DTYPE).
+
+    >>> as_document('{"choices": []}')
+    {'choices': []}
+    """
     dump = getattr(response, "model_dump", None)
     if dump is not None:
         # fields that the client's own class does not know are part of the dump
@@ -159,7 +163,13 @@ def as_document(response: object) -> Mapping[str, Any]:
 
 
 def refuse_server_error(document: Mapping[str, Any]) -> None:
-    """Raise UsageError with what the server said, where its answer is an error."""
+    """Raise UsageError with what the server said, where its answer is an error.
+
+    >>> refuse_server_error({"choices": []})
+    >>> refuse_server_error({"error": {"message": "too long"}})
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected a completion, got the server's error: too long
+    """
     error = document.get("error")
     if error is not None:
         said = error.get("message") if isinstance(error, Mapping) else error
@@ -195,6 +205,10 @@ class Places:
     """The objects in which a server may have put what belongs to one choice, nearest first.
 
     ``extensions``: those of servers that write SGLang's base64 without a header.
+
+    >>> choice = {"index": 0, "sglext": {"output_ids": [7]}}
+    >>> Places.of({"choices": [choice]}, choice, alone=True).ids(["output_ids"])
+    [7]
     """
 
     choice: Mapping[str, Any]
@@ -345,7 +359,11 @@ def _another_prompt(expected: Sequence[int], got: Sequence[int], name: str) -> D
 
 
 def as_mapping(value: object, what: str) -> Mapping[str, Any]:
-    """An object of a response; an absent one is empty. Raises DataError (DTYPE) for anything else."""
+    """An object of a response; an absent one is empty. Raises DataError (DTYPE) for anything else.
+
+    >>> as_mapping(None, "a message"), as_mapping({"a": 1}, "a message")
+    ({}, {'a': 1})
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -354,14 +372,22 @@ def as_mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def as_list(value: object, what: str) -> list[Any]:
-    """A list of a response. Raises DataError (DTYPE) for anything else."""
+    """A list of a response. Raises DataError (DTYPE) for anything else.
+
+    >>> as_list([7], "token_ids")
+    [7]
+    """
     if not isinstance(value, list):
         raise DataError(f"expected {what} as a list, got {type(value).__name__}", kind=ErrorKind.DTYPE)
     return value
 
 
 def finish_reason(choice: Mapping[str, Any]) -> str | None:
-    """Why a choice ended; None where it goes on."""
+    """Why a choice ended; None where it goes on.
+
+    >>> finish_reason({"finish_reason": "stop"}), finish_reason({})
+    ('stop', None)
+    """
     found = choice.get("finish_reason")
     if found is not None and not isinstance(found, str):
         raise DataError(f"expected a finish reason as text, got {type(found).__name__}", kind=ErrorKind.DTYPE)
@@ -392,6 +418,9 @@ def choice_logprobs(logprobs: object, generation: Sequence[int], *, name: str) -
 
     Where the tokens are named by their ids (``return_tokens_as_token_ids``), they must be those of the choice. The
     values are as they came.
+
+    >>> choice_logprobs({"tokens": ["token_id:7"], "token_logprobs": [-0.5]}, [7], name="c")
+    [-0.5]
     """
     pairs = _logprob_pairs(as_mapping(logprobs, "logprobs"))
     if pairs is None:

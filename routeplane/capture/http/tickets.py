@@ -106,6 +106,15 @@ def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
         A call with the ticket's checksum, over the record's memory. Raises DataError (TOKEN_MISMATCH) for another
         record, (PREFIX) for one whose first rows stand in another, ChecksumError where the call is not the one that the
         ticket was made for.
+
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> call = ModelCall(
+    ...     prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=4, call_id="c"
+    ... )
+    >>> record, ticket = issue_ticket(call, spec, stream="rollouts")
+    >>> call_of_ticket(record, ticket).checksum == call.checksum
+    True
     """
     if record.key != ticket.key or {capture.call for capture in record.captures} != {ticket.call_id}:
         raise DataError(
