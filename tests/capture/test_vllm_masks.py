@@ -19,9 +19,11 @@ from vllm.config import VllmConfig
 from vllm.outputs import SamplingMask
 from vllm.v1.engine.input_processor import InputProcessor
 
+from routeplane.batch import BatchOptions, RouteBatch, collate, label_logprobs
 from routeplane.capture import vllm as capture
 from routeplane.capture.vllm import OutputOptions, options_of
 from routeplane.errors import DataError, UsageError
+from routeplane.replay import transformers as gates
 from tests.capture.vllm_engine import SHORT, SPEC, VOCABULARY, Engine, running_engine
 
 pytestmark = pytest.mark.vllm
@@ -83,6 +85,87 @@ def test_the_support_is_the_mask(engine: Engine, logprobs: int) -> None:
     assert said is not None
     assert (0.8, 0.6, 100, 0.002) == (said.temperature, said.top_p, said.top_k, said.min_p)
     assert ("processed", (), 1.0) == (said.logprobs_mode, said.processors, said.repetition_penalty)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A batch of vLLM's records, Transformers' logits of it under vLLM's routes, and the same without temperature."""
+
+    batch: RouteBatch
+    logits: torch.Tensor
+
+    def k3(self, scores: torch.Tensor) -> float:
+        """k3 of the sampled tokens."""
+        difference = self.differences(scores)
+        return float((difference.exp() - 1 - difference).mean())
+
+    def differences(self, scores: torch.Tensor) -> torch.Tensor:
+        """Trainer minus engine of the sampled tokens."""
+        columns = self.batch.columns
+        return (scores - columns["label_logprobs"])[columns["label_mask"]].double()
+
+
+@pytest.fixture(scope="module")
+def scored(engine: Engine) -> Scored:
+    """Six prompts of 40 sampled tokens each, float32 on both sides, gates replayed."""
+    prompts = [[11 + (37 * at + 5 * start) % 480 for at in range(start, start + 9)] for start in range(6)]
+    how = params(**CUT, logprobs=110, max_tokens=40)
+    outputs = engine.llm.generate([{"prompt_token_ids": one} for one in prompts], how, use_tqdm=False)
+    options = options_of(engine.llm, how, masks=True)
+    records = [
+        capture.records(output, SPEC, sample_id=f"s{at}", weights_version=1, options=options)[0]
+        for at, output in enumerate(outputs)
+    ]
+    batch = collate(records, SPEC, layout="padded", options=BatchOptions(labels=True))
+    with gates.attach(engine.model, SPEC) as replay, torch.no_grad(), replay.replaying(batch):
+        logits = engine.model(**batch.model_inputs()).logits
+    return Scored(batch=batch, logits=logits)
+
+
+def test_both_sides_agree_on_every_sampled_token(scored: Scored) -> None:
+    """float32, the same routes and masks: 1e-4 on each, none left out; each control raises k3 tenfold at least."""
+    batch, logits = scored.batch, scored.logits
+    assert (240, 0.0) == (batch.mask_counts().listed, batch.mask_counts().unmasked_share)
+    right = label_logprobs(logits, batch, masks="apply")
+    found = scored.differences(right)
+    assert 240 == len(found)
+    assert float(found.abs().max()) <= 1e-4
+
+    late = batch.column_parts["label_sampling_mask"]
+    assert late.offsets is not None
+    columns = batch.columns
+    ones = {**columns, "label_temperature": torch.ones_like(columns["label_temperature"])}
+    offsets = torch.cat([late.offsets[:1], late.offsets[:1], late.offsets[1:-1]])
+    shifted = dataclasses.replace(late, values=late.values[: int(offsets[-1])], offsets=offsets)
+    moved = dataclasses.replace(batch, column_parts={**batch.column_parts, "label_sampling_mask": shifted})
+    raw = torch.full_like(right, torch.nan)
+    raw[:, :-1] = logits.log_softmax(-1)[:, :-1].gather(-1, batch.token_ids[:, 1:, None])[..., 0]
+    controls = {
+        "temperature ignored": label_logprobs(logits, dataclasses.replace(batch, columns=ones), masks="apply"),
+        "raw under a mask": raw,
+        "mask one position late": label_logprobs(logits, moved, masks="apply"),
+    }
+    for name, scores in controls.items():
+        difference = scored.differences(scores)
+        usable = difference[difference.isfinite()]
+        k3 = float((usable.exp() - 1 - usable).mean()) if len(usable) else float("inf")
+        assert k3 >= 10 * scored.k3(right), name
+
+
+def test_a_penalty_that_is_ignored_shows(engine: Engine, scored: Scored) -> None:
+    """Tokens under a penalty are counted and left out; scored all the same, without the penalty, k3 is far larger."""
+    how = params(**CUT, logprobs=110, presence_penalty=1.5, max_tokens=40)
+    [output] = engine.llm.generate([{"prompt_token_ids": SHORT}], how, use_tqdm=False)
+    records = capture.records(output, SPEC, weights_version=1, options=options_of(engine.llm, how, masks=True))
+    batch = collate(records, SPEC, options=BatchOptions(labels=True))
+    assert (40, 40) == (batch.mask_counts().listed, batch.mask_counts().changed)
+    with gates.attach(engine.model, SPEC) as replay, torch.no_grad(), replay.replaying(batch):
+        logits = engine.model(**batch.model_inputs()).logits
+    own = Scored(batch=batch, logits=logits)
+    assert bool(own.differences(label_logprobs(logits, batch, masks="apply")).isnan().all())
+    ignored = own.k3(label_logprobs(logits, batch, masks="apply", changed_logits="applied"))
+    right = label_logprobs(scored.logits, scored.batch, masks="apply")
+    assert ignored >= 10 * scored.k3(right)
 
 
 def test_nothing_cut_is_full_and_some_of_many_is_capped(engine: Engine) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 import routeplane.errors
 from routeplane.archive import AddReport, ArchiveCheck, Compaction, Recovery
+from routeplane.batch.columns import MaskCounts
 from routeplane.batch.loader import PrefetchReport
 from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
@@ -144,6 +145,7 @@ REPORTS: dict[str, Report] = {
     "AuditReport": AuditReport(),
     "JoinReport": JoinReport(),
     "PrefetchReport": PrefetchReport(),
+    "MaskCounts": MaskCounts(),
     "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
     "RouteStatistics": collect([], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))),

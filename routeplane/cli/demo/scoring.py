@@ -236,7 +236,7 @@ def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], Tr
     if not runs:
         return None
     found: list[dict[str, dict[str, float]]] = []
-    ids = tokens = 0
+    ids = tokens = stored = 0
     how = None
     for run in runs:
         with open_source(run.stream, transport=run.transport) as reader:
@@ -244,7 +244,9 @@ def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], Tr
             reader.admit(records).require()
         found.append(_treatments(load(run), records))
         ids += sum(len(record.columns["sampling_mask"].values) for record in records)
-        tokens += sum(len(record.columns["sampling_mask"]) - record.spans[0].stop for record in records)
+        tokens += sum(record.num_tokens - record.spans[0].stop for record in records)
+        # ids as int32; an int64 offset and a state of a byte for every token, those of prompts too
+        stored += sum(4 * len(record.columns["sampling_mask"].values) + 9 * record.num_tokens for record in records)
         how = records[0].spans[-1].sampling
     if how is None:
         raise RuntimeError("the engine stage writes sampling parameters")
@@ -263,8 +265,7 @@ def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], Tr
             for pair in _PAIRS
             for figure in ("mean_ratio", "k3", "extreme_share", "effective_share")
         ],
-        # what the format stores for a sampled token: its ids as int32, an int64 offset, a state of a byte
-        "masks": {"mean_ids": ids / tokens, "bytes_a_token": 4 * ids / tokens + 9},
+        "masks": {"mean_ids": ids / tokens, "bytes_a_token": stored / tokens},
     }
 
 
