@@ -54,6 +54,10 @@ Truncate = Literal["raise", "left", "right"]
 _ARRAYS = ("record_N", "token_N", "position_N", "sources", "lengths", "cu_seqlens", "cu_seqlens_padded")
 
 
+def _narrowed(rows_N: NDArray[np.int64]) -> NDArray[Any]:
+    return rows_N.astype(np.int32) if not len(rows_N) or int(rows_N.max()) < 2**31 else rows_N
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenPlan:
     """For every output row the record and the token it holds, or padding. Immutable; its arrays are read-only.
@@ -82,6 +86,15 @@ class TokenPlan:
     lengths: NDArray[np.int64]
     cu_seqlens: NDArray[np.int32]
     cu_seqlens_padded: NDArray[np.int32]
+
+    def __getstate__(self) -> dict[str, object]:
+        # on its way to another process a batch carries 12 bytes a row for its plan, not 24
+        return {name: _narrowed(value) if name.endswith("_N") else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, value in state.items():
+            wide = np.asarray(value, dtype=np.int64) if name.endswith("_N") else value
+            object.__setattr__(self, name, frozen_view(wide) if isinstance(wide, np.ndarray) else wide)
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:

@@ -292,7 +292,7 @@ class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
         store: FolderStore | None = None
         try:
             (group,) = _parsed(descriptor.command, "group")
-            store = FolderStore(self._root, group=group)
+            store = FolderStore(self._root, group=check_name(group, "group"))
             writer.write_metadata(_said(store.load_position().to_json()))
             while True:
                 try:

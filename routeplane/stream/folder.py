@@ -66,6 +66,7 @@ __all__ = ["open_reader", "open_writer", "producers_of"]
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
 _LONGEST_WAIT_S = 0.05
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_writer(
@@ -215,7 +216,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _full(error: OSError, path: Path) -> OSError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         return StoreError(f"expected space for {path}, got {error.strerror}", kind=ErrorKind.NO_SPACE)
     return error
 
@@ -468,7 +469,7 @@ class FolderSlot(ProducerSlot):
             )
         number = self._next
         try:
-            size = self._blocks.prepare(number, block)
+            size = self._prepared(number, block)
             self._wait_for_space(size, block.leans)
         except OSError as error:
             self._blocks.discard(number)
@@ -479,14 +480,28 @@ class FolderSlot(ProducerSlot):
         self.retention.add(number, size, leans=block.leans)
         return BlockName(self._producer, number)
 
+    def _prepared(self, number: int, block: SealedBlock) -> int:
+        """Write a block where no reader sees it; on a full disk, what every group acknowledged makes space."""
+        while True:
+            try:
+                return self._blocks.prepare(number, block)
+            except OSError as error:
+                self._blocks.discard(number)
+                if error.errno not in _FULL or not self._delete_one(block.leans):
+                    raise
+
+    def _delete_one(self, leans: Sequence[int] | None) -> bool:
+        number = self.retention.next_to_delete(below=self._acknowledged(), leans=leans)
+        if number is not None:
+            self._blocks.delete(number)
+            self.retention.drop(number)
+        return number is not None
+
     def _wait_for_space(self, size: int, leans: Sequence[int] | None) -> None:
         held, timeout_s, wait = self.retention, self._limits.timeout_s, 0.001
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not held.has_space(size):
-            number = held.next_to_delete(below=self._acknowledged(), leans=leans)
-            if number is not None:
-                self._blocks.delete(number)
-                held.drop(number)
+            if self._delete_one(leans):
                 continue
             if end is not None and time.monotonic() >= end:
                 raise TransportError(

@@ -31,7 +31,8 @@ BARS: dict[str, float] = {
     "root entries": 14,
     "root python files": 3,
     # one of them is `__main__.py`, two lines that `python -m routeplane` needs
-    "modules": 144,
+    # `flight`, which the design asks for, and the reading of blocks, which parted from their writing at 850 lines
+    "modules": 145,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
     "duplicate basenames": 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -16,67 +15,24 @@ from routeplane.stream import folder
 from routeplane.stream.blocks import BlockLimits, ReadOptions
 from routeplane.testing.builders import SPEC, facts, sample
 from tests.stream.folder_processes import Actor, name_of, read, write
+from tests.stream.kill_matrix import CARRIERS, matrix, run
 
-COUNT, TOKENS = 40, 400
-#: A quarter of what each producer writes.
-LIMITS = BlockLimits(block_bytes=1, max_bytes=60_000, sync=False, timeout_s=60.0)
-
-
-def run_with_kills(folder_: Path, *, kills: int, seed: int) -> int:
-    """Two producers and one reader, one of them killed at each random moment, all started again; checks the promises.
-
-    Returns how many records came again.
-    """
-    dice = random.Random(seed)
-    place = folder_ / "place"
-    count = max(COUNT, 3 * kills)
-    writers = {
-        name: Actor(folder_ / name, write(place, name, count=count, tokens=TOKENS, limits=LIMITS)) for name in "pq"
-    }
-    reader = Actor(folder_ / "reader", read(place, ["p", "q"]))
-    actors = [*writers.values(), reader]
-    for actor in actors:
-        actor.start()
-    hits = 0
-    while not reader.is_done:
-        living = [actor for actor in actors if not actor.is_done]
-        if hits < kills and living:
-            time.sleep(dice.random() * 0.03)
-            victim = dice.choice(living)
-            victim.kill()
-            hits += 1
-        else:
-            reader.process.join(0.02)  # type: ignore[union-attr]
-        for actor in actors:
-            if not actor.is_done and (actor.process is None or not actor.process.is_alive()):
-                actor.join()
-                if not actor.is_done:
-                    actor.start()
-    for actor in actors:
-        actor.join()
-    came = [line for line in reader.lines() if " " in line]
-    expected = {
-        f"{sample(index, tokens=TOKENS, sample_id=name_of(name, index)).checksum:016x} {name_of(name, index)}"
-        for name in writers
-        for index in range(count)
-    }
-    assert expected == set(came)
-    assert "complete" == reader.lines()[-1]
-    # a reader that is killed is given its last block again, and no other
-    assert len(came) - len(expected) <= hits
-    return len(came) - len(expected)
+COUNT = 40
 
 
-def test_a_killed_producer_goes_on(tmp_path: Path) -> None:
-    """Random kills of two producers and a reader: nothing lost, torn or stuck, and few repeats."""
-    run_with_kills(tmp_path, kills=12, seed=0)
+@pytest.mark.parametrize("way", ["kill", "fork", "delete"])
+def test_killed_processes_go_on(tmp_path: Path, way: str) -> None:
+    """Random kills of two producers and a reader: nothing lost, torn or stuck, no repeats of what was acknowledged."""
+    figures = run("folder", way, {"place": tmp_path / "place"}, tmp_path, kills=6, seed=0)
+    assert figures.holds, figures
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(20))
-def test_many_kills(tmp_path: Path, seed: int) -> None:
-    """The same, fifty kills a run."""
-    run_with_kills(tmp_path, kills=50, seed=seed)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_thousand_kills(carrier: str) -> None:
+    """The share of one carrier in ``python -m tests.stream.kill_matrix --kills 1000``."""
+    found = matrix(1_000, carriers=(carrier,))
+    assert [] == [way for way, figures in found.items() if not figures.holds]
 
 
 def test_a_killed_reader_is_given_it_again(tmp_path: Path) -> None:
