@@ -78,7 +78,8 @@ def main() -> None:
     """Start the queue, exchange, and end it."""
     with open_stream(sys.argv[1]) as reader:
         spec = reader.spec
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # its controller and its storage units each wait for a processor of their own
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     transfer_queue.init()
     try:
         sys.stdout.write(json.dumps(exchange(sys.argv[1], spec)) + "\n")

@@ -21,11 +21,10 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-transfer-queue" / "bin" / "python"
 
 
-@pytest.mark.parametrize("family", ["qwen3_dense_first", "qwen3_top1"])
-def test_routes_come_out_of_the_queue_as_they_went_in(family: str, tmp_path: Path) -> None:
+def test_routes_come_out_of_the_queue_as_they_went_in(tmp_path: Path) -> None:
     """Jagged columns put under sample ids and asked for backwards: the same rows, audited clean, replayable."""
-    spec, _ = families()[family]
-    records = [record_of(each, spec) for each in engine_samples(family)[:6]]
+    spec, _ = families()["qwen3_dense_first"]
+    records = [record_of(each, spec) for each in engine_samples("qwen3_dense_first")[:6]]
     path = tmp_path / "run.arrows"
     with new_stream(str(path), spec) as sink:
         for record in records:
@@ -35,6 +34,7 @@ def test_routes_come_out_of_the_queue_as_they_went_in(family: str, tmp_path: Pat
         capture_output=True,
         text=True,
         check=False,
+        timeout=250,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import httpx
 
 from routeplane.capture.http.tickets import call_of_ticket
 from routeplane.record.interfaces import RouteTicket
+from routeplane.record.prefixes import resolve
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.stream import open_stream
 
@@ -224,11 +225,22 @@ def hashes(place: Path) -> dict[str, str]:
 
 
 def record_of(place: Path, ticket: RouteTicket, cache: dict[Path, dict[RecordKey, RouteRecord]]) -> RouteRecord:
-    """Redeem a ticket: the record in the block that it names, whose call has the ticket's checksum."""
+    """Redeem a ticket: the record in the block that it names, whose call has the ticket's checksum.
+
+    Rows that a group's records share stand in one of them, in this block or in one before.
+    """
     _, producer, number = ticket.stream.split("/")
     path = place / "producers" / producer / f"{number}.arrows"
     if path not in cache:
-        cache[path] = {record.key: record for record in open_stream(path)}
+        there = {record.key: record for record in open_stream(path)}
+        before = [one for one in blocks(place) if one.parent == path.parent and one < path] if _deltas(there) else []
+        known = {record.key: record for block in before for record in open_stream(block)}
+        whole = {record.key: record for record in resolve({**known, **there}.values())}
+        cache[path] = {key: whole[key] for key in there}
     record = cache[path][ticket.key]
     call_of_ticket(record, ticket)
     return record
+
+
+def _deltas(records: Mapping[RecordKey, RouteRecord]) -> bool:
+    return any(record.prefix is not None for record in records.values())

@@ -24,12 +24,13 @@ from routeplane.capture.http.tickets import call_of_ticket
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, open_carrier
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, request_args
 from routeplane.capture.wire import encode
-from routeplane.errors import ErrorKind, RouteplaneError, TransportError, UsageError
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, UsageError
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
+from routeplane.stream.folder import open_reader
 from tests.capture.block_files import records_of
 
 SPEC = RouteSpec(num_experts=16, top_k=2, layer_ids=(1, 2), model="m")
@@ -227,6 +228,32 @@ def test_the_last_choice_has_the_tickets_of_all(tmp_path: Path) -> None:
     assert {"0": "s/0", "1": "s/1", "2": "s/2"} == keys
     assert set(keys) == set(writer.tickets_of("req"))
     assert {} == writer.tickets_of("another")
+
+
+def test_tickets_of_choices_that_share_a_prompt_are_redeemed(tmp_path: Path) -> None:
+    """A folder stores the rows of a prompt once; its reader gives whole records, and a delta says what it lacks."""
+    config = WriterConfig(place=str(tmp_path / "place"), run="r")
+    writer = EngineWriter(SPEC, config, rank=0, logprobs_mode="raw_logprobs")
+    names = [f"{choice}_req-0123abcd" for choice in range(3)]
+    for name in names:
+        begin(writer, name, generated=2, extra=request_args(sample_id="s"))
+    for name in names:
+        writer.finish(name, "length")
+    said: dict[str, Any] = {}
+    while len(said) < 3:
+        said |= dict(writer.take_answers(wait_s=0.05))
+    writer.close()
+    tickets = [RouteTicket.from_json(said[name][KEY]) for name in names]
+    raw = {one.key: one for block in (tmp_path / "place").glob("producers/*/*.arrows") for one in open_stream(block)}
+    with open_reader(tmp_path / "place", producers=1) as reader:
+        whole = {record.key: record for record in reader}
+
+    assert [[10, 11]] * 3 == [call_of_ticket(whole[one.key], one).generation_ids.tolist() for one in tickets]
+    deltas = [one for one in tickets if raw[one.key].prefix is not None]
+    assert 2 == len(deltas)
+    with pytest.raises(DataError) as caught:
+        call_of_ticket(raw[deltas[0].key], deltas[0])
+    assert ErrorKind.PREFIX == caught.value.kind
 
 
 def test_what_is_in_flight_at_the_end_is_aborted(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ SPEC = watermarked_spec(layers=(1, 2, 5), top_k=4)
 COLUMNS = ("live", "replay", "shift_token", "shift_layer")
 #: Design section 7.
 KEYS = {
-    *("tokens", "rows", "coverage", "flipped_share", "stream_bytes", "seconds"),
+    *("tokens", "rows", "coverage", "flipped_share", "stream_bytes", "seconds", "ablation"),
     *(f"{figure}_{column}" for figure in ("mean_abs_diff", "max_abs_diff", "kl") for column in ("live", "replay")),
 }
 
@@ -108,6 +108,14 @@ def test_options_that_are_not_there_are_refused(options: dict[str, Any]) -> None
     with pytest.raises(UsageError, match=f"expected {name} of .*transformers|file.*, got {options[name]!r}") as caught:
         DemoOptions(out="x", **options)
     assert ErrorKind.ARGUMENT == caught.value.kind
+
+
+def test_one_seed_has_no_interval() -> None:
+    """Pairs need two; none at all is no table. Only Transformers on both sides have the runs."""
+    with pytest.raises(UsageError, match="ablation of 0 or 2 to 10 seeds, got 1"):
+        DemoOptions(out="x", ablation=1)
+    assert [] == DemoOptions(out="x", engine="vllm").ablation_runs()
+    assert [3, 4] == [run.seed for run in DemoOptions(out="x", seed=3, ablation=2).ablation_runs()]
 
 
 def test_options_travel_as_json() -> None:
@@ -196,7 +204,7 @@ def test_a_trainer_runs_in_the_environment_that_is_named(tmp_path: Path, monkeyp
 
 # ---- a small run ----------------------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {"seed": 5, "layers": 4, "sequences": 3, "max_tokens": 24, "progress": False}
+SMALL: dict[str, Any] = {"seed": 5, "layers": 4, "sequences": 3, "max_tokens": 24, "ablation": 2, "progress": False}
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +285,74 @@ def test_figures_are_those_worked_out_by_hand(small: tuple[DemoOptions, dict[str
         assert np.abs(each).max() == pytest.approx(figures[f"max_abs_diff_{column}"], rel=1e-2)
         assert np.mean(np.exp(each) - 1 - each) == pytest.approx(figures[f"kl_{column}"], rel=5e-2)
     assert flipped / figures["rows"] == pytest.approx(figures["flipped_share"], abs=2e-3)
+
+
+# ---- the ablation ---------------------------------------------------------------------------------------------------
+
+
+def test_the_ablation_is_on_the_same_tokens(small: tuple[DemoOptions, dict[str, Any]]) -> None:
+    """Two seeds, each row of figures per seed; masks carry the ratio back to 1, routes and masks together most."""
+    _, figures = small
+    found = figures["ablation"]
+    assert ([5, 6], 2 * 3 * 24, 0.8, 0.9) == tuple(found[name] for name in ("seeds", "tokens", "temperature", "top_p"))
+    rows = found["treatments"]
+    for row in rows.values():
+        for figure in row.values():
+            assert figure["mean"] == pytest.approx(np.mean(figure["seeds"]))
+    assert rows["neither"]["mean_ratio"]["mean"] < 0.95
+    assert abs(1 - rows["both"]["mean_ratio"]["mean"]) < 0.01
+    assert rows["both"]["k3"]["mean"] < 0.5 * rows["masks"]["k3"]["mean"]
+    assert rows["both"]["k3"]["mean"] < 0.1 * rows["routes"]["k3"]["mean"]
+    for change in found["paired"]:
+        seeds = np.subtract(*(rows[change[side]][change["figure"]]["seeds"] for side in ("with", "without")))
+        assert change["change"] == pytest.approx(seeds.mean())
+        # two pairs: half their distance, times Student's t of one degree of freedom
+        assert change["high"] - change["change"] == pytest.approx(12.706 * abs(seeds[0] - seeds[1]) / 2)
+    assert found["masks"]["bytes_a_token"] == pytest.approx(4 * found["masks"]["mean_ids"] + 9)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_ablation_is_what_a_plain_softmax_gives(small: tuple[DemoOptions, dict[str, Any]]) -> None:
+    """Token by token over the listed ids, each sequence in a forward of its own, live and with its routes."""
+    options, figures = small
+    found: dict[str, list[NDArray[np.float64]]] = {"neither": [], "masks": [], "routes": [], "both": []}
+    for run in options.ablation_runs():
+        model: Any = Qwen3MoeForCausalLM.from_pretrained(run.model_dir, dtype=torch.float32)
+        model.train(False).set_experts_implementation("eager")
+        with open_stream(run.stream) as reader:
+            records = list(reader)
+        parts: dict[str, list[float]] = {name: [] for name in found}
+        for record in records:
+            live = _masked_differences(model, record)
+            with gates.attach(model, record.spec) as handle, handle.replaying(collate([record], record.spec)):
+                followed = _masked_differences(model, record)
+            for name, values in zip(found, (*live, *followed), strict=True):
+                parts[name] += values
+        for name, values in parts.items():
+            found[name].append(np.asarray(values))
+    for name, seeds in found.items():
+        row = figures["ablation"]["treatments"][name]
+        means = [np.exp(each).mean() for each in seeds]
+        assert means == pytest.approx(row["mean_ratio"]["seeds"], rel=2e-3)
+        k3 = [(np.exp(each) - 1 - each).mean() for each in seeds]
+        assert k3 == pytest.approx(row["k3"]["seeds"], rel=5e-2)
+        effective = [np.exp(each).sum() ** 2 / (len(each) * np.exp(2 * each).sum()) for each in seeds]
+        assert effective == pytest.approx(row["effective_share"]["seeds"], rel=2e-3)
+
+
+def _masked_differences(model: Any, record: RouteRecord) -> tuple[list[float], list[float]]:
+    """Trainer minus engine of the sampled tokens: over all ids, and over those of the mask."""
+    tokens = torch.from_numpy(record.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits_NV = model(input_ids=tokens[None], use_cache=False).logits[0].double() / 0.8
+    over_all, over_mask = [], []
+    assert record.logprobs is not None
+    for at in range(record.spans[0].stop, record.num_tokens):
+        row_V = logits_NV[at - 1]
+        kept = torch.from_numpy(record.columns["sampling_mask"].entry(at).astype(np.int64))
+        over_all.append(float(row_V[tokens[at]] - row_V.logsumexp(0)) - float(record.logprobs[at]))
+        over_mask.append(float(row_V[tokens[at]] - row_V[kept].logsumexp(0)) - float(record.logprobs[at]))
+    return over_all, over_mask
 
 
 @pytest.mark.usefixtures("one_thread")

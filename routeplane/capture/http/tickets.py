@@ -104,7 +104,8 @@ def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
 
     Returns:
         A call with the ticket's checksum, over the record's memory. Raises DataError (TOKEN_MISMATCH) for another
-        record, ChecksumError where the call is not the one that the ticket was made for.
+        record, (PREFIX) for one whose first rows stand in another, ChecksumError where the call is not the one that the
+        ticket was made for.
 
     >>> from routeplane import ModelCall, RouteSpec
     >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
@@ -118,6 +119,12 @@ def call_of_ticket(record: RouteRecord, ticket: RouteTicket) -> ModelCall:
     if record.key != ticket.key or {capture.call for capture in record.captures} != {ticket.call_id}:
         raise DataError(
             f"expected the record of call {ticket.call_id}, got {record.key}", kind=ErrorKind.TOKEN_MISMATCH
+        )
+    if record.prefix is not None:
+        raise DataError(
+            f"expected a whole record of call {ticket.call_id} (a carrier's reader, or resolve(records), joins them), "
+            f"got one whose first {record.routes_start} rows stand in {record.prefix.sample_id}",
+            kind=ErrorKind.PREFIX,
         )
     call = _call_behind(record, ticket.call_id, start=ticket.start, stop=ticket.stop)
     if call.checksum != ticket.checksum:

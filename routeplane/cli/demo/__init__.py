@@ -58,7 +58,8 @@ _TRAINER_SETTINGS = ("HF_HUB_OFFLINE=1", "TORCHDYNAMO_DISABLE=1")
 class DemoOptions:
     """What the demo runs. Defaults are the sizes at which the effect was first measured.
 
-    ``trainer_python``: the interpreter of the trainer's environment; empty for this one.
+    ``trainer_python``: the interpreter of the trainer's environment; empty for this one. ``ablation``: seeds of the
+    table of routes and sampling masks, 0 for no table; only with Transformers on both sides is there one.
     """
 
     out: str
@@ -72,10 +73,13 @@ class DemoOptions:
     max_tokens: int = 96
     layers: int = 12
     progress: bool = True
+    ablation: int = 5
     fleet: bool = False  # all of it as actors of one Ray cluster, rollouts over HTTP
     compare: bool = False  # start the fleet once more, one task after another
 
     def __post_init__(self) -> None:
+        if self.ablation not in (0, *range(2, 11)):
+            raise UsageError(f"expected ablation of 0 or 2 to 10 seeds, got {self.ablation!r}", kind=ErrorKind.ARGUMENT)
         for name, allowed in (
             ("engine", ("transformers", "vllm", "vllm-scheduler")),
             ("trainer", tuple(_TRAINERS)),
@@ -85,6 +89,14 @@ class DemoOptions:
                 raise UsageError(f"expected {name} of {allowed}, got {getattr(self, name)!r}", kind=ErrorKind.ARGUMENT)
         if self.compare and not self.fleet:
             raise UsageError("expected compare for a fleet, got none", kind=ErrorKind.ARGUMENT)
+
+    def ablation_runs(self) -> list[DemoOptions]:
+        """The runs of the ablation, each with weights, samples and a folder of its own."""
+        if self.fleet or (self.engine, self.trainer) != ("transformers", "transformers"):
+            return []
+        folder = Path(self.out) / "ablation"
+        seeds = range(self.seed, self.seed + self.ablation)
+        return [replace(self, out=str(folder / str(seed)), seed=seed, transport="file", ablation=0) for seed in seeds]
 
     @property
     def model_dir(self) -> str:
@@ -193,8 +205,50 @@ def format_table(figures: Mapping[str, Any]) -> str:
             "",
             f"  replay lowers the mean difference {ratio:.1f}x and the maximum {most:.1f}x",
             f"  stream {figures['stream_bytes']} bytes; seconds: {seconds}",
+            *_ablation_lines(figures.get("ablation")),
         ]
     )
+
+
+#: What a trainer does about the ratio of its probabilities to the engine's -> what the table calls it.
+_TREATMENTS = {
+    "neither": "neither",
+    "masks": "masks",
+    "routes": "routes",
+    "both": "routes and masks",
+    "masks_tis": "masks, ratios cut at 2 (TIS)",
+    "masks_icepop": "masks, only ratios in [0.5, 5]",
+}
+
+
+def _ablation_lines(ablation: Mapping[str, Any] | None) -> list[str]:
+    """Routes and sampling masks, each with and without, on the same tokens."""
+    if not ablation:
+        return []
+    columns = ("mean_ratio", "k3", "extreme_share", "effective_share", "flipped_share")
+    titles = ("mean ratio", "KL (k3)", "beyond 2x", "effective", "flips")
+    lines = [f"  {'trainer / engine probability':<32}" + "".join(f"{title:>12}" for title in titles)]
+    for treatment, label in _TREATMENTS.items():
+        row = ablation["treatments"][treatment]
+        cells = [f"{row[name]['mean']:.5f}" if name in row else "" for name in columns]
+        lines.append(f"  {label:<32}" + "".join(f"{cell:>12}" for cell in cells).rstrip())
+    changes = [
+        f"  {_TREATMENTS[each['without']]} -> {_TREATMENTS[each['with']]}: {each['figure'].replace('_', ' ')} "
+        f"{each['change']:+.5f} [{each['low']:+.5f}, {each['high']:+.5f}]"
+        for each in ablation["paired"]
+        if each["figure"] in ("k3", "mean_ratio")
+    ]
+    masks, spread = ablation["masks"], ablation["treatments"]["both"]["standard_errors"]["mean"]
+    return [
+        "",
+        f"  sampling at temperature {ablation['temperature']}, top-p {ablation['top_p']}: {len(ablation['seeds'])} "
+        f"seeds of weights and samples, {ablation['tokens']} sampled tokens, the same for every row",
+        *lines,
+        "  paired changes over the seeds, with 95% intervals:",
+        *changes,
+        f"  with both, the mean ratio is {spread:.1f} standard errors from 1; a mask holds {masks['mean_ids']:.1f} "
+        f"ids, {masks['bytes_a_token']:.1f} bytes a sampled token",
+    ]
 
 
 def _timeline_lines(timeline: Mapping[str, Any] | None, compared: Mapping[str, Any] | None) -> list[str]:

@@ -107,6 +107,24 @@ def _write(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: dict
     return len(records)
 
 
+#: How the runs of the ablation sample: what a policy is trained at, and what cuts it.
+ABLATION_SAMPLING = in_process.Sampling(temperature=0.8, top_p=0.9, logprobs_mode="processed")
+
+
+def _write_ablation(options: DemoOptions, prompts: Sequence[Sequence[int]]) -> None:
+    """Build, sample and write each run of the ablation, with sampling masks."""
+    for run in options.ablation_runs():
+        build_model(run)
+        model = Qwen3MoeForCausalLM.from_pretrained(run.model_dir, dtype=torch.bfloat16).train(False)
+        spec = RouteSpec.from_hf_config(model.config)
+        records = in_process.records(
+            model, prompts, spec=spec, max_tokens=run.max_tokens, seed=run.seed, sampling=ABLATION_SAMPLING
+        )
+        with open_sink(run.stream, spec, transport=run.transport) as sink:
+            for record in records:
+                sink.write(record)
+
+
 def _write_inside(options: DemoOptions, prompts: Sequence[Sequence[int]], seconds: dict[str, float]) -> int:
     """Let the engine's own scheduler write; the number of records. Its time to write is part of generating."""
     from routeplane.capture import vllm as engine
@@ -135,14 +153,19 @@ def main(arguments: Sequence[str]) -> None:
     options = DemoOptions(**json.loads(arguments[0]))
     torch.set_num_threads(1)  # matrices this small lose by threads, and one order of sums gives one table per seed
     seconds: dict[str, float] = {}
-    with tqdm(total=3, desc=f"engine ({options.engine})", disable=not options.progress, leave=False) as bar:
+    with tqdm(total=4, desc=f"engine ({options.engine})", disable=not options.progress, leave=False) as bar:
         started = time.perf_counter()
         build_model(options)
         seconds["build"] = time.perf_counter() - started
         bar.update()
         write = _write_inside if options.engine == "vllm-scheduler" else _write
-        count = write(options, demo_prompts(options.sequences, options.prompt_tokens), seconds)
+        prompts = demo_prompts(options.sequences, options.prompt_tokens)
+        count = write(options, prompts, seconds)
         bar.update(2)
+        started = time.perf_counter()
+        _write_ablation(options, prompts)
+        seconds["ablation_generate"] = time.perf_counter() - started
+        bar.update()
     figures: dict[str, Any] = {"records": count, "seconds": seconds}
     sys.stdout.write(json.dumps(figures) + "\n")
 

@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from routeplane.batch.batch import RouteBatch
-from routeplane.batch.collation import microbatches
-from routeplane.batch.logprobs import token_logprobs
+from routeplane.batch.collation import BatchOptions, microbatches
+from routeplane.batch.logprobs import Masks, label_logprobs, token_logprobs
 from routeplane.cli.demo import DemoOptions, open_source
 from routeplane.inspect.overview import REPLAY_LOGPROBS
 from routeplane.record.coverage import Coverage
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
     from routeplane.replay.handle import ReplayHandle
 
-__all__ = ["TrainerModel", "run_stage", "score_stream", "shifted_by_layer", "shifted_by_token"]
+__all__ = ["TrainerModel", "run_stage", "score_ablation", "score_stream", "shifted_by_layer", "shifted_by_token"]
 
 # Tokens of one microbatch: small, so that the demo crosses a microbatch boundary.
 _MICROBATCH_TOKENS = 512
@@ -117,7 +117,11 @@ def _figures(name: str, difference_T: NDArray[np.float64]) -> dict[str, float]:
 def run_stage(arguments: Sequence[str], load: Callable[[DemoOptions], TrainerModel]) -> None:
     """Run the stage with the options given as JSON."""
     options = DemoOptions(**json.loads(arguments[0]))
-    sys.stdout.write(json.dumps(score_stream(options, load)) + "\n")
+    figures = score_stream(options, load)
+    started = time.perf_counter()
+    figures["ablation"] = score_ablation(options.ablation_runs(), load)
+    figures["seconds"]["ablation_score"] = time.perf_counter() - started
+    sys.stdout.write(json.dumps(figures) + "\n")
 
 
 def score_stream(options: DemoOptions, load: Callable[[DemoOptions], TrainerModel]) -> dict[str, Any]:
@@ -204,4 +208,173 @@ def _counts(records: Sequence[RouteRecord], coverage: Coverage) -> dict[str, Any
         "tokens": tokens,
         "rows": coverage.fed * records[0].spec.num_layers,
         "coverage": {**dict(coverage.rows), "missing": coverage.missing},
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ablation: routes and sampling masks, each with and without, on the same tokens
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: Truncated importance sampling: larger ratios count as this.
+_TIS_BOUND = 2.0
+#: IcePop-style masking: tokens of other ratios are left out of the loss.
+_ICEPOP_BAND = (0.5, 5.0)
+#: A ratio beyond this, or below its inverse, is extreme.
+_EXTREME = 2.0
+#: Student's t for two-sided 95% intervals, by the number of pairs.
+_T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+_PAIRS = (("neither", "masks"), ("routes", "both"), ("neither", "routes"), ("masks", "both"))
+
+
+def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], TrainerModel]) -> dict[str, Any] | None:
+    """Score the runs' tokens with and without replayed routes and sampling masks; None where there is no run.
+
+    ``treatments``: name -> figure -> mean over the seeds, and each. ``paired``: changes of a figure from one treatment
+    to another, with 95% intervals over the seeds. Without masks the softmax is over the whole vocabulary, at the
+    temperature of sampling all the same.
+    """
+    if not runs:
+        return None
+    found: list[dict[str, dict[str, float]]] = []
+    ids = tokens = 0
+    how = None
+    for run in runs:
+        with open_source(run.stream, transport=run.transport) as reader:
+            records = list(reader)
+            reader.admit(records).require()
+        found.append(_treatments(load(run), records))
+        ids += sum(len(record.columns["sampling_mask"].values) for record in records)
+        tokens += sum(len(record.columns["sampling_mask"]) - record.spans[0].stop for record in records)
+        how = records[0].spans[-1].sampling
+    if how is None:
+        raise RuntimeError("the engine stage writes sampling parameters")
+    rows = {
+        name: {figure: _over_seeds([each[name][figure] for each in found]) for figure in found[0][name]}
+        for name in found[0]
+    }
+    return {
+        "seeds": [run.seed for run in runs],
+        "tokens": tokens,
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "treatments": rows,
+        "paired": [
+            _paired(rows, figure, *pair)
+            for pair in _PAIRS
+            for figure in ("mean_ratio", "k3", "extreme_share", "effective_share")
+        ],
+        # what the format stores for a sampled token: its ids as int32, an int64 offset, a state of a byte
+        "masks": {"mean_ids": ids / tokens, "bytes_a_token": 4 * ids / tokens + 9},
+    }
+
+
+def _treatments(trainer: TrainerModel, records: Sequence[RouteRecord]) -> dict[str, dict[str, float]]:
+    """The figures of one seed by treatment."""
+    with trainer.attach(records[0].spec) as handle:
+        live = _LiveRoutes(handle)
+        without = _score_masks(trainer, records, live.recording)
+    with trainer.attach(records[0].spec) as handle:
+        followed = _score_masks(trainer, records, handle.replaying)
+    flipped = _flipped_share(records, [live.record(record) for record in records])
+    cells = {"neither": without["ignore"], "masks": without["apply"]}
+    cells |= {"routes": followed["ignore"], "both": followed["apply"]}
+    made = {name: _ratio_figures(difference_T) for name, difference_T in cells.items()}
+    for name, row in made.items():
+        row["flipped_share"] = flipped if name in ("neither", "masks") else 0.0
+    for name in ("neither", "masks", "both"):
+        made |= {f"{name}_{how}": row for how, row in _corrections(cells[name]).items()}
+    return made
+
+
+def _score_masks(
+    trainer: TrainerModel,
+    records: Sequence[RouteRecord],
+    bind: Callable[[RouteBatch], AbstractContextManager[object]],
+) -> dict[Masks, NDArray[np.float64]]:
+    """Trainer minus engine log-probability of every sampled token, with masks and without, out of one forward."""
+    differences: dict[Masks, list[torch.Tensor]] = {"apply": [], "ignore": []}
+    for micro in microbatches(
+        iter(records),
+        tokens=_MICROBATCH_TOKENS,
+        layout=trainer.layout,
+        spec=records[0].spec,
+        options=BatchOptions(labels=True),
+    ):
+        with torch.inference_mode(), bind(micro):
+            logits = trainer.logits(micro)
+        micro.mask_counts().require(max_unmasked=0.0)
+        wanted = micro.columns["label_mask"]
+        temperature = micro.columns["label_temperature"].reshape(*logits.shape[:-1], 1)
+        scaled = logits / torch.where(temperature.isnan(), 1.0, temperature)
+        given: dict[Masks, torch.Tensor] = {"apply": logits, "ignore": scaled}
+        for masks, own in given.items():
+            ours = label_logprobs(own, micro, masks=masks)
+            differences[masks].append((ours - micro.columns["label_logprobs"])[wanted])
+    return {masks: torch.cat(parts).double().numpy() for masks, parts in differences.items()}
+
+
+def _ratio_figures(difference_T: NDArray[np.float64]) -> dict[str, float]:
+    """What the ratios ``exp(difference)`` of trainer to engine do to an update."""
+    ratio_T = np.exp(difference_T)
+    error = float(ratio_T.std(ddof=1)) / len(ratio_T) ** 0.5
+    return {
+        "mean_ratio": float(ratio_T.mean()),
+        "standard_errors": abs(float(ratio_T.mean()) - 1.0) / error,
+        "k3": float((ratio_T - 1.0 - difference_T).mean()),
+        "extreme_share": float((np.abs(difference_T) > np.log(_EXTREME)).mean()),
+        "effective_share": _effective_share(ratio_T),
+    }
+
+
+def _effective_share(weight_T: NDArray[np.float64]) -> float:
+    """Effective sample size of weighted tokens, over their number."""
+    return float(weight_T.sum() ** 2 / (len(weight_T) * (weight_T**2).sum()))
+
+
+def _corrections(difference_T: NDArray[np.float64]) -> dict[str, dict[str, float]]:
+    """What takes the place of equal probabilities: weights cut at a bound, or tokens left out.
+
+    ``touched_share``: tokens whose weight is not their ratio. k3 is that of the tokens that count.
+    """
+    ratio_T = np.exp(difference_T)
+    k3_T = ratio_T - 1.0 - difference_T
+    kept_T = (ratio_T >= _ICEPOP_BAND[0]) & (ratio_T <= _ICEPOP_BAND[1])
+    weights = {"tis": np.minimum(ratio_T, _TIS_BOUND), "icepop": np.where(kept_T, ratio_T, 0.0)}
+    return {
+        how: {
+            "mean_ratio": float(weight_T.mean()),
+            "k3": float(k3_T[weight_T > 0].mean()),
+            "extreme_share": float((np.abs(difference_T[weight_T > 0]) > np.log(_EXTREME)).mean()),
+            "effective_share": _effective_share(weight_T),
+            "touched_share": float((weight_T != ratio_T).mean()),
+        }
+        for how, weight_T in weights.items()
+    }
+
+
+def _flipped_share(engine: Sequence[RouteRecord], trainer: Sequence[RouteRecord]) -> float:
+    """Share of rows, in all layers, that are other sets of experts."""
+    differs = [
+        (np.sort(ours.routes) != np.sort(theirs.routes)).any(axis=2)[~missing_rows(ours.routes)]
+        for ours, theirs in zip(engine, trainer, strict=True)
+    ]
+    return float(np.concatenate(differs).mean())
+
+
+def _over_seeds(values: list[float]) -> dict[str, Any]:
+    return {"mean": float(np.mean(values)), "seeds": values}
+
+
+def _paired(rows: dict[str, dict[str, Any]], figure: str, without: str, with_: str) -> dict[str, Any]:
+    """The mean change over the seeds, and its 95% interval."""
+    change_R = np.subtract(rows[with_][figure]["seeds"], rows[without][figure]["seeds"])
+    half = _T_95[len(change_R)] * float(change_R.std(ddof=1)) / len(change_R) ** 0.5
+    mean = float(change_R.mean())
+    return {
+        "figure": figure,
+        "without": without,
+        "with": with_,
+        "change": mean,
+        "low": mean - half,
+        "high": mean + half,
     }
