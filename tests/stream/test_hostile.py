@@ -103,7 +103,7 @@ def test_requests_beside_honest_traffic_over_flight(tmp_path: Path, count: int) 
         reader = flight.open_reader(server.place, producers=["p"], options=ReadOptions(timeout_s=60.0))
         records, client, dice = iter(reader), fl.connect(server.place), random.Random(0)
         with within_bounds() as look:
-            came = []
+            came: list[Any] = []
             for index in range(count):
                 try:
                     attack(client, dice)
