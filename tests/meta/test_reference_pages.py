@@ -19,6 +19,7 @@ import pytest
 
 import routeplane.errors
 from routeplane.archive import AddReport, ArchiveCheck, Compaction, Recovery
+from routeplane.batch.columns import MaskCounts
 from routeplane.batch.loader import PrefetchReport
 from routeplane.batch.matching import JoinReport
 from routeplane.capture.http import MiddlewareReport, TicketReport
@@ -143,6 +144,7 @@ REPORTS: dict[str, Report] = {
     "PromptReport": PromptReport(),
     "AuditReport": AuditReport(),
     "JoinReport": JoinReport(),
+    "MaskCounts": MaskCounts(),
     "PrefetchReport": PrefetchReport(),
     "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
