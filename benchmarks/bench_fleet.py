@@ -66,7 +66,7 @@ def _floor(serial: dict[str, Any]) -> float:
 def _draw(found: dict[str, list[dict[str, Any]]]) -> None:
     if find_spec("vl_convert") is None:
         return
-    from routeplane.inspect import draw_timeline, encode
+    from routeplane.inspect.charts import draw_timeline, encode
 
     _PICTURES.mkdir(exist_ok=True)
     for name, rounds in found.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from routeplane.inspect.audit import OWN_LAYOUT, AuditReport, audit_batch, load_batch
+from routeplane.inspect.audit import AuditReport, audit_batch, load_batch
 from routeplane.inspect.compare import Divergence, RouteDiff, compare, compare_records
 from routeplane.inspect.diagnose import Examiner, Finding, find_findings
 from routeplane.inspect.export import to_arrow, to_pandas, to_polars
@@ -20,12 +20,11 @@ from routeplane.inspect.overview import Overview, survey
 from routeplane.inspect.statistics import Collector, RouteStatistics, collect
 
 if TYPE_CHECKING:
-    from routeplane.inspect.charts import draw_charts, draw_timeline, encode
+    from routeplane.inspect.charts import draw_timeline
     from routeplane.inspect.page import render_report, view_sample, write_report
     from routeplane.inspect.ray_data import collect_on_ray, dataset, filter_batches, records_of
 
 __all__ = [
-    "OWN_LAYOUT",
     "SALVAGE",
     "ArchiveSummary",
     "AuditReport",
@@ -47,9 +46,7 @@ __all__ = [
     "compare",
     "compare_records",
     "dataset",
-    "draw_charts",
     "draw_timeline",
-    "encode",
     "explain",
     "filter_batches",
     "find_findings",
@@ -69,7 +66,7 @@ __all__ = [
 #: Names that load an extra, and their module.
 _ON_FIRST_USE = {
     **dict.fromkeys(("collect_on_ray", "dataset", "filter_batches", "records_of"), "routeplane.inspect.ray_data"),
-    **dict.fromkeys(("draw_charts", "draw_timeline", "encode"), "routeplane.inspect.charts"),
+    "draw_timeline": "routeplane.inspect.charts",
     **dict.fromkeys(("render_report", "view_sample", "write_report"), "routeplane.inspect.page"),
 }
 

@@ -146,6 +146,8 @@ def _shared_tokens(record: RouteRecord, base: RouteRecord) -> int:
     if base.spec != record.spec or _types(base) != _types(record):
         return 0
     most = min(record.num_tokens, base.num_tokens)
+    others = np.flatnonzero(record.token_ids[:most] != base.token_ids[:most])
+    most = int(others[0]) if len(others) else most  # rows behind the first other token are not looked at
     differs_S = (record.token_ids[:most] != base.token_ids[:most]) | (record.routes[:most] != base.routes[:most]).any(
         axis=(1, 2)
     )

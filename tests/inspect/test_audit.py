@@ -21,7 +21,8 @@ from routeplane import ErrorKind, RouteSpec, new_stream
 from routeplane.batch import LAYOUTS
 from routeplane.cli.main import main
 from routeplane.errors import UsageError
-from routeplane.inspect import OWN_LAYOUT, AuditReport, audit_batch, load_batch
+from routeplane.inspect import AuditReport, audit_batch, load_batch
+from routeplane.inspect.audit import OWN_LAYOUT
 from tests.batch.native import BUILDERS, FAMILIES, Sample, engine_samples, families, record_of, vary
 
 if TYPE_CHECKING:

@@ -144,6 +144,7 @@ REPORTS: dict[str, Report] = {
     "PromptReport": PromptReport(),
     "AuditReport": AuditReport(),
     "JoinReport": JoinReport(),
+    "MaskCounts": MaskCounts(),
     "PrefetchReport": PrefetchReport(),
     "MaskCounts": MaskCounts(),
     "TicketReport": TicketReport(),
