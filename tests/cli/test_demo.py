@@ -111,7 +111,7 @@ def test_options_that_are_not_there_are_refused(options: dict[str, Any]) -> None
 
 
 def test_one_seed_has_no_interval() -> None:
-    """Pairs need two; none at all is no table. Only Transformers on both sides have the runs."""
+    """Pairs need two; without any there is no table. Only Transformers on both sides have the runs."""
     with pytest.raises(UsageError, match="ablation of 0 or 2 to 10 seeds, got 1"):
         DemoOptions(out="x", ablation=1)
     assert [] == DemoOptions(out="x", engine="vllm").ablation_runs()
