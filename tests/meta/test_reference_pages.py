@@ -146,7 +146,6 @@ REPORTS: dict[str, Report] = {
     "JoinReport": JoinReport(),
     "MaskCounts": MaskCounts(),
     "PrefetchReport": PrefetchReport(),
-    "MaskCounts": MaskCounts(),
     "TicketReport": TicketReport(),
     "MiddlewareReport": MiddlewareReport(),
     "RouteStatistics": collect([], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))),
