@@ -677,7 +677,6 @@ def mask_columns(
     call: str,
     vocab_size: int | None = None,
     capped: Sequence[bool] | None = None,
-    relaxed_acceptance: bool = False,
 ) -> dict[str, AlignedColumn]:
     """Make the columns ``sampling_mask`` and ``sampling_mask_state`` of a call from what its engine says.
 
@@ -691,8 +690,6 @@ def mask_columns(
         call: Named in errors.
         vocab_size: Ids of the model's logits. A list of all of them is stored as ``full``, without ids.
         capped: Whether the engine cut a list short, for each token; None: no list was.
-        relaxed_acceptance: Whether a speculative decoder accepted tokens that the target would not have drawn so often:
-            no mask describes these, so True is refused.
 
     Returns:
         The columns of ``prompt + G`` entries, in memory of their own. Raises UsageError for masks under these
@@ -704,7 +701,7 @@ def mask_columns(
     >>> made["sampling_mask"].tolist(), made["sampling_mask_state"].tolist()
     ([[], [7, 9], []], [0, 1, 0])
     """
-    _check_mask_sampling(sampling, relaxed_acceptance, call)
+    _check_mask_sampling(sampling, call)
     count, cut_G = len(generation_ids), [False] * len(kept) if capped is None else list(capped)
     if not len(kept) == len(cut_G) == count:
         raise _unfit_list(f"one list for each of {count} sampled tokens", f"{len(kept)}", call)
@@ -724,9 +721,7 @@ def mask_columns(
     }
 
 
-def _check_mask_sampling(sampling: Sampling | None, relaxed_acceptance: bool, call: str) -> None:
-    if relaxed_acceptance:
-        raise refused("exact acceptance beside sampling masks", f"a relaxed one @ call {call}")
+def _check_mask_sampling(sampling: Sampling | None, call: str) -> None:
     if sampling is None or not sampling.temperature or sampling.temperature < 0:
         got = "none" if sampling is None else repr(sampling.temperature)
         raise refused("a temperature above 0 in the sampling parameters beside masks", f"{got} @ call {call}")

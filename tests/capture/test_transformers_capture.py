@@ -179,8 +179,10 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@each_family
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("family", "cut"),
+    [*((QWEN3.name, cut) for cut in CUTS), *((name, "all") for name in FAMILIES if name != QWEN3.name)],
+)
 def test_masks_are_what_was_drawn_from(family: str, cut: str) -> None:
     """A full forward at the temperature, restricted to the mask, gives the recorded values; the mask is top_p's etc."""
     how = CUTS[cut]

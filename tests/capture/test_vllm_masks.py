@@ -310,3 +310,15 @@ def test_conditions_are_those_of_vllm(engine: Engine, name: str) -> None:
     ):
         assert (expected is None) == (said is None), said
         assert expected is None or expected in (said or "")
+
+
+def test_masks_beside_relaxed_acceptance_are_refused() -> None:
+    """vLLM's synthetic rejection sampling accepts tokens that the target would not draw so often."""
+    given: dict[str, Any] = {"hf_config": None, "logprobs_mode": "processed_logprobs", "logits_processors": None}
+    model = SimpleNamespace(**given, return_sampling_mask=True, get_vocab_size=lambda: VOCABULARY)
+    for method in ("standard", "synthetic"):
+        draft = SimpleNamespace(rejection_sample_method=method)
+        config = SimpleNamespace(model_config=model, speculative_config=draft)
+        said = complaint(lambda asked=config: options_of(asked, params(temperature=0.8, top_k=50)))  # type: ignore[misc]
+        assert (method == "standard") == (said is None)
+        assert said is None or "accepts what the target draws" in said

@@ -108,7 +108,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature that is not known": ({"sampling": replace(HOW, temperature=None)}, "a temperature above 0"),
     "no parameters": ({"sampling": None}, "a temperature above 0 .* got none"),
     "raw": ({"sampling": replace(HOW, logprobs_mode="raw")}, "logprobs_mode 'processed' .* got 'raw'"),
-    "relaxed acceptance": ({"relaxed_acceptance": True}, "exact acceptance"),
 }
 
 

@@ -120,7 +120,8 @@ def options_of(engine: Any, sampling_params: SamplingParams, *, masks: bool = Fa
             ``max_logprobs=-1`` and the request asks for ``logprobs=-1``, or for more than ``top_k``.
 
     Returns:
-        Options for ``calls`` and ``records``. Raises UsageError (ARGUMENT) naming every condition that does not hold.
+        Options for ``calls`` and ``records``. Raises UsageError (ARGUMENT) naming every condition that does not hold,
+        and for masks of an engine with relaxed speculative acceptance, which no mask describes.
 
     >>> options_of(llm, SamplingParams(temperature=0.7)).logprobs_mode
     'raw_logprobs'
@@ -130,6 +131,9 @@ def options_of(engine: Any, sampling_params: SamplingParams, *, masks: bool = Fa
     broken = [said for said, holds in _MASK_CONDITIONS if masks and not holds(model, draft, sampling_params)]
     if broken:
         raise refused(f"masks from log-probabilities with {'; '.join(broken)}", "an engine or a request otherwise")
+    if getattr(model, "return_sampling_mask", False) and getattr(draft, "rejection_sample_method", "") == "synthetic":
+        # such a draft's tokens are accepted more often than the target would draw them; 0.32 does not refuse it
+        raise refused("speculation that accepts what the target draws beside sampling masks", "'synthetic'")
     names = tuple(one if isinstance(one, str) else one.__name__ for one in model.logits_processors or ())
     return OutputOptions(
         logprobs_mode=model.logprobs_mode,
