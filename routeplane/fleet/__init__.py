@@ -21,8 +21,17 @@ if TYPE_CHECKING:
     from routeplane.fleet.endpoints import Endpoint, Endpoints, EndpointState, ServerState, reserve
     from routeplane.fleet.engine import EngineConfig
     from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig, build_config
-    from routeplane.fleet.setup import Setup, check_setup
-    from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, Timeline, start, start_async
+    from routeplane.fleet.startup import (
+        Fleet,
+        Plan,
+        Setup,
+        Task,
+        TaskContext,
+        Timeline,
+        check_setup,
+        start,
+        start_async,
+    )
 
 __all__ = [
     "ALL_KEYS",
@@ -65,8 +74,7 @@ _MODULES = {
     "endpoints": ("Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"),
     "engine": ("EngineConfig",),
     "environment": ("ALL_KEYS", "EnvironmentConfig", "build_config"),
-    "setup": ("Setup", "check_setup"),
-    "startup": ("Fleet", "Plan", "Task", "TaskContext", "Timeline", "start", "start_async"),
+    "startup": ("Fleet", "Plan", "Setup", "Task", "TaskContext", "Timeline", "check_setup", "start", "start_async"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -25,7 +25,7 @@ from routeplane.errors import ErrorKind, FleetError, RouteplaneError, refused
 from routeplane.fleet.endpoints import Endpoints, EndpointState
 from routeplane.fleet.engine import EngineConfig, EngineStatus, EngineWorker
 from routeplane.fleet.environment import MAX_ROLLOUTS, EnvironmentConfig, EnvironmentWorker, build_config
-from routeplane.fleet.processes import MARK, Process, children_of, end_processes, marked_with, process_of
+from routeplane.fleet.teardown import MARK, Process, children_of, end_processes, marked_with, process_of
 from routeplane.record.spec import RouteSpec
 
 __all__ = [

@@ -19,7 +19,7 @@ import uvicorn
 
 from routeplane.errors import ErrorKind, FleetError, UsageError, refused
 from routeplane.fleet.endpoints import WILDCARDS, Endpoint, EndpointState, ServerState, reserve
-from routeplane.fleet.processes import Process, children_of
+from routeplane.fleet.teardown import Process, children_of
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec

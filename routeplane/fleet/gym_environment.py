@@ -22,7 +22,7 @@ from typing import Any
 from routeplane.capture.wire import decode
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig
-from routeplane.fleet.processes import Process, children_of, end_processes
+from routeplane.fleet.teardown import Process, children_of, end_processes
 from routeplane.record.spec import MISSING
 
 __all__ = ["GymEnvironment", "check_routes", "gym_config", "make_environment"]

@@ -2,7 +2,8 @@
 
 ``Closers`` is filled while a plan starts and emptied once. A closer may be a function or a coroutine function. Work
 that makes a thing in a thread is registered before it begins, so that a thing that appears after its task was cancelled
-is closed too. No third party.
+is closed too. Processes of this machine are found as the kernel lists them: whose child is whose, who bears a mark, and
+whether one is gone. No third party.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeplane.errors import ErrorKind, Problem
@@ -22,7 +25,104 @@ from routeplane.errors import ErrorKind, Problem
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["CLOSE_SECONDS", "Closers", "interrupts_noted"]
+__all__ = [
+    "CLOSE_SECONDS",
+    "MARK",
+    "Closers",
+    "Process",
+    "children_of",
+    "end_processes",
+    "interrupts_noted",
+    "is_alive",
+    "marked_with",
+    "process_of",
+]
+
+#: The variable whose value marks a process and its descendants.
+MARK = "ROUTEPLANE_ACTOR"
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Process:
+    """A process and no later one that got its number: ``started`` in clock ticks since boot."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    process: Process
+    parent: int
+    ended: bool
+
+
+def process_of(pid: int) -> Process | None:
+    """The process that has this number now; None where there is none, or no ``/proc``."""
+    entry = _entry(pid)
+    return None if entry is None else entry.process
+
+
+def children_of(pid: int) -> tuple[Process, ...]:
+    """All descendants of a process, nearest first; none where the machine has no ``/proc``."""
+    entries = [entry for path in _PROC.glob("[0-9]*") if (entry := _entry(int(path.name))) is not None]
+    found: list[Process] = []
+    parents = {pid}
+    while parents:
+        children = [entry.process for entry in entries if entry.parent in parents]
+        found += children
+        parents = {child.pid for child in children}
+    return tuple(found)
+
+
+def marked_with(value: str) -> tuple[Process, ...]:
+    """All processes of this user that were started with MARK set to ``value``, by number; none without ``/proc``."""
+    sought = f"{MARK}={value}".encode()
+    found = []
+    for path in _PROC.glob("[0-9]*"):
+        try:
+            variables = (path / "environ").read_bytes().split(b"\0")
+        except OSError:  # another user's, or it ended meanwhile
+            continue
+        entry = _entry(int(path.name)) if sought in variables else None
+        if entry is not None:
+            found.append(entry.process)
+    return tuple(sorted(found))
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it still runs; a zombie, which ended and was not waited for, does not."""
+    entry = _entry(process.pid)
+    return entry is not None and entry.process == process and not entry.ended
+
+
+def end_processes(processes: Iterable[Process], *, patience: float = 5.0) -> tuple[Process, ...]:
+    """Wait ``patience`` seconds for processes to end by themselves, then kill them; those that had to be killed.
+
+    The caller vouches that they are its own: processes of actors that it started.
+    """
+    left = sorted(set(processes))
+    deadline = time.monotonic() + patience
+    while (left := [each for each in left if is_alive(each)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for each in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.pid, signal.SIGKILL)
+    return tuple(left)
+
+
+def _entry(pid: int) -> _Entry | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # there is none, or it ended meanwhile
+        return None
+    # the name stands in parentheses and may hold any character; the fields behind it are numbered from 3 (proc(5))
+    fields = text.rpartition(")")[2].split()
+    return _Entry(
+        process=Process(pid=pid, started=int(fields[19])), parent=int(fields[1]), ended=fields[0] in ("Z", "X")
+    )
+
 
 #: Seconds that one closer has, and that work which is still making something has, before the next one is called.
 CLOSE_SECONDS = 30.0

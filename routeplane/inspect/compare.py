@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
-from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS, SAME, TABLE
-from routeplane.inspect.tally import shared_ids
+from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS, SAME, TABLE, shared_ids
 from routeplane.record.counts import Counts, rule
 from routeplane.record.coverage import stale_kv
 from routeplane.record.record import RecordKey, RouteRecord

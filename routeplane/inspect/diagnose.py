@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from routeplane.inspect.compare import AlignedRows, RouteDiff, Segment, best_segment, longest_run, windows
-from routeplane.inspect.statistics import RouteStatistics, dead_experts
-from routeplane.inspect.tally import shared_ids
+from routeplane.inspect.statistics import RouteStatistics, dead_experts, shared_ids
 from routeplane.record.spec import MISSING
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
 gates: ``routeplane.replay.transformers``. Importing this package needs torch and no model library.
 """
 
+from routeplane.replay.gate import RecordedRoutes
 from routeplane.replay.handle import GateReport, ReplayHandle, ReplayReport
-from routeplane.replay.recording import RecordedRoutes
 
 __all__ = ["GateReport", "RecordedRoutes", "ReplayHandle", "ReplayReport"]

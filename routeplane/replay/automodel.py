@@ -26,9 +26,8 @@ from routeplane.batch.shard import RankOf, Shard
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
-from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, uninstaller
+from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, spec_of_gates, uninstaller
 from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
-from routeplane.replay.recording import spec_of_gates
 from routeplane.replay.transformers import checkpoint_sites
 
 if TYPE_CHECKING:

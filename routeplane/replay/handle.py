@@ -25,8 +25,7 @@ from routeplane.capture.gates import Gate
 from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
 from routeplane.record.spec import MISSING
 from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, TokenHook, Wiring
-from routeplane.replay.gate import GateRows, GateSite, RecordedRows
-from routeplane.replay.recording import RecordedRoutes
+from routeplane.replay.gate import GateRows, GateSite, RecordedRoutes, RecordedRows
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -30,7 +30,7 @@ from routeplane.batch.shard import RankOf, Shard
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring, in_backward
-from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, uninstaller
+from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, spec_of_gates, uninstaller
 from routeplane.replay.handle import (
     DEFAULT_LIMITS,
     AuxChoice,
@@ -40,7 +40,6 @@ from routeplane.replay.handle import (
     ReplayLimits,
     ReplayPolicy,
 )
-from routeplane.replay.recording import spec_of_gates
 
 if TYPE_CHECKING:
     from torch import nn

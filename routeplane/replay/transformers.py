@@ -22,9 +22,8 @@ from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.errors import ErrorKind, ReplayError, UsageError, refused
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.binding import GateHook, Wiring
-from routeplane.replay.gate import ForcedTopK, GateRows, GateSite
+from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
 from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
-from routeplane.replay.recording import spec_of_gates
 
 if TYPE_CHECKING:
     from torch import nn

@@ -209,9 +209,7 @@ def test_ranks_on_one_place_and_a_restart_overwrite_nothing(tmp_path: Path) -> N
     assert {"engine-0", "engine-1"} == {ticket.stream.split("/")[1] for ticket in tickets}
     for ticket in tickets:
         _, producer, block = ticket.stream.split("/")
-        records = {
-            one.key: one for one in open_stream(tmp_path / "place" / "producers" / producer / f"{block}.arrows")
-        }
+        records = {one.key: one for one in open_stream(tmp_path / "place" / "producers" / producer / f"{block}.arrows")}
         assert [10, 11] == call_of_ticket(records[ticket.key], ticket).generation_ids.tolist()
     assert 12 == len(set(tickets))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from routeplane.fleet.processes import Process, process_of
+from routeplane.fleet.teardown import Process, process_of
 from tests.fleet.workers import has_ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]

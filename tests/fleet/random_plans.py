@@ -20,8 +20,8 @@ from collections import Counter
 
 from routeplane.errors import FleetError
 from routeplane.fleet.endpoints import Endpoint, reserve
-from routeplane.fleet.processes import children_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
+from routeplane.fleet.teardown import children_of
 
 PORTS = (24_100, 24_140)
 

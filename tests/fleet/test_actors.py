@@ -19,8 +19,8 @@ from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.actors import ActorHandle, ActorOptions, EnvironmentHandle, build_environment_actor, start_actor
 from routeplane.fleet.endpoints import Endpoints, reserve
 from routeplane.fleet.environment import EnvironmentWorker
-from routeplane.fleet.processes import Process, children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
+from routeplane.fleet.teardown import Process, children_of, process_of
 from routeplane.record.spec import RouteSpec
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster

@@ -23,8 +23,8 @@ from routeplane.errors import CaptureError, ErrorKind, FleetError, SpecError, Us
 from routeplane.fleet.actors import ActorOptions, EngineHandle, start_engine
 from routeplane.fleet.endpoints import ServerState
 from routeplane.fleet.engine import EngineConfig
-from routeplane.fleet.processes import children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
+from routeplane.fleet.teardown import children_of, process_of
 from routeplane.record.spec import RouteSpec
 from tests.capture.reading import response_calls
 from tests.capture.vllm_engine import QWEN3_MOE

@@ -21,8 +21,8 @@ from routeplane.errors import ErrorKind, FleetError
 from routeplane.fleet.actors import EnvironmentHandle, build_environment_actor, start_engine
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
-from routeplane.fleet.processes import Process, children_of, process_of
 from routeplane.fleet.startup import Plan, Task, TaskContext, start
+from routeplane.fleet.teardown import Process, children_of, process_of
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import SETTINGS, local_cluster
 

@@ -17,7 +17,7 @@ from routeplane.fleet.actors import ActorOptions, build_environment_actor
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.environment import EnvironmentConfig, build_config
 from routeplane.fleet.gym_environment import check_routes, gym_config, make_environment
-from routeplane.fleet.processes import children_of
+from routeplane.fleet.teardown import children_of
 from routeplane.record.spec import RouteSpec
 from tests.capture.reading import gym_rollout
 from tests.fleet.workers import has_ended

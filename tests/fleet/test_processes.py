@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from routeplane.fleet.processes import MARK, children_of, end_processes, is_alive, marked_with, process_of
+from routeplane.fleet.teardown import MARK, children_of, end_processes, is_alive, marked_with, process_of
 from tests.fleet.workers import has_ended
 
 #: A process with a child of its own; both say that they are there, and wait.

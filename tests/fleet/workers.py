@@ -12,7 +12,7 @@ from typing import Any
 
 from routeplane.errors import DataError, ErrorKind
 from routeplane.fleet.environment import EnvironmentConfig
-from routeplane.fleet.processes import Process, is_alive
+from routeplane.fleet.teardown import Process, is_alive
 
 
 class Child:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
 from routeplane.inspect import statistics as measures
-from routeplane.inspect import tally
+from routeplane.inspect import statistics as tally
 from routeplane.inspect.statistics import MAX_WORST, POSITION_BIN, Collector, RouteStatistics, collect
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, Span

@@ -32,7 +32,7 @@ BARS: dict[str, float] = {
     "root python files": 3,
     # one of them is `__main__.py`, two lines that `python -m routeplane` needs
     # `flight`, which the design asks for, and the reading of blocks, which parted from their writing at 850 lines
-    "modules": 145,
+    "modules": 141,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
     "duplicate basenames": 0,

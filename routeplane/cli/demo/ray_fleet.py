@@ -40,8 +40,7 @@ from routeplane.fleet.actors import (
 )
 from routeplane.fleet.endpoints import Endpoints
 from routeplane.fleet.engine import EngineConfig
-from routeplane.fleet.setup import Setup
-from routeplane.fleet.startup import Fleet, Plan, Task, TaskContext, start_async
+from routeplane.fleet.startup import Fleet, Plan, Setup, Task, TaskContext, start_async
 from routeplane.inspect.charts import draw_timeline, encode
 from routeplane.record.assembly import assemble
 from routeplane.record.spec import RouteSpec
