@@ -5,8 +5,8 @@ ranks and workers, so that every partition of the data gives the same numbers. M
 tables (L * E int64 for each kind and weights version, L * E * E for pairs) and one record. Knows no file.
 
 Rows are counted by functions that add to tables in place; compiled loops do it where numba is installed, numpy says
-the same. Measures use natural logarithms. Layers of fewer experts than the widest are padded with experts that do not exist:
-``experts_L`` says how many do.
+the same. Measures use natural logarithms. Layers of fewer experts than the widest are padded with experts that do not
+exist: ``experts_L`` says how many do.
 
 Axes: S tokens, L captured layers, K top-k slots, E experts (the widest layer's), P bins of absolute position, H powers
 of two.
