@@ -46,7 +46,11 @@ __all__ = [
 
 
 class ErrorKind(StrEnum):
-    """What exactly went wrong. Append-only: a value, once released, keeps its meaning and its place."""
+    """What exactly went wrong. Append-only: a value, once released, keeps its meaning and its place.
+
+    >>> ErrorKind.DUPLICATE_ID.value
+    'duplicate_id'
+    """
 
     # rows
     PARTIAL_ROW = "partial_row"  # some ids of a row are negative, or negative but not -1
@@ -141,6 +145,9 @@ class Problem:
     """One finding. ``error`` findings make data unusable; ``alarm`` findings are statistics to look at.
 
     ``token`` is an absolute position in the record, ``layer`` a decoder-layer id; ``None`` where it does not apply.
+
+    >>> str(Problem(kind=ErrorKind.CHECKSUM, message="expected 1, got 2", sample="a/0/0", token=5))
+    'expected 1, got 2 @ sample a/0/0, token 5'
     """
 
     kind: ErrorKind

@@ -392,6 +392,10 @@ class RunEntry:
     ``digest``: xxh3-64 over the checksums of these records, in order. ``manifest``: the hash of the run's manifest
     file. ``folder``: below ``runs``. ``removed``: positions of deleted records, ascending; their bytes stay until
     ``compact``.
+
+    >>> run = RunEntry(name="a", records=1, tokens=5, rows=5, bytes=90, digest="0", manifest="1", folder="a-1")
+    >>> run.key("routes")
+    'runs/a-1/routes'
     """
 
     name: str
@@ -429,6 +433,10 @@ class Commit:
     """The state of an archive. ``number`` counts from 1; a commit holds all runs, those before it included.
 
     ``history``: the seals of the commits before it, from number 1; an empty text where one is not known.
+
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    >>> Commit(number=2, spec=spec, seal="5e").snapshot
+    '2-5e'
     """
 
     number: int

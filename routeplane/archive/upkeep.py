@@ -81,6 +81,9 @@ class ArchiveCheck(Counts):
     """The verdict on an archive. ``records`` and ``tokens`` count what is intact, ``damaged`` the records that are not.
 
     ``problems``: errors, and alarms for what is merely left over (files of a run that no commit names).
+
+    >>> ArchiveCheck(records=3).intact
+    True
     """
 
     SCOPE: ClassVar[str] = "archive_"
@@ -314,7 +317,11 @@ def _refusal(run: Run, wanted: Range) -> FormatError | None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery(Counts):
     """What was copied. ``intact``: records as they were; ``partial``: those of which some rows are kept; ``lost``:
-    those of which nothing is."""
+    those of which nothing is.
+
+    >>> Recovery(intact=2, lost=1).merge(Recovery(intact=1)).intact
+    3
+    """
 
     SCOPE: ClassVar[str] = "archive_recovered_"
 
@@ -528,7 +535,11 @@ def _last(_: str, later: str) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compaction(Counts):
     """What was removed. ``rewritten``: names of runs that lost records; ``records``: those records; ``folders``: run
-    folders that were deleted, those of dead writers among them; ``snapshot``: the archive's since, of the last call."""
+    folders that were deleted, those of dead writers among them; ``snapshot``: the archive's since, of the last call.
+
+    >>> Compaction(records=2).merge(Compaction(records=1)).records
+    3
+    """
 
     SCOPE: ClassVar[str] = "archive_compacted_"
 

@@ -311,6 +311,17 @@ class ArchiveWriter(RecordWriter):
     """The RouteSink of one run. ``close`` commits; ``abort``, and a process that dies, leave the archive as it was.
 
     Made by ``new_run``. A record whose key the archive has already is refused.
+
+    >>> import tempfile
+    >>> from routeplane.archive import new_run, open_archive
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with new_run(folder + "/a", spec, run="first") as run:
+    ...         run.write(record)
+    ...     [each.name for each in open_archive(folder + "/a").runs]
+    ['first']
     """
 
     def __init__(
@@ -430,7 +441,11 @@ _PLACE, _POSITION = "blocks.place", "blocks.position"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddReport(Counts):
-    """What was added. ``repeats``: records that the archive had with the same checksum, and kept once."""
+    """What was added. ``repeats``: records that the archive had with the same checksum, and kept once.
+
+    >>> AddReport(blocks=1, records=3).merge(AddReport(blocks=1, records=2)).records
+    5
+    """
 
     SCOPE: ClassVar[str] = "archive_added_"
 

@@ -31,6 +31,9 @@ class StepVerdict:
     ``action``, ``kind``: the same on every rank: force the routes, run all forwards live, or skip the step, for the
     first kind of error on any rank (None where none was met; the ranks' numbers of batches may differ all the same).
     ``batches``: this rank's; empty where the step is skipped. ``error``: what this rank met, None where the others did.
+
+    >>> StepVerdict(action="skip", kind=ErrorKind.CHECKSUM, batches=(), error=None).action
+    'skip'
     """
 
     action: StepAction

@@ -149,7 +149,13 @@ def stored_rows(records: Sequence[RouteRecord]) -> list[NDArray[Any]]:
 
 
 def prompt_tokens(record: RouteRecord) -> int:
-    """Tokens before the first one that the policy sampled; all of them where it sampled none."""
+    """Tokens before the first one that the policy sampled; all of them where it sampled none.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> record = watermarked_record(0, num_tokens=5, spec=watermarked_spec())
+    >>> prompt_tokens(record) == min(span.start for span in record.spans if span.kind == "generation")
+    True
+    """
     return min((span.start for span in record.spans if span.kind == "generation"), default=record.num_tokens)
 
 

@@ -278,6 +278,19 @@ class RecordDataset(IterableDataset["RouteRecord"]):
 
     One iteration at a time. Errors of the opener and its sources pass through. Raises UsageError (ARGUMENT), SpecError
     for a stream of another geometry, ChecksumError for one that changed since it was first opened.
+
+    >>> import tempfile
+    >>> from routeplane import new_stream, open_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
+    ...     sink.write(record)
+    >>> dataset = RecordDataset(folder.name + "/a.arrows", opener=open_stream)
+    >>> [read.num_tokens for read in dataset]
+    [3]
+    >>> folder.cleanup()
     """
 
     def __init__(

@@ -112,6 +112,10 @@ class StackLayout:
     ``"flat"`` is ``[T]`` and counts padding to the last sequence, ``"batched"`` is ``[1, T]``, counts it to none,
     and has ``position_ids``. ``spells_missing``: whether the stack's gates read a row of -1 as MISSING, whatever
     its filler.
+
+    >>> from routeplane.batch import LAYOUTS
+    >>> LAYOUTS["verl"].container
+    'padded'
     """
 
     name: str
@@ -258,6 +262,12 @@ class LayoutBatch:
     was captured; sequence b is ``[offsets[b], offsets[b+1])``, its first ``captured[b]`` rows were captured. ``fed[b]``
     rows had to be: those before the last sampled token. Owns its arrays. ``RouteBatch.from_tensors`` takes them with
     ``cu_seqlens=offsets``.
+
+    >>> from routeplane.batch import from_layout
+    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+    >>> sample = {"tokens": [5, 6, 7], "loss_mask": [1, 1], "routed_experts": np.array([[[0, 0], [3, 5]]] * 2)}
+    >>> from_layout([sample], spec, layout="vllm", decoder_layers=2).captured.tolist()
+    [2]
     """
 
     spec: RouteSpec

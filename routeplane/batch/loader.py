@@ -39,6 +39,14 @@ def prefetch(batches: Iterable[RouteBatch], *, depth: int = 2, max_bytes: int | 
     ``batches``: such as ``microbatches(...)``; iterated in that thread alone. ``depth``: batches that may wait or be in
     the making, besides the one that the caller has. ``max_bytes`` of tensors: no batch is begun while this much
     waits, so that at most one batch's bytes come on top. Raises UsageError (ARGUMENT).
+
+    >>> from routeplane.batch import microbatches
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> with prefetch(microbatches([record], tokens=8, spec=spec)) as batches:
+    ...     [len(batch.keys) for batch in batches]
+    [1]
     """
     limit = None if max_bytes is None else require_positive(max_bytes, "max_bytes")
     return Prefetcher(batches, depth=require_positive(depth, "depth"), max_bytes=limit)

@@ -45,6 +45,16 @@ class BatchBuffers:
 
     ``pin``: the pooled tensors are in page-locked memory, which ``to(device, non_blocking=True)`` copies from while the
     step runs; the fresh ones are not. Raises UsageError (ARGUMENT) where torch sees no accelerator.
+
+    >>> from routeplane.batch import BatchOptions, collate
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> buffers = BatchBuffers()
+    >>> batch = collate([record], spec, options=BatchOptions(buffers=buffers))
+    >>> buffers.nbytes > 0
+    True
+    >>> buffers.release(batch)
     """
 
     def __init__(self, *, pin: bool = False) -> None:

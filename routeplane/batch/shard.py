@@ -40,6 +40,9 @@ class Shard:
 
     A world must divide what it cuts. ``uneven`` relaxes this for sequence parallelism alone, as ``torch.chunk`` cuts:
     each part rounded up, the last ones shorter or without any row.
+
+    >>> Shard(context_parallel=(0, 2), layers=(4, 5)).cuts_rows
+    True
     """
 
     data_parallel: RankOf = (0, 1)
@@ -176,6 +179,9 @@ def stage_layers(
     The layers pass through ``world * virtual`` stages in order, stage ``i`` on rank ``i % world`` (interleaved where
     ``virtual`` is above 1). ``counts``: decoder layers of each stage, 0 allowed; default equal ones. Raises UsageError
     (ARGUMENT) for stages that do not hold ``num_layers`` layers together, and for equal ones that do not come out even.
+
+    >>> stage_layers(range(1, 8), num_layers=8, pipeline_parallel=(0, 2))
+    (1, 2, 3)
     """
     rank, world = _check_rank(pipeline_parallel, "pipeline_parallel")
     if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:

@@ -57,6 +57,10 @@ class Setup:
     without one. ``carried``: the geometry of the carrier between rollout and trainer. ``replay``: the geometry that the
     trainer attaches, None where it does not replay; ``trains``: False for a plan without a trainer. ``models``: the
     model's configuration (the mapping of ``config.json``) as each part has it, by the part's name.
+
+    >>> from routeplane.fleet import EngineConfig
+    >>> Setup(engines=(EngineConfig(model="/models/policy", spec=None),), require_routes=False).replay is None
+    True
     """
 
     engines: tuple[EngineConfig, ...]

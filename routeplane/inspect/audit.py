@@ -51,6 +51,9 @@ class AuditReport(Counts):
 
     ``uncompared``: samples without a record to compare with. ``problems``: every finding, with sample, token and layer.
     ``advice``: what would tell more, where values cannot.
+
+    >>> AuditReport(samples=1, rows=8, filler_rows=2).filler_share
+    0.25
     """
 
     SCOPE: ClassVar[str] = "audit_"
@@ -320,6 +323,12 @@ def load_batch(path: str | os.PathLike[str]) -> Any:
     torch's files are read as data alone: tensors, arrays and plain containers; slime's debug dump is the list of its
     samples. Returns the container for ``audit_batch``; of our stream, for ``layout=OWN_LAYOUT``. Raises UsageError for
     another suffix, MissingExtraError where torch is needed and not installed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(folder + "/batch.npz", routed_experts=np.zeros((1, 2, 3, 2), np.int16))
+    ...     load_batch(folder + "/batch.npz")["routed_experts"].shape
+    (1, 2, 3, 2)
     """
     file = Path(path)
     if file.suffix in (".pt", ".pth"):

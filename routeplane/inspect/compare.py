@@ -51,6 +51,9 @@ class Divergence:
 
     ``flipped`` of ``compared`` rows (one token in one layer) differ. ``token_mismatch``: the first position whose token
     ids differ, None where none does; rows from there on belong to other sequences and are not compared.
+
+    >>> Divergence(key=RecordKey("a", 0, 0), flipped=3, compared=96, token=7, layer=2).token
+    7
     """
 
     key: RecordKey
@@ -86,6 +89,12 @@ class RouteDiff(Counts):
     ``positions_P2``: compared and flipped rows by absolute position. ``one_sided_rows``: rows that one side alone has.
     ``stale_kv_rows``, ``stale_kv_flipped``: compared and flipped rows that an engine computed over a KV cache of older
     weights, whose flips are not of numerics (``record.coverage.stale_kv``).
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> RouteDiff.empty(spec, spec).samples
+    0
     """
 
     SCOPE: ClassVar[str] = "diff_"

@@ -94,6 +94,9 @@ class Finding:
     layers; None or empty where it is the whole run's. ``tokens``: how many tokens it concerns. ``agreement``: share of
     expert ids that both sides have in common there, read as this finding says and as they are. ``votes``: tokens that
     are explained better so, and worse.
+
+    >>> Finding(severity="note", kind="near_ties", title="near-ties", detail="").layers
+    ()
     """
 
     severity: Literal["error", "warning", "note"]
@@ -210,6 +213,14 @@ class Examiner:
     Give ``add`` to ``compare`` as its ``watch``; ``layer_ids`` are those that both sides have
     (``RouteDiff.layer_ids``). Pairs that agree cost one look at their shared ids. Holds up to 64 MB of rows of earlier
     samples, and 64 pairs.
+
+    >>> from routeplane.inspect import RouteDiff, compare_records
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> examiner = Examiner(layer_ids=spec.layer_ids)
+    >>> examiner.layer_ids == RouteDiff.empty(spec, spec).layer_ids
+    True
     """
 
     layer_ids: tuple[int, ...]

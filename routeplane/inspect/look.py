@@ -38,7 +38,20 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSummary:
-    """The header and counts of a stream or Parquet file. ``damage``: what ended the reading; empty for nothing."""
+    """The header and counts of a stream or Parquet file. ``damage``: what ended the reading; empty for nothing.
+
+    >>> import tempfile
+    >>> from routeplane import new_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
+    ...     sink.write(record)
+    >>> [each.complete for each in summarise(folder.name + "/a.arrows")]
+    [True]
+    >>> folder.cleanup()
+    """
 
     path: str
     bytes: int
@@ -73,7 +86,20 @@ class StreamSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchiveSummary:
-    """An archive's newest commit and its counts. ``runs``: records of each run, in order of saving."""
+    """An archive's newest commit and its counts. ``runs``: records of each run, in order of saving.
+
+    >>> import tempfile
+    >>> from routeplane.archive import open_archive, save_archive
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = save_archive([record], folder.name + "/a", spec=spec, run="first")
+    >>> archive = open_archive(folder.name + "/a")
+    >>> [each.runs for each in summarise(folder.name + "/a")]
+    [(('first', 1),)]
+    >>> folder.cleanup()
+    """
 
     path: str
     bytes: int
@@ -130,6 +156,18 @@ class StreamCheck:
     """The verdict on a stream or an archive, with every problem that was found.
 
     Damaged records count as records. A stream's count as tokens too, their rows as ``lost``; an archive's do not.
+
+    >>> import tempfile
+    >>> from routeplane import new_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
+    ...     sink.write(record)
+    >>> check(folder.name + "/a.arrows").verdict
+    'valid'
+    >>> folder.cleanup()
     """
 
     problems: tuple[Problem, ...]
@@ -350,6 +388,10 @@ class Explanation:
 
     ``checksum``: the record's, and whether its content agrees (``intact``). ``logprob``: of this token, governed by the
     rows of the token before. ``columns``: this token's values of further token columns.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> explain(watermarked_record(0, num_tokens=3, spec=watermarked_spec()), 1).tokens
+    3
     """
 
     key: RecordKey

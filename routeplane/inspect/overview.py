@@ -66,7 +66,15 @@ class PartView:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Overview:
-    """All of a report. ``shown``: the records with the most faults, each with its counterpart on the other side."""
+    """All of a report. ``shown``: the records with the most faults, each with its counterpart on the other side.
+
+    >>> from routeplane.inspect import collect
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> Overview.of(collect([record], spec)).num_samples
+    1
+    """
 
     spec: RouteSpec
     parts: tuple[PartView, ...]

@@ -92,6 +92,10 @@ def dataset(
     Filter with ``filter_batches``, or with ``Dataset.filter(expr=...)``; ``Dataset.filter(function)`` goes through
     Python rows and destroys the types. Raises FormatError (TruncatedError) for a stream that is not whole, SpecError or
     DataError where several differ in spec or token columns; a task raises DataError or FormatError for what is damaged.
+
+    Example, on a cluster::
+
+        dataset(["step-1.arrows", "step-2.arrows"], layer_ids=[4]).count()
     """
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:
@@ -108,6 +112,10 @@ def filter_batches(records: ray.data.Dataset, keep: Callable[[pa.Table], Any]) -
     """The records for which ``keep`` says so: it gets a ``pyarrow.Table`` and returns a boolean array of its length.
 
     Types and metadata stay, which Ray's ``filter(function)`` loses. ``keep`` runs in Ray's workers.
+
+    Example, on a cluster::
+
+        filter_batches(dataset("a.arrows"), lambda table: pc.equal(table["attempt"], 0)).count()
     """
     return records.map_batches(partial(_keep, keep), batch_format="pyarrow", batch_size=None, zero_copy_batch=True)
 
@@ -116,6 +124,10 @@ def records_of(records: ray.data.Dataset, *, verify: bool = True) -> Iterator[Ro
     """The rows of a data set as records again, checked like those of a stream.
 
     Raises FormatError where the types are not the format's any more, DataError for a bad record.
+
+    Example, on a cluster::
+
+        for record in records_of(dataset("a.arrows")): ...
     """
     for table in records.iter_batches(batch_format="pyarrow", batch_size=None):
         for batch in table.to_batches():
@@ -219,6 +231,10 @@ def collect_on_ray(
 
     Needs a Ray cluster that is up (``ray.init``, or ``joined_cluster``), and workers that see the files. Sources must
     share their token columns too. Raises what ``collect`` and the readers raise.
+
+    Example, on a cluster::
+
+        collect_on_ray(find_sources(["step-*.arrows"])).scalars()
     """
     spec = sources.spec if layer_ids is None else sources.spec.select(layer_ids)
     records = dataset([source.path for source in sources.sources], layer_ids=layer_ids)

@@ -275,6 +275,12 @@ class RouteStatistics(Counts):
     before holds too, counted on every ``OVERLAP_EVERY``-th token. ``runs_H[h]``: runs of equal rows in all layers of a
     length in ``[2**h, 2**(h+1))``, from 2 on. ``positions_P2``: tokens with all their rows, and fed ones without, by
     absolute position.
+
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> collect([record], spec).merge(collect([record], spec)).coverage.records
+    2
     """
 
     SCOPE: ClassVar[str] = "statistics_"

@@ -119,6 +119,18 @@ def open_stream(
 
     Raises FormatError (TruncatedError) for what is not a whole stream of a known version, DataError for a bad record,
     TransportError where the other side is gone, UsageError.
+
+    >>> import io
+    >>> from routeplane import new_stream, open_stream
+    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+    >>> spec = watermarked_spec()
+    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
+    >>> file = io.BytesIO()
+    >>> with new_stream(file, spec) as sink:
+    ...     sink.write(record)
+    >>> with open_stream(file.getvalue()) as reader:
+    ...     [read.num_tokens for read in reader], reader.report().complete
+    ([3], True)
     """
     source = _path_of(source)
     policy = ReadPolicy(

@@ -337,6 +337,10 @@ class Listener:
         address: where to listen; port 0 lets the system choose.
         handshake_s: after so long without a greeting a peer is disconnected.
         max_handshakes: peers that may be connected before their schema came; the oldest without a greeting goes first.
+
+    >>> with Listener(parse_address("tcp://127.0.0.1:0")) as listener:
+    ...     listener.address.startswith("tcp://127.0.0.1:")
+    True
     """
 
     def __init__(self, address: Address, *, handshake_s: float = 5.0, max_handshakes: int = 256) -> None:

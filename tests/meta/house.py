@@ -42,12 +42,11 @@ BARS: dict[str, float] = {
     "function lines, median": 8,
     "function lines, p90": 25,
     "words of design section 8": 0,
-    "public classes and functions without example": 47,
-    "doctests": 150,
+    "public classes and functions without example": 0,
+    "doctests": 250,
 }
 #: What the design asks for, where a bar still stands elsewhere.
 GOALS: dict[str, float] = {
-    "public classes and functions without example": 0,
     "modules": 140,
 }
 

@@ -28,6 +28,11 @@ class ServedEngine:
     """An ``AsyncLLM`` of this process's event loop, and vLLM's server around it.
 
     Owns the engine until ``shutdown``.
+
+    Example, inside a coroutine::
+
+        served = await load_engine("path/to/model", spec=spec, served_name="policy")
+        app = await served.build_app()  # for a server on a socket of your own
     """
 
     def __init__(self, engine: Any, spec: RouteSpec | None, *, arguments: Any) -> None:

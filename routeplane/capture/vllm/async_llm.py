@@ -71,7 +71,13 @@ class WritingReport(Counts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one request brought: vLLM's output of the whole, and its calls, one per choice."""
+    """What one request brought: vLLM's output of the whole, and its calls, one per choice.
+
+    Example, inside a coroutine with a RouteWritingEngine::
+
+        answer = await engine.generate([1, 2, 3], SamplingParams(max_tokens=8), sample_id="a")
+        answer.token_ids, answer.calls[0].routes.shape
+    """
 
     output: RequestOutput
     calls: tuple[ModelCall, ...]
@@ -328,7 +334,14 @@ class RouteWritingEngine:
 
 class Conversation:
     """One sample's turns, made by a RouteWritingEngine. Each asks the engine only for rows that no turn before
-    brought."""
+    brought.
+
+    Example, inside a coroutine with a RouteWritingEngine::
+
+        chat = engine.conversation("sample-0")
+        answer = await chat.turn([1, 2, 3], SamplingParams(max_tokens=8))
+        await chat.turn([1, 2, 3, *answer.token_ids, 9], SamplingParams(max_tokens=8))
+    """
 
     def __init__(self, engine: RouteWritingEngine, sample_id: str, *, options: dict[str, Any]) -> None:
         self._engine = engine

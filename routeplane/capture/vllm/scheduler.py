@@ -61,6 +61,10 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
 
     Raises CaptureError or SpecError at start where this engine does not capture or its rows are not those of its
     tokens, UsageError for a bad configuration.
+
+    Example, of an operator::
+
+        vllm serve MODEL --scheduler-cls routeplane.capture.vllm.scheduler.RouteScheduler ...
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

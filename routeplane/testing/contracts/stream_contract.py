@@ -296,6 +296,11 @@ class LiveContract(StreamContract):
 
     ``slack``: bytes that may lie in the transport beyond twice ``max_bytes``: the buffers of an operating system.
     ``slow_tokens``: tokens of the records with which that is tried.
+
+    Example::
+
+        class TestMySocket(LiveContract):
+            ...  # the methods that StreamContract asks for
     """
 
     live = True
