@@ -564,17 +564,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
     Raises, while reading: FormatError (LOST_FILE, CORRUPT_CHUNK, MANIFEST) for what was damaged, DataError for a record
     that is not what it was.
 
-    >>> import tempfile
-    >>> from routeplane.archive import open_archive, save_archive
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> _ = save_archive([record], folder.name + "/a", spec=spec, run="first")
-    >>> archive = open_archive(folder.name + "/a")
-    >>> len(archive), archive.commit, archive[record.key].num_tokens
-    (1, 1, 3)
-    >>> folder.cleanup()
+    Example: ``open_archive("rollouts.zarr")["sample-7", 0, 0]``.
     """
 
     def __init__(self, catalog: Catalog, policy: ReadPolicy) -> None:
@@ -725,21 +715,7 @@ class Archive(Mapping[RecordKey, RouteRecord]):
 
 
 class ArchiveReader(RecordReader):
-    """The RouteSource of an archive. Iterate once.
-
-    >>> import tempfile
-    >>> from routeplane.archive import open_archive, save_archive
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> _ = save_archive([record], folder.name + "/a", spec=spec, run="first")
-    >>> archive = open_archive(folder.name + "/a")
-    >>> with archive.select(layer_ids=spec.layer_ids[:1]) as reader:
-    ...     [read.routes.shape[1] for read in reader]
-    [1]
-    >>> folder.cleanup()
-    """
+    """The RouteSource of an archive. Iterate once. Example: ``for record in archive.select(layer_ids=[4]): ...``."""
 
     def __init__(self, archive: Archive, *, policy: ReadPolicy, records: tuple[int, int] | None = None) -> None:
         super().__init__(archive.spec, policy)

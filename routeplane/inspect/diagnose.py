@@ -93,10 +93,7 @@ class Finding:
     ``sample``, ``token``, ``stop``, ``layers``: the place: tokens ``[token, stop)`` of a sample, in these decoder
     layers; None or empty where it is the whole run's. ``tokens``: how many tokens it concerns. ``agreement``: share of
     expert ids that both sides have in common there, read as this finding says and as they are. ``votes``: tokens that
-    are explained better so, and worse.
-
-    >>> Finding(severity="note", kind="near_ties", title="near-ties", detail="").layers
-    ()
+    are explained better so, and worse. Example: ``find_findings(statistics)[0].title``.
     """
 
     severity: Literal["error", "warning", "note"]
@@ -210,17 +207,9 @@ class _SlotOrder:
 class Examiner:
     """Looks at every pair of records and keeps what explains their disagreement.
 
-    Give ``add`` to ``compare`` as its ``watch``; ``layer_ids`` are those that both sides have
+    Example: ``compare(left, right, watch=Examiner(layer_ids=ids).add)``; ``layer_ids`` are those that both sides have
     (``RouteDiff.layer_ids``). Pairs that agree cost one look at their shared ids. Holds up to 64 MB of rows of earlier
     samples, and 64 pairs.
-
-    >>> from routeplane.inspect import RouteDiff, compare_records
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> examiner = Examiner(layer_ids=spec.layer_ids)
-    >>> examiner.layer_ids == RouteDiff.empty(spec, spec).layer_ids
-    True
     """
 
     layer_ids: tuple[int, ...]
