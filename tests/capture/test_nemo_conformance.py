@@ -159,7 +159,17 @@ def test_c014_narrow_rows_are_the_same_rows() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "kept"),
-    [(0, 1, None), (1, 1, 0), (6, 3, None), (6, 5, 5), (3, 0, None), (4, 1, None), (4, 5, None), (4, 4, 3)],
+    [
+        (0, 1, None),
+        (1, 1, 0),
+        (6, 3, None),
+        (6, 5, None),
+        (6, 6, 5),
+        (3, 0, None),
+        (4, 1, None),
+        (4, 5, None),
+        (4, 4, 3),
+    ],
 )
 def test_c017_tokens_and_rows_agree_or_are_refused(tokens: int, rows: int, kept: int | None) -> None:
     """Section 1.1's table of tokens and rows: upstream cuts, and fills with dummies and -1; here a harness's row for

@@ -155,7 +155,7 @@ OPTIONS = {
     "convert": {"--help", "--json", "--encoding", "--overwrite", "--flat", "--nested", *SALVAGE},
     "archive": {"--help", "--json", "--group", "--producers", "--follow", "--blocks-per-run"},
     "demo": {
-        *("--help", "--json", "--engine", "--fleet", "--trainer", "--trainer-python", "--transport"),
+        *("--help", "--json", "--engine", "--fleet", "--compare", "--trainer", "--trainer-python", "--transport"),
         *("--seed", "--out", "--report"),
     },
 }

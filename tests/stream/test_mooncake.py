@@ -169,6 +169,7 @@ def test_settings_of_another_shape_are_refused(tmp_path: Path) -> None:
         carrier.open_writer(tmp_path / "place", SPEC, store={"master": "x"}, run="run", producer="p")
 
 
+@pytest.mark.slow  # the store's own timeout is a minute and more
 def test_a_store_that_does_not_answer_is_told(tmp_path: Path) -> None:
     """The error names the master."""
     settings = settings_of(free_port(), segment=0)
