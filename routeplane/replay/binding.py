@@ -20,8 +20,7 @@ import torch
 
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.compiled import TracedGate
-from routeplane.replay.gate import Forcing, GateRows, GateSite, TracedRows
+from routeplane.replay.gate import Forcing, GateRows, GateSite, TracedGate, TracedRows
 
 if TYPE_CHECKING:
     from torch import nn

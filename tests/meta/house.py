@@ -31,8 +31,7 @@ BARS: dict[str, float] = {
     "root entries": 14,
     "root python files": 3,
     # one of them is `__main__.py`, two lines that `python -m routeplane` needs
-    # `flight`, which the design asks for, and the reading of blocks, which parted from their writing at 850 lines
-    "modules": 141,
+    "modules": 140,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
     "duplicate basenames": 0,
@@ -46,9 +45,7 @@ BARS: dict[str, float] = {
     "doctests": 250,
 }
 #: What the design asks for, where a bar still stands elsewhere.
-GOALS: dict[str, float] = {
-    "modules": 140,
-}
+GOALS: dict[str, float] = {}
 
 #: Basenames that two modules share, and why both keep the name.
 EXPLAINED_DUPLICATES: dict[str, str] = {
