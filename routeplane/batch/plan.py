@@ -357,8 +357,9 @@ class TokenPlan:
         edges[0] = 0
         np.cumsum(counts_N, out=edges[1:])
         out = allocate((int(edges[-1]),), values[0].dtype)
-        given = range(self.num_sequences) if len(values) == self.num_sequences else np.flatnonzero(self.sources > 0)
-        place = {int(record): index for index, record in enumerate(given)}
+        every = len(values) == self.num_sequences
+        given = list(range(self.num_sequences)) if every else np.flatnonzero(self.sources > 0).tolist()
+        place = {record: index for index, record in enumerate(given)}
         for record, token, row, count in self._runs:
             if record != PADDING:
                 lists, ends = values[place[record]], offsets[place[record]]
