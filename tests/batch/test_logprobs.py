@@ -386,7 +386,8 @@ TWO_RANKS = """
 import sys
 import torch
 import torch.distributed as dist
-from routeplane.batch import VocabShard, collate, label_logprobs, token_entropy
+from dataclasses import replace
+from routeplane.batch import Shard, VocabShard, collate, label_logprobs, token_entropy
 from tests.batch.test_logprobs import LABELS, SPEC, VOCAB, logits_of, rollout
 
 rank, where = int(sys.argv[1]), sys.argv[2]
@@ -405,12 +406,31 @@ for function in (label_logprobs, token_entropy):
     (wanted,) = torch.autograd.grad(expected.nansum(), whole)
     (grad,) = torch.autograd.grad(found.nansum(), part)
     torch.testing.assert_close(grad, wanted[..., own], rtol=1e-5, atol=1e-5)
+
+# context parallel: each rank scores the rows that it has; together they are all tokens, each once
+options = replace(LABELS, pad_to_multiple_of=8)
+packed = collate(records, SPEC, layout="packed", options=options)
+expected = label_logprobs(logits_of(packed), packed, masks="apply")
+own = collate(records, SPEC, layout="packed", options=options, shard=Shard(context_parallel=(rank, 2)))
+scores = label_logprobs(logits_of(own), own, masks="apply")
+placed = torch.zeros(3, 16, dtype=torch.float64)
+counts = torch.zeros(3, 16, dtype=torch.int64)
+for record, token, score in zip(own.plan.record_N, own.plan.token_N, scores.tolist(), strict=True):
+    if score == score:
+        placed[record, token] += score
+        counts[record, token] += 1
+dist.all_reduce(placed)
+dist.all_reduce(counts)
+assert int(counts.max()) == 1 and int(counts.sum()) == 27
+for record, token, score in zip(packed.plan.record_N, packed.plan.token_N, expected.tolist(), strict=True):
+    if score == score:
+        assert abs(score - placed[record, token]) < 1e-5
 dist.destroy_process_group()
 """
 
 
-def test_two_ranks_of_the_vocabulary_score_as_one(tmp_path: Path) -> None:
-    """Over gloo, with gradients; a list may lie on one rank alone."""
+def test_two_ranks_of_the_vocabulary_and_of_the_context_score_as_one(tmp_path: Path) -> None:
+    """Over gloo: vocabulary-parallel with gradients, where a list may lie on one rank alone; and zigzag chunks."""
     command = [sys.executable, "-c", TWO_RANKS]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
