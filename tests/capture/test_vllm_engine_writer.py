@@ -159,6 +159,23 @@ def run(writer: EngineWriter, name: str, *, generated: int, extra: Mapping[str, 
     return answer(writer, name)
 
 
+def test_a_flush_of_nothing_lets_the_thread_wait(tmp_path: Path) -> None:
+    """A thread that went round and round would hold the interpreter's lock against the engine's steps."""
+    writer = writer_into(tmp_path)
+    run(writer, "s", generated=2)
+    rounds, take = [], writer._blocks._next_jobs
+
+    def counted() -> Any:
+        rounds.append(0)
+        return take()
+
+    writer._blocks._next_jobs = counted  # type: ignore[method-assign]
+    assert writer.flush(timeout_s=20)
+    threading.Event().wait(0.5)
+    assert len(rounds) < 20
+    writer.close()
+
+
 def test_rows_of_any_number_of_steps_are_all_there(tmp_path: Path) -> None:
     """Longer than what is kept as views of single steps: every row at its token."""
     writer = writer_into(tmp_path)

@@ -597,6 +597,8 @@ class _BlockThread:
     def _next_jobs(self) -> list[_Job]:
         """Take jobs up to the size of a block; waits for the first, or until a block is old."""
         with self._changed:
+            if not self._jobs and not self._unsealed:
+                self._flush_wanted = False  # there is nothing to seal: what was asked for is done
             if not self._jobs and not self._closing and not self._flush_wanted:
                 self._changed.wait(self._config.block_age_s / 4 if self._unsealed else _LOG_EVERY_S)
             taken: list[_Job] = []
