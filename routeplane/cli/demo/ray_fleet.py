@@ -238,10 +238,6 @@ def main(arguments: Sequence[str]) -> None:
     sys.stdout.write(json.dumps(figures) + "\n")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 #: Turns of one rollout, tokens that the engine adds in each, and tokens that the "tool" answers with.
 TURNS, TURN_TOKENS, TOOL_TOKENS = 3, 24, 8
 
@@ -309,3 +305,7 @@ def _get(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=30) as response:
         found: dict[str, Any] = json.loads(response.read())
         return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
