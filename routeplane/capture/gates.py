@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from routeplane.errors import ErrorKind, ReplayError
 
-__all__ = ["Choose", "Gate", "SelectionMode", "find_gates", "selection"]
+__all__ = ["COPIES", "Choose", "Gate", "SelectionMode", "find_gates", "selection"]
 
 #: tokens of the probing forward
 PROBE_ROWS = 7
@@ -38,7 +38,7 @@ _MTP_CLASS = re.compile(r"Mtp|MTP|NextN")
 #: what wrappers put into paths
 _WRAPPER = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _ROUTER_CLASS = re.compile(r"(?:Router|Gate|Gating)$")
-_COPIES = frozenset({torch.Tensor.masked_fill, torch.masked_fill})
+COPIES = frozenset({torch.Tensor.masked_fill, torch.masked_fill})  # they mask scores before the selection
 _TOP_KS = frozenset({torch.topk, torch.Tensor.topk})
 _MAXES = frozenset({torch.max, torch.Tensor.max})
 
@@ -137,7 +137,7 @@ class SelectionMode(TorchFunctionMode):
         scores_NE = selection(self.gate, func, args=args, kwargs=kwargs)
         if scores_NE is None:
             result = func(*args, **kwargs)
-            if func in _COPIES and args:
+            if func in COPIES and args:
                 self._masked = result, args[0]
             return result
         return self._force(scores_NE, partial(func, *args, **kwargs))

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from routeplane.capture.gates import Gate, SelectionMode, selection
+from routeplane.capture.gates import COPIES, Gate, SelectionMode, selection
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.record.spec import MISSING, RouteSpec
 
@@ -453,7 +453,7 @@ class _TracedTopK(TorchFunctionMode):
         scores_NE = selection(self.seat.gate, func, args=args, kwargs=kwargs)
         result = func(*args, **kwargs)
         if scores_NE is None:
-            if func in (torch.masked_fill, torch.Tensor.masked_fill) and args:
+            if func in COPIES and args:
                 self.masked = result, args[0]
             return result
         chosen_NK = _decide(self.seat, result[1])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import torch
 
@@ -50,7 +50,6 @@ __all__ = [
     "ReplayPolicy",
     "ReplayReport",
     "RowOrder",
-    "admit_step",
 ]
 
 
@@ -471,27 +470,6 @@ class ReplayHandle:
             stand_in = CapturingCheckpoint(found, module=module, wiring=self._wiring)
             setattr(module, name, stand_in)
             self._captured[id(module), name] = stand_in
-
-
-def admit_step(choice: Literal["force", "live", "skip"], /, *, group: Any = None) -> Literal["force", "live", "skip"]:
-    """Agree with all ranks on what a step does: the most careful choice of any rank.
-
-    ``choice``: this rank's: ``"force"`` where its batch was admitted, ``"live"`` where the step may run without rows,
-    ``"skip"`` where it may not. One all-reduce over ``group`` (default: all processes); without
-    ``torch.distributed`` the choice comes back as it is.
-
-    >>> admit_step("live")
-    'live'
-    """
-    choices: tuple[Literal["force", "live", "skip"], ...] = ("force", "live", "skip")
-    if choice not in choices:
-        raise refused(f"one of {choices}", repr(choice))
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return choice
-    device = torch.device("cuda") if torch.distributed.get_backend(group) == "nccl" else torch.device("cpu")
-    worst = torch.tensor(choices.index(choice), device=device)
-    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group=group)
-    return choices[int(worst)]
 
 
 def _check_live(batch: ReplayBatch, limit: float | None) -> None:

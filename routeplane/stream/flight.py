@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,7 +108,7 @@ def open_writer(
     The others, and what is raised, as ``stream.folder.open_writer``; TransportError where the server does not answer.
     """
     declared = Manifest.of(spec, run=run, groups=groups, encoding=encoding)
-    asked = {"manifest": declared.to_document(), "producer": producer, "limits": _plain(limits)}
+    asked = {"manifest": declared.to_document(), "producer": producer, "limits": asdict(limits)}
     slot = FlightSlot(_Client(place, access), asked, limits=limits)
     return BlockWriter(slot, slot.manifest, limits=limits)
 
@@ -129,10 +129,6 @@ def open_reader(
     """
     store = FlightStore(_Client(place, access), group=group, timeout_s=options.timeout_s if follow else 0.0)
     return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
-
-
-def _plain(limits: BlockLimits) -> dict[str, Any]:
-    return {name: getattr(limits, name) for name in limits.__slots__}
 
 
 # -- what both sides say -----------------------------------------------------------------------------------------------

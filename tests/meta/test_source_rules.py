@@ -31,7 +31,13 @@ BROAD = {"Exception", "BaseException"}
 def find_source_problems(path: str, text: str) -> list[str]:
     """Every breach in one file, as ``file:line: what``; ``path`` is relative to the repository."""
     found = [(1, problem) for problem in _file_problems(path, text)]
-    for node in ast.walk(ast.parse(text, path)):
+    tree = ast.parse(text, path)
+    found += [
+        (node.lineno, "an entry point before the end: what is defined below it does not exist yet when it runs")
+        for node in tree.body[:-1]
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    ]
+    for node in ast.walk(tree):
         found += [(getattr(node, "lineno", 1), problem) for problem in _node_problems(node)]
         if isinstance(node, ast.Assert) and not path.startswith("routeplane/testing"):
             found.append((node.lineno, "assert: raise an error from routeplane.errors, -O would drop this"))
@@ -112,6 +118,10 @@ CASES = {
     "broad_and_swallowed": (
         "try:\n    f()\nexcept BaseException:\n    undo()\n    if x:\n        raise\n",
         "3: except BaseException: name what can be handled",
+    ),
+    "entry_point_in_the_middle": (
+        "if __name__ == '__main__':\n    main()\nX = 1\n",
+        "1: an entry point before the end: what is defined below it does not exist yet when it runs",
     ),
     "assert": ("assert x\n", "1: assert: raise an error from routeplane.errors, -O would drop this"),
     "long_function": ("def f():\n" + "    x\n" * MAX_FUNCTION_LINES, "1: f has 71 lines, at most 70"),
