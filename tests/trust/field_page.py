@@ -44,10 +44,10 @@ PARTS = {
 
 _HEAD = """# Faults of the field
 
-Every kind of fault that public reports of this field describe, and what catches it here: the errors and alarms that
-its tests name, and the tests. Where nothing here can catch a kind, the reason stands instead. The data is
-[`tests/field_rows.json`](../../tests/field_rows.json); a test compares this page with it, and a run of `make test` fails
-unless each named test ran and passed. [Errors](errors.md) says what each kind means.
+Every kind of fault that public reports of this field describe, and what catches it here: the errors and alarms that its
+tests name, and the tests. Where nothing here can catch a kind, the reason stands instead.
+The data is [`tests/field_rows.json`](../../tests/field_rows.json); a test compares this page with it, and a run of
+`make test` fails unless each named test ran and passed. [Errors](errors.md) says what each kind means.
 """
 
 _TABLE = ("| # | report | kind | errors | caught by |", "|---|---|---|---|---|")
