@@ -91,6 +91,7 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "a full disk, then space": (f"{_SERVER}test_a_full_disk_holds_answers_until_there_is_space",),
         "two tensor-parallel ranks": (f"{_SERVER}test_tensor_parallel_ranks_are_one_engine",),
+        "two data-parallel ranks": (f"{_SERVER}test_data_parallel_ranks_are_two_engines",),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
@@ -107,7 +108,8 @@ What the tests saw, by version of vLLM: `python -m tests.engine_matrix` writes t
 `pytest --engine-matrix` left in `tests/data/engine-outcomes.json`.
 All of it ran on a CPU with tiny seeded models, rows compared with a Transformers forward of the same weights.
 
-Data-parallel ranks ran as writers on one place, without engines: vLLM's CPU build has no data parallelism for experts.
+Data-parallel ranks ran with two collectives for experts that vLLM's CPU build lacks
+(`tests/capture/cpu_collectives.py`).
 
 **yes**: every test of the row passed. **no**: one failed. **-**: not run on this version, or what this version refuses.
 """
@@ -146,9 +148,7 @@ def cell_of(tests: tuple[str, ...], ran: Mapping[str, str]) -> str:
     return "yes" if set(found) == {"passed"} else "no"
 
 
-def render(
-    outcomes: Mapping[str, Mapping[str, str]], faults: Mapping[str, Mapping[str, int | None]]
-) -> str:
+def render(outcomes: Mapping[str, Mapping[str, str]], faults: Mapping[str, Mapping[str, int | None]]) -> str:
     """The page; ``outcomes``: version -> test -> outcome; ``faults``: fault -> figure -> sum."""
     versions = sorted(outcomes)
     lines = [_HEAD]

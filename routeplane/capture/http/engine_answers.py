@@ -96,7 +96,7 @@ class EngineAnswers:
         if len(ranks) < 2:
             answers = [await self._client.collective_rpc(command, args=args)]
         else:
-            ask = core._call_utility_async  # noqa: SLF001  # vLLM has no other call to a rank; ``interface`` names it
+            ask = core._call_utility_async  # vLLM has no other call to a rank; ``interface`` names it
             answers = await asyncio.gather(
                 *(ask("collective_rpc", command, None, args, None, engine=rank) for rank in ranks)
             )

@@ -136,6 +136,8 @@ class RunningSequence:
     def layers(self) -> NDArray[Any] | None:
         """Join all rows that came, ``[R, D, K]``; None where none did."""
         parts = [*self.joined, *self.rows]
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else None
 
     def drop_rows(self) -> None:
