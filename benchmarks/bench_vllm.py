@@ -49,7 +49,7 @@ def main(*, full: bool) -> list[Result]:
     """What a finish takes from the engine's step; with an engine, both writers and what vLLM's own capture costs."""
     return [
         _finish_stall(tokens=32_768 if full else 8_192),
-        _ticket_latency(rounds=12 if full else 6),
+        *_ticket_latency(rounds=12 if full else 6),
         *_engine_rounds(full=full),
     ]
 
@@ -126,7 +126,7 @@ def _finish_stall(*, tokens: int) -> Result:
     )
 
 
-def _ticket_latency(*, rounds: int) -> Result:
+def _ticket_latency(*, rounds: int) -> list[Result]:
     """From a sequence's last token to a ticket that can be redeemed, against making its rows durable by hand.
 
     Sequences of 1,024 tokens, 48 layers, 8 of 128 experts end every 20 ms, and the engine's loop takes answers. The
@@ -147,20 +147,29 @@ def _ticket_latency(*, rounds: int) -> Result:
                 tickets, by_hand = [], []
         writer.close()
     p99, least = float(np.percentile(tickets, 99)), float(np.percentile(by_hand, 99))
-    return Result(
-        name="vllm_ticket_latency",
-        value=round(p99 / least, 3),
-        unit="x p99 of write, fsync, rename, fsync of the folder",
-        bar=None,
-        higher_is_better=False,
-        peers={
-            "median": round(median(tickets) / median(by_hand), 3),
-            "p99, milliseconds": round(1e3 * p99, 2),
-            "median, milliseconds": round(1e3 * median(tickets), 2),
-            "by hand, p99, milliseconds": round(1e3 * least, 2),
-            "tickets": float(len(tickets)),
-        },
-    )
+    return [
+        Result(
+            name="vllm_ticket_latency",
+            value=round(1e3 * p99, 2),
+            unit="ms p99 from the last token to a ticket",
+            bar=50.0,
+            higher_is_better=False,
+            peers={
+                "median": round(1e3 * median(tickets), 2),
+                "by hand, p99": round(1e3 * least, 2),
+                "by hand, median": round(1e3 * median(by_hand), 2),
+                "tickets": float(len(tickets)),
+            },
+        ),
+        Result(
+            name="vllm_ticket_latency/by_hand",
+            value=round(p99 / least, 3),
+            unit="x p99 of write, fsync, rename, fsync of the folder",
+            bar=None,
+            higher_is_better=False,
+            peers={"median": round(median(tickets) / median(by_hand), 3)},
+        ),
+    ]
 
 
 def _ticket_round(writer: EngineWriter, rows_RDK: NDArray[np.uint8], *, stem: str) -> list[float]:
