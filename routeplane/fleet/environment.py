@@ -106,25 +106,28 @@ class EnvironmentWorker:
         # one for each call that the actor lets in at a time; they are made as they are needed
         self._threads = ThreadPoolExecutor(MAX_ROLLOUTS, thread_name_prefix="routeplane-environment")
 
-    def start(self) -> None:
-        """Make the environment and bring it up. Raises UsageError for a name that is none, FleetError."""
+    def start(self, tokenizer: bool = False) -> None:
+        """Make the environment and bring it up. ``tokenizer``: whether one will be installed.
+
+        Raises UsageError for a name that is none, and for an environment that does not take the tokenizer; FleetError.
+        """
         module, _, attribute = self._factory.partition(":")
         if not module or not attribute:
             raise UsageError(
                 f"expected a factory like package.module:function, got {self._factory!r}", kind=ErrorKind.ARGUMENT
             )
         self._environment = self._ours("making the environment", self._make, module, attribute)
+        if tokenizer and not hasattr(self._environment, "set_tokenizer"):
+            raise refused("an environment with set_tokenizer, since a tokenizer is given", f"{self._factory}")
         self._ours("starting the environment", self._up().start)
 
     def set_tokenizer(self, pickled: bytes) -> None:
         """Install a tokenizer for the life of this actor: megabytes that must not cross with every call.
 
-        Raises FleetError (ENVIRONMENT) a second time, UsageError (ARGUMENT) where the environment does not take one.
+        Raises FleetError (ENVIRONMENT) a second time.
         """
         if self._tokenizer is not None:
             raise FleetError("expected one tokenizer, got a second", kind=ErrorKind.ENVIRONMENT)
-        if not hasattr(self._up(), "set_tokenizer"):
-            raise refused("an environment with set_tokenizer, since a tokenizer is given", f"{self._factory}")
         self._tokenizer = pickle.loads(pickled)
         self._ours("installing the tokenizer", self._up().set_tokenizer, self._tokenizer)
 
