@@ -1,4 +1,4 @@
-"""Migration pages: the diff makes the loop that runs, in at most ten lines, over batches as the stack's code builds them.
+"""Migration pages: a diff makes the loop that runs, in at most ten lines, over batches as the stack's code builds them.
 
 The pages' blocks run in ``test_docs_blocks.py``. Here the loop of each page runs on batches of
 ``tests/batch/native.py``, which knows no layout of ours.
