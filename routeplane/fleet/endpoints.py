@@ -58,7 +58,7 @@ _LENDING_SECONDS = 10.0
 
 
 #: Addresses that bind all interfaces, and that no caller can connect to from elsewhere.
-WILDCARDS = ("", "0.0.0.0", "::")
+WILDCARDS = ("0.0.0.0", "::")
 
 
 class ServerState(StrEnum):
@@ -158,16 +158,18 @@ def reserve(
 ) -> Endpoint:
     """Bind and listen on the first free port of ``[port_range[0], port_range[1])``, and answer 503 there at once.
 
-    ``host``: the address to bind (``""`` for all). ``advertise``: the host that stands in the URL (default: ``host``).
-    ``path``: appended to the URL. ``port``: this one or none, for a server that comes back at its old place. The caller
-    owns the endpoint and closes it. Raises FleetError (NO_PORT) naming the range and what the last bind said, and
-    UsageError (ARGUMENT) for a range that is empty or no port range.
+    ``host``: the address to bind; a wildcard (``0.0.0.0``, ``::``) is spelled out. ``advertise``: the host that stands
+    in the URL (default: ``host``). ``path``: appended to the URL. ``port``: this one or none, for a server that comes
+    back at its old place. The caller owns the endpoint and closes it. Raises FleetError (NO_PORT) naming the range and
+    what the last bind said, and UsageError (ARGUMENT) for no host, and for a range that is empty or no port range.
 
     >>> with reserve("127.0.0.1", (20_000, 30_000)) as endpoint:
     ...     endpoint.url == f"http://127.0.0.1:{endpoint.port}/v1", endpoint.state.value
     (True, 'reserved')
     """
     first, stop = port_range
+    if not host:
+        raise refused("a host to bind (0.0.0.0 or :: for all interfaces)", repr(host))
     if not 0 < first < stop <= 65_536:
         raise refused("a port range 0 < first < stop <= 65536", f"{port_range}")
     if port is not None and not first <= port < stop:

@@ -55,7 +55,7 @@ class EngineConfig:
     advertise: str | None = None
     port_range: tuple[int, int] = (20_000, 21_000)
     served_name: str = "policy"
-    options: Mapping[str, Any] = field(default_factory=_nothing)
+    options: Mapping[str, Any] = field(default_factory=_nothing, repr=False)
     middleware: str | None = None
     hook: str | None = None
     min_agreement: float = 0.5

@@ -42,7 +42,7 @@ class EnvironmentConfig:
 
     endpoints: Endpoints
     require_routes: bool
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Environment(Protocol):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import torch
@@ -122,6 +122,18 @@ class GateReport:
             flipped_rows=self.flipped_rows + other.flipped_rows,
             consumed=self.consumed + other.consumed,
             unconsumed=self.unconsumed + other.unconsumed,
+        )
+
+    def since(self, before: GateReport) -> GateReport:
+        """The counts that came on top of an earlier report of this gate."""
+        return GateReport(
+            name=self.name,
+            layer_id=self.layer_id,
+            forced_rows=self.forced_rows - before.forced_rows,
+            live_rows=self.live_rows - before.live_rows,
+            flipped_rows=self.flipped_rows - before.flipped_rows,
+            consumed=self.consumed - before.consumed,
+            unconsumed=self.unconsumed - before.unconsumed,
         )
 
     def __str__(self) -> str:
@@ -375,14 +387,16 @@ class ReplayHandle:
                 kind=ErrorKind.ROW_COUNT,
             )
 
-    def report(self) -> ReplayReport:
+    def report(self, *, since: ReplayReport | None = None) -> ReplayReport:
         """Counts so far, over each ``replaying`` that was left without an exception. Waits for the device.
 
-        Answers after ``detach()`` too.
+        ``since``: an earlier report of this handle; only what came on top of it is counted, as the metrics of one step.
+        Answers after ``detach()`` too. Raises UsageError (ARGUMENT) for a report of other gates.
         """
         self._settle_tokens()
         gates = tuple(self._totals[hook.gate.layer_id].report(hook.gate) for hook in self._hooks)
-        return ReplayReport(gates=gates, microbatches=self._microbatches, left_live=self.policy.leave_live)
+        report = ReplayReport(gates=gates, microbatches=self._microbatches, left_live=self.policy.leave_live)
+        return report if since is None else _difference(report, since)
 
     def _settle_tokens(self) -> None:
         if self._tokens is not None:
@@ -488,7 +502,7 @@ class NoReplay:
         """Force nothing: forwards inside run live, whatever the batch."""
         return nullcontext()
 
-    def report(self) -> ReplayReport:
+    def report(self, *, since: ReplayReport | None = None) -> ReplayReport:
         """A report of no gates and no microbatches."""
         return ReplayReport(gates=(), microbatches=0)
 
@@ -502,6 +516,18 @@ class NoReplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+
+def _difference(report: ReplayReport, before: ReplayReport) -> ReplayReport:
+    ours, theirs = ([(gate.layer_id, gate.name) for gate in each.gates] for each in (report, before))
+    if ours != theirs or before.microbatches > report.microbatches:
+        raise UsageError(
+            f"expected an earlier report of this handle, got one of {before.microbatches} microbatches through "
+            f"{len(theirs)} gates: now there are {report.microbatches} through {len(ours)}",
+            kind=ErrorKind.ARGUMENT,
+        )
+    gates = tuple(gate.since(earlier) for gate, earlier in zip(report.gates, before.gates, strict=True))
+    return replace(report, gates=gates, microbatches=report.microbatches - before.microbatches)
 
 
 def _check_live(batch: ReplayBatch, limit: float | None) -> None:
