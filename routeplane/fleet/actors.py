@@ -224,12 +224,12 @@ class EngineHandle(ActorHandle):
         advertise = config.advertise or (address if config.host in WILDCARDS else None)
         keeper = await start_actor(
             EndpointKeeper,
-            [config.host, config.port_range, advertise],
+            [config.host, config.port_range],
             name=f"{self.name}-endpoint",
             options=_on(self._place.node, _beside(self._options)),
         )
         try:
-            self._kept = await keeper.call("reserve", arguments=[self._port()])
+            self._kept = await keeper.call("reserve", arguments=[advertise, self._port()])
         except BaseException:
             await _finish(asyncio.to_thread(keeper.close))
             raise
@@ -338,9 +338,7 @@ async def build_environment_actor(
     actor, place = await _started(EnvironmentWorker, [built, factory], name, replace(own, timeout=options.timeout))
     handle = EnvironmentHandle(actor, name, place=place, config=built)
     try:
-        await handle.call("start", arguments=[tokenizer is not None])
-        if tokenizer is not None:
-            await handle.call("set_tokenizer", arguments=[pickle.dumps(tokenizer)])
+        await handle.call("start", arguments=[None if tokenizer is None else pickle.dumps(tokenizer)])
     except BaseException:
         await _finish(asyncio.to_thread(handle.close))
         raise

@@ -401,8 +401,8 @@ class EndpointKeeper:
     connection ends, by whatever cause, the keeper answers 503 at once: the port is open throughout, and no caller is
     refused. Arguments as ``reserve``'s.
 
-    >>> keeper = EndpointKeeper("127.0.0.1", (20_000, 30_000), None)
-    >>> kept = keeper.reserve(None)
+    >>> keeper = EndpointKeeper("127.0.0.1", (20_000, 30_000))
+    >>> kept = keeper.reserve(None, None)
     >>> borrowed = BorrowedEndpoint(kept)
     >>> listening = borrowed.hand_over()
     >>> borrowed.mark_serving()
@@ -412,8 +412,8 @@ class EndpointKeeper:
     >>> keeper.close()
     """
 
-    def __init__(self, host: str, port_range: tuple[int, int], advertise: str | None) -> None:
-        self._host, self._port_range, self._advertise = host, port_range, advertise
+    def __init__(self, host: str, port_range: tuple[int, int]) -> None:
+        self._host, self._port_range = host, port_range
         self._endpoint: Endpoint | None = None
         self._desk = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server: socket.socket | None = None
@@ -421,9 +421,9 @@ class EndpointKeeper:
         self._folder = tempfile.TemporaryDirectory(prefix="routeplane-endpoint-")
         self._thread = threading.Thread(target=self._lend, name="routeplane-keeper", daemon=True)
 
-    def reserve(self, port: int | None) -> KeptEndpoint:
+    def reserve(self, advertise: str | None, port: int | None) -> KeptEndpoint:
         """Listen now, once; 503 until a server borrows. ``port``: this one or none. Raises as ``reserve``."""
-        self._endpoint = reserve(self._host, self._port_range, advertise=self._advertise, port=port)
+        self._endpoint = reserve(self._host, self._port_range, advertise=advertise, port=port)
         desk = str(Path(self._folder.name) / "desk")
         self._desk.bind(desk)
         self._desk.listen()

@@ -141,7 +141,7 @@ def strict_inputs(config: EngineConfig) -> Figure:
         lambda: ActorOptions(venv="/no/such/folder"),
         lambda: ActorOptions(venv=sys.prefix, ray={"runtime_env": {"env_vars": {"VIRTUAL_ENV": "/x"}}}),
         lambda: replace(config, hook="a:b", options={"worker_extension_cls": "a.B"}),
-        lambda: EnvironmentWorker(build_config({"fali": 1}, URLS, captured=None), needs_keys).start(),
+        lambda: EnvironmentWorker(build_config({"fali": 1}, URLS, captured=None), needs_keys).start(None),
         *(lambda key=key: make_environment(build_config({key: 1}, URLS, captured=None)) for key in NEMO_RL_KEYS),
     ]
     refused = 0

@@ -307,7 +307,7 @@ def server_of(kept: KeptEndpoint) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def keeper() -> Iterator[EndpointKeeper]:
     """A keeper in this process, closed afterwards."""
-    made = EndpointKeeper(HOST, RANGE, None)
+    made = EndpointKeeper(HOST, RANGE)
     yield made
     made.close()
 
@@ -319,7 +319,7 @@ def port_of(kept: KeptEndpoint) -> int:
 
 def test_no_caller_is_refused_while_servers_are_killed_ended_and_replaced(keeper: EndpointKeeper) -> None:
     """One is killed, one ended in order: every caller gets 200 or 503, but those whose answer the kill cut off."""
-    kept = keeper.reserve(None)
+    kept = keeper.reserve(None, None)
     with Callers(kept.url) as callers:
         for kills in (True, False):
             with server_of(kept) as server:
@@ -339,7 +339,7 @@ def test_no_caller_is_refused_while_servers_are_killed_ended_and_replaced(keeper
 
 def test_a_keeper_lends_to_one_server_at_a_time(keeper: EndpointKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is told after a while, and gets the socket once the first gave it back."""
-    kept = keeper.reserve(None)
+    kept = keeper.reserve(None, None)
     first = BorrowedEndpoint(kept)
     monkeypatch.setattr("routeplane.fleet.endpoints._LENDING_SECONDS", 0.05)
     with pytest.raises(FleetError, match=f"expected the socket of {kept.url}") as caught:
@@ -355,7 +355,7 @@ def test_a_keeper_lends_to_one_server_at_a_time(keeper: EndpointKeeper, monkeypa
 
 def test_a_keeper_that_closes_frees_the_port_and_its_threads(keeper: EndpointKeeper) -> None:
     """Also while a server has the socket; that server is told."""
-    kept = keeper.reserve(None)
+    kept = keeper.reserve(None, None)
     borrowed = BorrowedEndpoint(kept)
     keeper.close()
     keeper.close()
