@@ -16,31 +16,9 @@ from typing import Any
 
 from routeplane.errors import ErrorKind, UsageError
 
-__all__ = ["EngineAnswers", "EventStream", "metrics_text"]
+__all__ = ["EngineAnswers", "EventStream"]
 
 _KEY = "routeplane"
-
-
-def metrics_text(series: Mapping[str, Mapping[str, float]]) -> str:
-    """Write counts as Prometheus' text format.
-
-    Args:
-        series: Counts by name, as a report's ``scalars`` gives them, by their label; an empty one stands for none.
-
-    Returns:
-        A gauge for each name and label.
-
-    >>> print(metrics_text({'engine="0"': {"routeplane/engine_lost": 2.0}}), end="")
-    # TYPE routeplane_engine_lost gauge
-    routeplane_engine_lost{engine="0"} 2.0
-    """
-    lines = []
-    for name in dict.fromkeys(name for scalars in series.values() for name in scalars):
-        gauge = name.replace("/", "_")
-        lines.append(f"# TYPE {gauge} gauge\n")
-        for label, scalars in series.items():
-            lines.append(f"{gauge}{f'{{{label}}}' if label else ''} {scalars[name]}\n")
-    return "".join(lines)
 
 
 class EngineAnswers:
@@ -70,10 +48,10 @@ class EngineAnswers:
             )
         self._client: Any = getattr(state, "engine_client", None)
 
-    async def scalars(self) -> dict[str, dict[str, float]]:
+    async def scalars(self) -> dict[str, float]:
         """Ask the engine for its counts, labelled by data-parallel rank as vLLM's own metrics are."""
         ranks = await self._ask("routeplane_report")
-        return {f'engine="{rank}"': dict(found) for rank, found in enumerate(ranks)}
+        return {f'{name}{{engine="{at}"}}': found[name] for name in ranks[0] for at, found in enumerate(ranks)}
 
     async def tickets(self, response_id: str, *, choices: int, last: int = 0) -> dict[int, str]:
         """Ask the engine for the tickets of a response.

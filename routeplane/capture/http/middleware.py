@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from routeplane.capture import wire
 from routeplane.capture.choices import DEFAULTS, WHY_ABSENT, CaptureOptions
 from routeplane.capture.http import openai
-from routeplane.capture.http.engine_answers import EngineAnswers, EventStream, metrics_text
+from routeplane.capture.http.engine_answers import EngineAnswers, EventStream
 from routeplane.capture.http.tickets import issue_ticket
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, TransportError, UsageError, refused
-from routeplane.record.counts import Counts
+from routeplane.record.counts import Counts, metrics_text
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -457,7 +457,7 @@ class RouteMiddleware:
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application's own metrics, and the counts behind them."""
-        lines = metrics_text({"": self.report().scalars()})
+        lines = metrics_text(self.report().scalars())
         with suppress(UsageError):  # no writer inside this engine
             lines += metrics_text(await EngineAnswers(scope.get("app")).scalars())
         # in the plain format, whose end is the end of the body
