@@ -784,9 +784,9 @@ class EngineClient:
     def __init__(self, tickets: dict[str, str]) -> None:
         self.tickets, self.asked = tickets, []  # type: ignore[var-annotated]
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What ``RouteScheduler`` answers."""
-        self.asked.append((method, args))
+        self.asked.append((method, args, kwargs))
         return [self.tickets if method == "routeplane_tickets" else {"routeplane/engine_lost": 3.0}]
 
 
@@ -798,14 +798,14 @@ class RanksClient:
         self.engine_core = self
         self.core_engines = list(range(len(tickets)))
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The first rank's answer."""
-        return await self._ranks[0].collective_rpc(method, args)
+        return await self._ranks[0].collective_rpc(method, args=args, kwargs=kwargs)
 
     async def _call_utility_async(self, name: str, *arguments: Any, engine: int) -> list[Any]:
         method, timeout, args, kwargs = arguments
-        assert ("collective_rpc", None, None) == (name, timeout, kwargs)
-        return await self._ranks[engine].collective_rpc(method, args)
+        assert ("collective_rpc", None) == (name, timeout)
+        return await self._ranks[engine].collective_rpc(method, args=args, kwargs=kwargs)
 
 
 def writing_server(pieces: list[bytes], client: EngineClient | RanksClient) -> FastAPI:
@@ -859,7 +859,7 @@ def test_every_choice_of_a_whole_response_has_its_ticket() -> None:
     response = post(writing_server([], client), {"prompt": ["x", "y"]}, form="engine-ticket", path="/v1/completions")
 
     assert ["first", "second"] == [choice["routed_experts"] for choice in response.json()["choices"]]
-    assert [("routeplane_tickets", ("cmpl-7", 2))] == client.asked
+    assert [("routeplane_tickets", ("cmpl-7",), {"prompts": 2})] == client.asked
 
 
 def test_tickets_come_from_every_data_parallel_rank() -> None:

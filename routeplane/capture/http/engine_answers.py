@@ -64,19 +64,19 @@ class EngineAnswers:
         Returns:
             The choices' ``index`` -> ticket as JSON, of those that have ended.
         """
-        ranks = await self._ask("routeplane_tickets", response_id, last // choices + 1)
+        ranks = await self._ask("routeplane_tickets", response_id, prompts=last // choices + 1)
         return {_index(name, choices): ticket for found in ranks for name, ticket in found.items()}
 
-    async def _ask(self, command: str, *args: Any) -> list[Any]:
+    async def _ask(self, command: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The answers of all data-parallel ranks that this front end serves."""
         core = getattr(self._client, "engine_core", None)
         ranks = getattr(core, "core_engines", ())
         if len(ranks) < 2:
-            answers = [await self._client.collective_rpc(command, args=args)]
+            answers = [await self._client.collective_rpc(command, args=args, kwargs=kwargs)]
         else:
             ask = core._call_utility_async  # vLLM has no other call to a rank; ``interface`` names it
             answers = await asyncio.gather(
-                *(ask("collective_rpc", command, None, args, None, engine=rank) for rank in ranks)
+                *(ask("collective_rpc", command, None, args, kwargs, engine=rank) for rank in ranks)
             )
         return [answer[0] for answer in answers]
 

@@ -257,7 +257,7 @@ class EngineWriter:
             return dict(said)
         return {**said, f"{KEY}_choices": {str(index): ticket for index, ticket in sorted(known.items())}}
 
-    def tickets_of(self, external_id: str, prompts: int = 1) -> dict[str, str]:
+    def tickets_of(self, external_id: str, *, prompts: int = 1) -> dict[str, str]:
         """Find the tickets of a request that ended.
 
         Args:
