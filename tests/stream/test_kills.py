@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,36 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, damage: str) -> No
     path.write_bytes({"flip": bytes(data), "empty": b"", "other": b'{"next": 7}'}[damage])
     with pytest.raises(RouteplaneError):
         _use(place)
+
+
+def test_a_truncated_or_rewritten_block_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    """On /dev/shm: what a trainer holds stays as it was verified, and a block that was cut is an error of its kind."""
+
+    def consume(say: Callable[[str], None], before: list[str]) -> None:
+        del before
+        with folder.open_reader(place, producers=1) as reader:
+            records = iter(reader)
+            first = next(records)
+            paths = sorted(place.rglob("*.arrows"))
+            paths[0].write_bytes(bytes(paths[0].stat().st_size))
+            os.truncate(paths[0], 10)
+            os.truncate(paths[1], paths[1].stat().st_size // 2)
+            say(f"{first.verify().checksum}")
+            try:
+                next(records)
+            except RouteplaneError as error:
+                say(f"{error.kind}")
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        place, limits = Path(name) / "place", BlockLimits(block_bytes=1, max_bytes=2**24, sync=False)
+        with folder.open_writer(place, SPEC, run="run", producer="p", limits=limits) as writer:
+            for index in range(2):
+                writer.write(sample(index, tokens=2_000))
+        reader = Actor(tmp_path / "reader", consume)
+        reader.start()
+        reader.join()
+    assert reader.is_done  # a signal would be another exit code
+    assert [f"{sample(0, tokens=2_000).checksum}", "truncated"] == reader.lines()
 
 
 def _use(place: Path) -> None:
