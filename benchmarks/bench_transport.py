@@ -2,8 +2,8 @@
 
 Payload: as in ``bench_read``. A hop begins when the producer opens its writer, and ends when the consumer, another
 process, has read, checked (rows and checksums) and acknowledged every record; its ends run at once, as they do in use.
-Compared with one copy of the routes, and with raw TCP under the same checks. Also whether cost grows linearly. What the folder replaced was
-measured beside it before it went: ``measured_once.json``.
+Compared with one copy of the routes, and with raw TCP under the same checks. Also whether cost grows linearly. What the
+folder replaced was measured beside it before it went: ``measured_once.json``.
 """
 
 from __future__ import annotations

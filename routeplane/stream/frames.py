@@ -33,7 +33,7 @@ __all__ = [
 MAX_METADATA_BYTES = 16 * 2**20
 # A larger body is received in steps, so that a flipped length asks for no more memory than bytes that really come.
 _READ_STEP = 16 * 2**20
-_CONTINUATION = 0xFFFFFFFF
+_CONTINUATION, _MARK = 0xFFFFFFFF, b"\xff" * 4
 _SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
 
 
@@ -78,6 +78,8 @@ def frames_of_buffer(buffer: pa.Buffer, *, salvage: bool = False) -> Iterator[Fr
             stop = start + length + header.body_length
             if stop > len(view):
                 raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
+            if salvage and _hides_a_batch(view, at, stop):
+                raise FormatError(f"expected a message of another length at byte {at}", kind=ErrorKind.NOT_ARROW)
             frame = _frame(header, buffer.slice(at, stop - at))
         except FormatError as error:
             stop = _next_batch(view, at + 8) if salvage and at > 0 else len(view)
@@ -112,6 +114,11 @@ def frames_of_file(source: Readable) -> Iterator[Frame]:
         return memoryview(data).cast("B"), data
 
     return frames_received(fill, take)
+
+
+def _hides_a_batch(view: memoryview, at: int, stop: int) -> bool:
+    """Whether a message's length is damaged: no message begins where it ends, and one begins inside of it."""
+    return bytes(view[stop : stop + 4]) != _MARK and stop < len(view) and _next_batch(view, at + 8) < stop
 
 
 def _next_batch(view: memoryview, at: int) -> int:
