@@ -84,10 +84,10 @@ class Timed:
 
     seconds = 0.0
 
-    def update_from_output(self, *args: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Once a step."""
         started = time.thread_time()
-        made = super().update_from_output(*args)  # type: ignore[misc]  # of the scheduler beside it
+        made = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # of the scheduler beside it
         type(self).seconds += time.thread_time() - started
         return made
 
