@@ -491,7 +491,8 @@ class _BlockThread:
     """The thread between the engine and the carrier: a bounded queue in, answers out.
 
     Everything that is queued while a block is being sealed goes into the next one, so that one fsync serves many; so
-    does what ended in the same step as the sequence that woke the thread, and came while its record was made. Records of the block that is being filled are kept until it is sealed: a carrier that fails is opened again, and
+    does what ended in the same step as the sequence that woke the thread, and came while its record was made.
+    Records of the block that is being filled are kept until it is sealed: a carrier that fails is opened again, and
     gets them again.
     """
 
