@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from statistics import median
-from typing import Any
 
 import ray
 import torch
@@ -64,9 +63,7 @@ def rounds() -> dict[str, list[float]]:
     columns = {name: [torch.tensor(getattr(record, name)) for record in base] for name in ("routes", "token_ids")}
     fields = TensorDict({name: jagged(parts) for name, parts in columns.items()}, batch_size=RECORDS)
     found: dict[str, list[float]] = {"ray": [], "queue": []}
-    with carrier.open_writer(
-        "bench", SPEC, run="bench", producer="p", encoding="plain", limits=BlockLimits()
-    ) as writer:
+    with carrier.open_writer("bench", SPEC, run="bench", producer="p", encoding="plain") as writer:
         with carrier.open_reader("bench", producers=1, policy=ReadPolicy(on_alarm="ignore")) as reader:
             records = iter(reader)
             for number in range(ROUNDS + 1):

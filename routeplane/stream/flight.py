@@ -485,12 +485,8 @@ class FlightSlot(ProducerSlot):
             self._call, self._answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
         self._open = True
         try:
-<<<<<<< HEAD
-            self.manifest = Manifest.from_document(self._answer())
-=======
             with _answers_of(client.place):
-                self.manifest = Manifest.from_document(self._answer(), spec_type=RouteSpec)
->>>>>>> main
+                self.manifest = Manifest.from_document(self._answer())
         except BaseException:
             self.release()
             raise
@@ -538,7 +534,6 @@ class FlightStore(BlockStore):
 
     def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
         self._client = client
-<<<<<<< HEAD
         found: list[Any] = []
 
         def declared() -> bool:
@@ -546,11 +541,8 @@ class FlightStore(BlockStore):
             return found[-1] is not None
 
         wait_until(declared, timeout_s, lambda: f"a place at {client.place}")
-        self.manifest = Manifest.from_document(found[-1])
-=======
         with _answers_of(client.place):
-            self._manifest = Manifest.from_document(self._found(timeout_s), spec_type=RouteSpec)
->>>>>>> main
+            self.manifest = Manifest.from_document(found[-1])
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(json.dumps({"group": group}).encode())
             self._call: Any = client.flight.do_exchange(descriptor, client.options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,8 @@ __all__ = ["delete_place", "open_reader", "open_writer"]
 NAMESPACE = "routeplane"
 #: Seconds that a call of the place may take before it counts as lost.
 _CALL_SECONDS = 60.0
+#: Seconds that a block may take to come to the place; less, so that others' calls do not count as lost meanwhile.
+_OWN_SECONDS = 30.0
 
 
 def open_writer(
@@ -185,7 +188,7 @@ def _got(reference: Any, what: str) -> Any:
         raise TransportError(f"expected {what} within {_CALL_SECONDS} s, got none", kind=ErrorKind.TIMED_OUT) from error
     except RayError as error:
         cause = getattr(error, "cause", None)
-        if isinstance(cause, DataError | UsageError):
+        if isinstance(cause, DataError | UsageError | TransportError):
             raise cause from error
         raise TransportError(
             f"expected {what}, got {type(error).__name__}: its holder or its node is gone ({error})",
@@ -271,8 +274,7 @@ class PlaceActor:
         held = producer.retention
         if producer.token != token:
             return -1, held
-        owned, came = _own_task.remote(holder[0])
-        size, held.max_bytes = int(ray.get(came)), limit
+        (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
         below = min(group.acknowledged(name) for group in self._groups.values())
         while not held.has_space(size):
             number = held.next_to_delete(below=below, leans=leans)
@@ -283,6 +285,22 @@ class PlaceActor:
         held.add(producer.next, size, leans=leans)
         producer.next += 1
         return producer.next - 1, held
+
+    def _owned(self, block: Any, producer: _Producer) -> tuple[Any, int]:
+        """A reference of this process to a block, and its size.
+
+        A task whose argument's owner was killed may wait for ever, and with it every call of the place: it is cancelled
+        once the producer is dead, or took too long.
+        """
+        owned, came = _own_task.remote(block)
+        end = time.monotonic() + _OWN_SECONDS
+        while not ray.wait([came], timeout=1.0)[0]:
+            if not producer.is_held() or time.monotonic() >= end:
+                ray.cancel(came, force=True)
+                raise TransportError(
+                    "expected a block of a living producer, got none in time", kind=ErrorKind.TIMED_OUT
+                )
+        return owned, int(ray.get(came))
 
     def end(self, name: str, token: str, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
