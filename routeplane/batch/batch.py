@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,11 @@ class RouteBatch:
         """Sampled tokens by how they can be scored, of a batch with labels. Raises UsageError (ARGUMENT) without."""
         if "label_use" not in self.columns:
             raise refused("a batch with labels (BatchOptions(labels=True))", "one without")
+        return self._mask_counts
+
+    @cached_property
+    def _mask_counts(self) -> MaskCounts:
+        # scoring asks in every forward, and a copy from a device waits for all work queued on it
         found = np.bincount(self.columns["label_use"].reshape(-1).cpu().numpy(), minlength=2 * CHANGED_LOGITS)
         by_use = found.reshape(2, CHANGED_LOGITS).sum(axis=0)
         counts = {use: int(by_use[code]) for code, use in enumerate(USES) if use != "none"}
@@ -340,7 +346,10 @@ class RouteBatch:
         }
         columns = MappingProxyType({name: change(value) for name, value in self.columns.items()})
         parts = MappingProxyType({name: column.map(change) for name, column in self.column_parts.items()})
-        return replace(self, columns=columns, column_parts=parts, **changed)
+        moved = replace(self, columns=columns, column_parts=parts, **changed)
+        if "label_use" in self.columns:
+            moved.__dict__["_mask_counts"] = self._mask_counts  # counted where the batch was made, before it moves
+        return moved
 
     def shard(
         self,

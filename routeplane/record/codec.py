@@ -34,7 +34,21 @@ from routeplane.record.schema import (
 from routeplane.record.spans import Capture, Interval, Sampling, Span
 from routeplane.record.spec import RouteSpec
 
-__all__ = ["column_types", "read_records", "require_version", "salvage", "stored_rows", "widen", "write_batch"]
+__all__ = [
+    "MAX_BATCH_VALUES",
+    "column_types",
+    "counted_values",
+    "read_records",
+    "require_version",
+    "salvage",
+    "stored_rows",
+    "widen",
+    "write_batch",
+]
+
+#: Values of one column in one batch. The lists of a ragged column end at int32, and Arrow implementations exist that
+#: count all values of a batch in 32 bits (arrow-rs#5901).
+MAX_BATCH_VALUES = 2**31 - 1
 
 
 def write_batch(
@@ -44,7 +58,7 @@ def write_batch(
     views those of a single record.
 
     Raises SpecError or DataError naming the record that differs, UsageError (VERSION) for one that ``version`` cannot
-    say.
+    say, DataError (TOKEN_COLUMN) for lists of more than ``MAX_BATCH_VALUES`` values in all.
     """
     columns = _common_columns(records)
     for record in records:
@@ -72,7 +86,7 @@ def write_batch(
         _ragged([record.logprobs for record in records], pa.float32()),
         pa.array([sorted(record.attributes.items()) for record in records], pa.map_(pa.utf8(), pa.utf8())),
         pa.array([record.checksum for record in records], pa.uint64()),
-        *(_aligned([record.columns[name] for record in records], field.type) for name, field in declared),
+        *(_aligned([record.columns[name] for record in records], field) for name, field in declared),
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -112,15 +126,24 @@ def column_types(record: RouteRecord) -> tuple[tuple[str, ColumnType], ...]:
     return tuple((name, column.type) for name, column in record.columns.items())
 
 
-def _aligned(columns: Sequence[AlignedColumn], list_type: pa.LargeListType) -> pa.LargeListArray:
+def counted_values(record: RouteRecord) -> dict[str, int]:
+    """Values of each column that a batch bounds: of the routes, and of every column of lists."""
+    found = {name: len(column.values) for name, column in record.columns.items() if column.type.ragged}
+    found["routes"] = record.stored_routes.size  # not ``routes``, which would widen narrow rows to count them
+    return found
+
+
+def _aligned(columns: Sequence[AlignedColumn], field: pa.Field) -> pa.LargeListArray:
     """One column of all records: their entries one after the other."""
+    if columns and columns[0].type.ragged:
+        _require_int32_ends(sum(len(column.values) for column in columns), field.name)
     offsets_B1 = np.concatenate([[0], np.cumsum([len(column) for column in columns], dtype=np.int64)]).astype(np.int64)
-    joined = columns[0] if len(columns) == 1 else concatenate_columns(columns, name="a column", where="a batch")
+    joined = columns[0] if len(columns) == 1 else concatenate_columns(columns, name=field.name, where="a batch")
     mask = None if joined.valid is None else pa.array(~joined.valid)
-    kind, inner = joined.type, list_type.value_type
+    kind, inner = joined.type, field.type.value_type
     if kind.ragged:
         values = pa.array(joined.values, inner.value_type)
-        entries = pa.LargeListArray.from_arrays(pa.array(joined.offsets, pa.int64()), values, mask=mask)
+        entries = pa.ListArray.from_arrays(pa.array(joined.offsets, pa.int32()), values, mask=mask)
     elif kind.shape:
         flat = pa.array(joined.values.reshape(-1), inner.value_type)
         width = int(np.prod(kind.shape))
@@ -128,6 +151,14 @@ def _aligned(columns: Sequence[AlignedColumn], list_type: pa.LargeListType) -> p
     else:
         entries = pa.array(joined.values, inner, mask=None if joined.valid is None else ~joined.valid)
     return pa.LargeListArray.from_arrays(pa.array(offsets_B1, pa.int64()), entries)
+
+
+def _require_int32_ends(values: int, name: str) -> None:
+    if values > MAX_BATCH_VALUES:
+        raise DataError(
+            f"expected at most {MAX_BATCH_VALUES} values in the lists of column {name!r} of one batch, got {values}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
 
 
 def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> pa.LargeListArray:

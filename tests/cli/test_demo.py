@@ -309,7 +309,9 @@ def test_the_ablation_is_on_the_same_tokens(small: tuple[DemoOptions, dict[str, 
         assert change["change"] == pytest.approx(seeds.mean())
         # two pairs: half their distance, times Student's t of one degree of freedom
         assert change["high"] - change["change"] == pytest.approx(12.706 * abs(seeds[0] - seeds[1]) / 2)
-    assert found["masks"]["bytes_a_token"] == pytest.approx(4 * found["masks"]["mean_ids"] + 9 * 56 / 24)
+    # 4 bytes an id, 5 a token, those of prompts too; and an int64 in each of two columns where a record ends
+    ends = 2 * 3 * 16 / found["tokens"]
+    assert found["masks"]["bytes_a_token"] == pytest.approx(4 * found["masks"]["mean_ids"] + 5 * 56 / 24 + ends)
 
 
 def test_a_report_attributes_what_the_ablation_scored(

@@ -15,25 +15,9 @@ from typing import Any
 
 from routeplane.errors import ErrorKind, UsageError
 
-__all__ = ["EngineAnswers", "EventStream", "metrics_text"]
+__all__ = ["EngineAnswers", "EventStream"]
 
 _KEY = "routeplane"
-
-
-def metrics_text(scalars: Mapping[str, float]) -> str:
-    """Write counts as Prometheus' text format.
-
-    Args:
-        scalars: Counts by name, as a report's ``scalars`` gives them.
-
-    Returns:
-        A gauge for each.
-
-    >>> metrics_text({"routeplane/engine_lost": 2.0})
-    '# TYPE routeplane_engine_lost gauge\\nrouteplane_engine_lost 2.0\\n'
-    """
-    names = {name.replace("/", "_"): value for name, value in scalars.items()}
-    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in names.items())
 
 
 class EngineAnswers:

@@ -27,6 +27,7 @@ from routeplane.batch.collation import BatchOptions, microbatches
 from routeplane.batch.logprobs import Masks, label_logprobs, token_logprobs
 from routeplane.cli.demo import DemoOptions, open_source
 from routeplane.inspect.overview import REPLAY_LOGPROBS, icepop_weights, tis_weights, treatment_column
+from routeplane.record.codec import write_batch
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows
 from routeplane.stream import MemoryStream, new_stream, open_stream
@@ -241,8 +242,8 @@ def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], Tr
         found.append(_treatments(load(run), records, keep=run.trainer_stream))
         ids += sum(len(record.columns["sampling_mask"].values) for record in records)
         tokens += sum(record.num_tokens - record.spans[0].stop for record in records)
-        # ids as int32; an int64 offset and a state of a byte for every token, those of prompts too
-        stored += sum(4 * len(record.columns["sampling_mask"].values) + 9 * record.num_tokens for record in records)
+        batch = write_batch(records, records[0].spec, encoding="plain")
+        stored += sum(batch.column(name).nbytes for name in ("sampling_mask", "sampling_mask_state"))
         how = records[0].spans[-1].sampling
     if how is None:
         raise RuntimeError("the engine stage writes sampling parameters")
