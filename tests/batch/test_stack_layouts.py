@@ -45,7 +45,7 @@ def same(expected: Any, got: Any) -> bool:
         return expected.shape == found.shape and expected.dtype == found.dtype and expected.tobytes() == found.tobytes()
     if isinstance(expected, dict):
         return set(expected) <= set(got) and all(same(value, got[name]) for name, value in expected.items())
-    if isinstance(expected, list) and expected and isinstance(expected[0], dict):
+    if isinstance(expected, list):
         return len(expected) == len(got) and all(same(*pair) for pair in zip(expected, got, strict=True))
     return bool(expected == got)
 
