@@ -635,7 +635,7 @@ def _take_stretch(
     gaps: NDArray[np.int64] | None,
 ) -> NDArray[np.int64] | None:
     at = range(rows.shape[1])[slots] if isinstance(slots, slice) else slots
-    moved = move_checked(rows, out, spec, slots=at, into=range(spec.num_layers), gaps=gaps)
+    moved = move_checked(rows, out, spec=spec, slots=at, into=range(spec.num_layers), gaps=gaps)
     if moved is not None:
         if gaps is None:
             return moved
@@ -700,7 +700,9 @@ def put_rows(
     nothing was told about them.
     """
     at = list(range(out.shape[1])[slots]) if isinstance(slots, slice) else slots
-    moved = move_checked(rows, out, spec, slots=range(spec.num_layers), into=at, filler=filler_row(filler, spec.top_k))
+    moved = move_checked(
+        rows, out, spec=spec, slots=range(spec.num_layers), into=at, filler=filler_row(filler, spec.top_k)
+    )
     if moved is not None:
         return moved
     if len(at) < out.shape[1]:

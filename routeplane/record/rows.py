@@ -223,8 +223,8 @@ def lay_out(
 def move_checked(
     rows: NDArray[Any],
     out: NDArray[Any],
-    spec: RouteSpec,
     *,
+    spec: RouteSpec,
     slots: Sequence[int],
     into: Sequence[int],
     gaps: NDArray[np.int64] | None = None,
@@ -242,14 +242,15 @@ def move_checked(
     >>> rows = np.ones((2, 1, 1), dtype=np.int64)
     >>> from routeplane import RouteSpec
     >>> spec = RouteSpec(num_experts=8, top_k=1, layer_ids=(0,))
-    >>> move_checked(rows, rows.astype(np.int16), spec, slots=(0,), into=(0,)) is None  # too few to load it for
+    >>> move_checked(rows, rows.astype(np.int16), spec=spec, slots=(0,), into=(0,)) is None  # too few to load it for
     True
     """
     kernels = kernels_for_bytes(len(rows) * spec.num_layers * spec.top_k * 2, spec)
     if kernels is None or not (_is_side_by_side(rows) and _is_side_by_side(out)):
         return None
-    widths = spec.experts_per_layer
-    marks_S = kernels.move_rows(rows, out, widths, slots=tuple(slots), into=tuple(into), filler=filler)
+    marks_S = kernels.move_rows(
+        rows, out, widths=spec.experts_per_layer, slots=tuple(slots), into=tuple(into), filler=filler
+    )
     if gaps is not None:
         marks_S[gaps] = False
     marked, absent = np.flatnonzero(marks_S), []

@@ -136,8 +136,8 @@ for kind in ("int16", "uint8"):
                 assert (out == rows).all()
             # whole and last vectors end where readable memory does, on both sides
             if tokens and kind == "int16" and top_k in (1, 8, 22):
-                assert not move_rows(rows, out, (64,), slots=(0,), into=(0,)).any()
-                assert not move_rows(out, rows, (64,), slots=(0,), into=(0,)).any()
+                assert not move_rows(rows, out, widths=(64,), slots=(0,), into=(0,)).any()
+                assert not move_rows(out, rows, widths=(64,), slots=(0,), into=(0,)).any()
                 assert (out == rows).all()
 print("read nothing beyond")
 """
@@ -207,14 +207,14 @@ def test_rows_are_moved_and_marked(kind: str, top_k: int) -> None:
     ]
     for target in ("int16", "uint8", "int32") if kind == "int16" else ("int16",):
         out = np.full((23, 6, top_k), 77, dtype=target)
-        marks = move_rows(rows, out, widths, slots=slots, into=into)
+        marks = move_rows(rows, out, widths=widths, slots=slots, into=into)
 
         assert expected == marks.tolist()
         ordinary = ~marks
         assert (out[ordinary][:, into] == given_SLK[ordinary]).all()
         assert (out[:, 2] == 77).all()
         filled = np.full((23, 8, top_k), 77, dtype=target)
-        move_rows(rows, filled, widths, slots=slots, into=into, filler=np.arange(top_k, dtype=np.int16))
+        move_rows(rows, filled, widths=widths, slots=slots, into=into, filler=np.arange(top_k, dtype=np.int16))
         assert (filled[:, (2, 6, 7)] == np.arange(top_k)).all()
         assert (filled[:, into] == out[:, into]).all()
         if kind == "int16":
@@ -228,11 +228,11 @@ def test_every_integer_becomes_every_other(source: str, target: str) -> None:
     rows = np.where(rows == MISSING, np.arange(8) + 119, rows).astype(source)
     out = np.zeros((9, 2, 8), dtype=target)
 
-    assert not move_rows(rows, out, (128, 128), slots=(0, 1), into=(0, 1)).any()
+    assert not move_rows(rows, out, widths=(128, 128), slots=(0, 1), into=(0, 1)).any()
     assert (out == rows).all()
     if rows.itemsize > 2:
         rows[2, 1, 0] += 2**16
-        assert [2] == np.flatnonzero(move_rows(rows, out, (128, 128), slots=(0, 1), into=(0, 1))).tolist()
+        assert [2] == np.flatnonzero(move_rows(rows, out, widths=(128, 128), slots=(0, 1), into=(0, 1))).tolist()
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 4, 7])

@@ -95,8 +95,8 @@ def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int1
 def move_rows(
     rows: NDArray[Any],
     out: NDArray[Any],
-    widths: tuple[int, ...],
     *,
+    widths: tuple[int, ...],
     slots: tuple[int, ...],
     into: tuple[int, ...],
     filler: NDArray[np.int16] | None = None,
@@ -118,7 +118,7 @@ def move_rows(
     work_more = (out.strides[0], runs.ctypes.data, len(runs), 0 if filler is None else filler.ctypes.data)
     # by their widths: numba knows one of the C types of a width
     source, target = (np.dtype(each.dtype.str).type(0) for each in (rows, out))
-    move((*work, *work_more, others.ctypes.data, len(others)), row, source, target)
+    move((*work, *work_more, others.ctypes.data, len(others)), (row, source, target))
     return marks
 
 

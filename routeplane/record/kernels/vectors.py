@@ -135,11 +135,11 @@ def lay(work: tuple[int, int, int, int, int, int, bool], row: tuple[Any, ...]) -
 
 
 @compiled
-def move(work: tuple[int, ...], row: tuple[Any, ...], source: Any, target: Any) -> None:
+def move(work: tuple[int, ...], kinds: tuple[Any, Any, Any]) -> None:
     """Copy the same runs of rows of each of some tokens, from one integer type to another, and mark tokens on the way.
 
     A token is marked by 1 where a row of it is MISSING or illegal, or holds an id that int16 does not; else by 0.
-    ``row``: K lanes of int16; ``source``, ``target``: of both types a value each, whose type alone counts.
+    ``kinds``: K lanes of int16, and of both types a value each, whose type alone counts.
 
     ``work``: the addresses of the first token's rows, of what they become, of the limits (K int16 for each row that is
     copied, in order) and of the marks (one byte a token); the number of tokens, how many bytes they and what they
@@ -149,6 +149,7 @@ def move(work: tuple[int, ...], row: tuple[Any, ...], source: Any, target: Any) 
     """
     at, to, limits_address, marks_address, tokens, stride, out_stride, runs_address, runs = work[:9]
     filler, fills_address, fills = work[9:]
+    row, source, target = kinds
     rows, limit_bytes = _vector_rows(row), _row_bytes(row)
     in_bytes, out_bytes = _bytes_of(source) * limit_bytes // 2, _bytes_of(target) * limit_bytes // 2
     for token in range(tokens):
