@@ -237,6 +237,8 @@ def main() -> None:
             found = leftovers(before)
             if any(found.values()):
                 left.append({"seed": seed, **found})
+            if actors:
+                sys.stderr.write(f"plan {seed}: {outcomes}, left {left}\n")
     sys.stdout.write(json.dumps({"outcomes": outcomes, "left": left}) + "\n")
 
 
