@@ -279,7 +279,7 @@ class _Turns:
             found.extend([] if name is None else [name])
             return name is not None or self.complete or not self._follow
 
-        wait_until(look, self._options.timeout_s, lambda: f"a block of {self._producers() or 'any producer'}")
+        wait_until(look, self._options.timeout_s, expected=lambda: f"a block of {self._producers() or 'any producer'}")
         return found[0] if found else None
 
     def _look(self, position: Position, *, in_turn: bool) -> BlockName | None:

@@ -219,10 +219,10 @@ class Manifest:
 # -- what carriers wait for and refuse ---------------------------------------------------------------------------------
 
 
-def wait_until(ready: Callable[[], bool], timeout_s: float | None, expected: Callable[[], str]) -> None:
+def wait_until(ready: Callable[[], bool], timeout_s: float | None, *, expected: Callable[[], str]) -> None:
     """Ask until something is ready, less and less often. Raises TransportError (TIMED_OUT) that says what was expected.
 
-    >>> wait_until(lambda: True, 0.0, lambda: "the truth")
+    >>> wait_until(lambda: True, 0.0, expected=lambda: "the truth")
     """
     end, wait = None if timeout_s is None else time.monotonic() + timeout_s, _FIRST_WAIT_S
     while not ready():

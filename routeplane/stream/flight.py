@@ -244,47 +244,12 @@ class _ServedSlot(FolderSlot):
         return super()._has_space(size, leans)
 
 
-class Server(fl.FlightServerBase):  # type: ignore[misc]
-    """Serves one folder of blocks; see the module. End it with ``shutdown()``, or leave ``with``.
+class _Calls(fl.FlightServerBase):  # type: ignore[misc]
+    """The calls of Flight over one folder."""
 
-    Args:
-        place: the folder; created by the first writer.
-        address: ``grpc://127.0.0.1:0`` (any free port of the loopback), or with TLS ``grpc+tls://host:port``.
-        tokens: of the two roles; None: no client is asked for one.
-        certificate: certificate chain and private key in PEM; None: no TLS.
-        max_block_bytes: a larger block is refused while it comes.
-
-    Raises UsageError for another address than the loopback without tokens and TLS.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, Server(place) as server:
-    ...     server.place.startswith("grpc://127.0.0.1:")
-    True
-    """
-
-    def __init__(
-        self,
-        place: str | os.PathLike[str],
-        *,
-        address: str = "grpc://127.0.0.1:0",
-        tokens: Tokens | None = None,
-        certificate: tuple[bytes, bytes] | None = None,
-        max_block_bytes: int = 2**28,
-    ) -> None:
-        scheme, _, target = address.partition("://")
-        if scheme != ("grpc" if certificate is None else "grpc+tls"):
-            raise refused("grpc://host:port, or grpc+tls://host:port with a certificate", address)
-        host = target.rpartition(":")[0]
-        if host not in _LOOPBACK and (tokens is None or certificate is None):
-            raise refused("tokens and a certificate for an address that others reach", address)
-        self._root, self._max_block_bytes = Path(place), max_block_bytes
-        super().__init__(
-            address,
-            tls_certificates=None if certificate is None else [certificate],
-            middleware=None if tokens is None else {"role": _Roles(tokens)},
-        )
-        #: Where clients find it, with the port that the system chose where 0 was asked for.
-        self.place = f"{scheme}://{host}:{self.port}"
+    _root: Path
+    _max_block_bytes: int
+    place: str
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
@@ -396,6 +361,49 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]
             endpoint = fl.FlightEndpoint(_ticket(name, None), [self.place])
             descriptor = fl.FlightDescriptor.for_path(*map(str, name))
             yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
+
+
+class Server(_Calls):
+    """Serves one folder of blocks; see the module. End it with ``shutdown()``, or leave ``with``.
+
+    Args:
+        place: the folder; created by the first writer.
+        address: ``grpc://127.0.0.1:0`` (any free port of the loopback), or with TLS ``grpc+tls://host:port``.
+        tokens: of the two roles; None: no client is asked for one.
+        certificate: certificate chain and private key in PEM; None: no TLS.
+        max_block_bytes: a larger block is refused while it comes.
+
+    Raises UsageError for another address than the loopback without tokens and TLS.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place, Server(place) as server:
+    ...     server.place.startswith("grpc://127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        address: str = "grpc://127.0.0.1:0",
+        tokens: Tokens | None = None,
+        certificate: tuple[bytes, bytes] | None = None,
+        max_block_bytes: int = 2**28,
+    ) -> None:
+        scheme, _, target = address.partition("://")
+        if scheme != ("grpc" if certificate is None else "grpc+tls"):
+            raise refused("grpc://host:port, or grpc+tls://host:port with a certificate", address)
+        host = target.rpartition(":")[0]
+        if host not in _LOOPBACK and (tokens is None or certificate is None):
+            raise refused("tokens and a certificate for an address that others reach", address)
+        self._root, self._max_block_bytes = Path(place), max_block_bytes
+        super().__init__(
+            address,
+            tls_certificates=None if certificate is None else [certificate],
+            middleware=None if tokens is None else {"role": _Roles(tokens)},
+        )
+        #: Where clients find it, with the port that the system chose where 0 was asked for.
+        self.place = f"{scheme}://{host}:{self.port}"
 
 
 def _count(value: object) -> int:
@@ -540,7 +548,7 @@ class FlightStore(BlockStore):
             found.append(client.ask("manifest"))
             return found[-1] is not None
 
-        wait_until(declared, timeout_s, lambda: f"a place at {client.place}")
+        wait_until(declared, timeout_s, expected=lambda: f"a place at {client.place}")
         with _answers_of(client.place):
             self.manifest = Manifest.from_document(found[-1])
         with client.told():

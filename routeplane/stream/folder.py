@@ -301,7 +301,7 @@ def _declare(root: Path, manifest: Manifest) -> Manifest:
 def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
     """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
     path = Path(place) / "manifest.json"
-    wait_until(path.exists, timeout_s, lambda: f"a place {path}")
+    wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
     return path.parent
 
 
@@ -504,7 +504,7 @@ class FolderSlot(ProducerSlot):
             wait_until(
                 lambda: self._has_space(size, block.leans),
                 self._limits.timeout_s,
-                lambda: (
+                expected=lambda: (
                     f"space for {size} bytes (the groups {list(self._groups)} have not all acknowledged what fills "
                     f"{self._limits.max_bytes})"
                 ),

@@ -394,7 +394,7 @@ class _Place:
             found.append(place)
             return place.call("manifest") is not None
 
-        wait_until(look, timeout_s, lambda: f"a place {name!r}")
+        wait_until(look, timeout_s, expected=lambda: f"a place {name!r}")
         return found[-1]
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -429,7 +429,7 @@ class RaySlot(ProducerSlot):
         wait_until(
             published,
             self._limits.timeout_s,
-            lambda: (
+            expected=lambda: (
                 f"space for a block (the groups {list(self._groups)} have not all acknowledged what fills "
                 f"{self._limits.max_bytes} bytes)"
             ),
