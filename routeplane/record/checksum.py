@@ -87,25 +87,25 @@ class CanonicalHash:
 
     def null(self, name: str) -> None:
         """A null column: name and flag, nothing more."""
-        self._small.append(item_head(name, b"\x01"))
+        self._small.append(_head(name, b"\x01"))
 
     def text(self, name: str, value: str | None) -> None:
         """A utf8 column; length in bytes."""
         if value is None:
             return self.null(name)
         data = value.encode()
-        self._small += (item_head(name, b"\x00"), _U64.pack(len(data)), data)
+        self._small += (item_head(name), _U64.pack(len(data)), data)
         return None
 
     def int32(self, name: str, value: int) -> None:
         """An int32 column."""
-        self._small += (item_head(name, b"\x00"), _LENGTH_4, _I32.pack(value))
+        self._small += (item_head(name), _LENGTH_4, _I32.pack(value))
 
     def int64(self, name: str, value: int | None) -> None:
         """An int64 column."""
         if value is None:
             return self.null(name)
-        self._small += (item_head(name, b"\x00"), _LENGTH_8, _I64.pack(value))
+        self._small += (item_head(name), _LENGTH_8, _I64.pack(value))
         return None
 
     def interval(self, start: int, stop: int) -> None:
@@ -116,20 +116,20 @@ class CanonicalHash:
         """A float64 column."""
         if value is None:
             return self.null(name)
-        self._small += (item_head(name, b"\x00"), _LENGTH_8, _F64.pack(value))
+        self._small += (item_head(name), _LENGTH_8, _F64.pack(value))
         return None
 
     def uint64(self, name: str, value: int) -> None:
         """A uint64 column."""
-        self._small += (item_head(name, b"\x00"), _LENGTH_8, _U64.pack(value))
+        self._small += (item_head(name), _LENGTH_8, _U64.pack(value))
 
     def begin_list(self, name: str, count: int) -> None:
         """A list or struct column: the number of entries; the caller then gives each entry's fields."""
-        self._small += (item_head(name, b"\x00"), _U64.pack(count))
+        self._small += (item_head(name), _U64.pack(count))
 
     def begin_array(self, name: str, nbytes: int) -> None:
         """A fixed-width column whose values come by ``part``, ``nbytes`` of them in all."""
-        self._small += (item_head(name, b"\x00"), _U64.pack(nbytes))
+        self._small += (item_head(name), _U64.pack(nbytes))
 
     def part(self, values: NDArray[Any]) -> None:
         """Some values of a fixed-width column: little endian, NaN in its canonical spelling, bool as one byte."""
@@ -169,13 +169,17 @@ def require_equal(declared: int, computed: int, *, where: str, sample: str) -> N
 
 
 @lru_cache(maxsize=256)
-def item_head(name: str, flag: bytes = b"\x00") -> bytes:
-    """How an item begins: its name and its null flag."""
+def _head(name: str, flag: bytes) -> bytes:
     data = name.encode()
     return _U64.pack(len(data)) + data + flag
 
 
-_START, _STOP = (item_head(name, b"\x00") + _LENGTH_8 for name in ("start", "stop"))
+def item_head(name: str) -> bytes:
+    """How an item that is not null begins: its name and its flag."""
+    return _head(name, b"\x00")
+
+
+_START, _STOP = (item_head(name) + _LENGTH_8 for name in ("start", "stop"))
 
 
 def number_items(**columns: NDArray[Any]) -> list[bytes]:
@@ -234,14 +238,18 @@ def hash_spans(out: CanonicalHash, spans: tuple[Span, ...]) -> None:
     out.begin_list("spans", len(spans))
     for span in spans:
         out.interval(span.start, span.stop)
-        out.raw(span_end(span.kind, span.role, span.call, span.weights_version))
+        out.raw(span_end((span.kind, span.role, span.call, span.weights_version)))
         if span.sampling is not None:
             hash_sampling(out, span.sampling)
 
 
 @lru_cache(maxsize=1024)
-def span_end(kind: str, role: str | None, call: str, weights_version: int | None) -> bytes:
-    """The items of a span between its interval and its sampling: those of a call repeat from record to record."""
+def span_end(members: tuple[str, str | None, str, int | None]) -> bytes:
+    """The items of a span between its interval and its sampling: those of a call repeat from record to record.
+
+    ``members``: kind, role, call, weights_version.
+    """
+    kind, role, call, weights_version = members
     out = CanonicalHash(0)
     out.text("kind", kind)
     out.text("role", role)
@@ -273,12 +281,13 @@ def hash_captures(out: CanonicalHash, captures: tuple[Capture, ...]) -> None:
     out.begin_list("captures", len(captures))
     for capture in captures:
         out.interval(capture.start, capture.stop)
-        out.raw(capture_end(capture.state, capture.call, capture.weights_version))
+        out.raw(capture_end((capture.state, capture.call, capture.weights_version)))
 
 
 @lru_cache(maxsize=1024)
-def capture_end(state: str, call: str, weights_version: int | None) -> bytes:
-    """The items of a capture behind its interval."""
+def capture_end(members: tuple[str, str, int | None]) -> bytes:
+    """The items of a capture behind its interval; ``members``: state, call, weights_version."""
+    state, call, weights_version = members
     out = CanonicalHash(0)
     out.text("state", state)
     out.text("call", call)

@@ -231,8 +231,8 @@ def read_records(
         logprobs=Ragged(batch.column("logprobs")),
         routes=RaggedRoutes(batch.column("routes"), header),
     )
-    extra = {name: Aligned(batch.column(name), kind, name) for name, kind in header.columns}
-    checked = CheckedBatch.of(batch, header, stored) if columnar and select is None else None
+    extra = {name: Aligned(batch.column(name), kind, name=name) for name, kind in header.columns}
+    checked = CheckedBatch.of(batch, header, stored=stored) if columnar and select is None else None
     small: dict[str, list[Any]] = {}
     for index in range(batch.num_rows):
         columns = {name: column[index] for name, column in extra.items()}
@@ -293,7 +293,7 @@ def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> Route
     row["attributes"] = [*kept, ("quarantined", "true")]
     row["checksum"] = None
     try:
-        extra = {name: Aligned(one.column(name), kind, name)[0] for name, kind in header.columns}
+        extra = {name: Aligned(one.column(name), kind, name=name)[0] for name, kind in header.columns}
     except (DataError, FormatError):
         return None
     arrays = _Arrays(

@@ -84,12 +84,13 @@ class RaggedRoutes(Ragged):
         super().__init__(column)
         self._header = header
 
-    def stored(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """The rows ``[start, stop)`` of item i as they are stored, a view."""
+    def stored(self, index: int, *, tokens: tuple[int, int] | None = None) -> NDArray[Any]:
+        """The rows of item i as they are stored, those of ``tokens`` or all, a view."""
         layers, top_k = self._header.spec.row_shape
-        first = self.at[index]
-        end = self.at[index + 1] if stop is None else first + stop
-        stored_SLK: NDArray[Any] = self.flat[(first + start) * layers * top_k : end * layers * top_k]
+        first, end = self.at[index], self.at[index + 1]
+        if tokens is not None:
+            first, end = first + tokens[0], first + tokens[1]
+        stored_SLK: NDArray[Any] = self.flat[first * layers * top_k : end * layers * top_k]
         return stored_SLK.reshape(-1, layers, top_k)
 
     def __getitem__(self, index: int) -> NDArray[np.int16]:
@@ -100,7 +101,7 @@ class RaggedRoutes(Ragged):
 class Aligned:
     """One aligned column of a batch; item i is the column of record i, a view where no entry is null."""
 
-    def __init__(self, column: pa.LargeListArray, kind: ColumnType, name: str) -> None:
+    def __init__(self, column: pa.LargeListArray, kind: ColumnType, *, name: str) -> None:
         self._kind, self._name = kind, name
         lengths = column.value_lengths().to_numpy(zero_copy_only=False)
         self._tokens_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -269,7 +270,7 @@ class _Items:
 class CheckedBatch:
     """A validated batch whose records are checked together, and made one by one."""
 
-    def __init__(self, batch: pa.RecordBatch, header: StreamHeader, stored: Stored, kernels: ModuleType) -> None:
+    def __init__(self, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored, kernels: ModuleType) -> None:
         self._spec, self._stored, self._kernels = header.spec, stored, kernels
         self._spans = _Intervals(batch.column("spans"), "kind")
         self._captures = _Intervals(batch.column("captures"), "state")
@@ -287,13 +288,13 @@ class CheckedBatch:
         self._looked_at = 0  # rows of the records before this one were looked at
 
     @classmethod
-    def of(cls, batch: pa.RecordBatch, header: StreamHeader, stored: Stored) -> CheckedBatch | None:
+    def of(cls, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored) -> CheckedBatch | None:
         """The batch, where it can be checked here."""
         flat, layers = stored.routes.flat, header.spec.num_layers
         kernels = kernels_for(flat.reshape(-1, layers, header.spec.top_k), header.spec)
         if kernels is None or sys.byteorder != "little" or not flat.flags.aligned:
             return None
-        made = cls(batch, header, stored, kernels)
+        made = cls(batch, header, stored=stored, kernels=kernels)
         return made if made._spans.whole and made._captures.whole else None
 
     # -- verdicts ------------------------------------------------------------------------------------------------------
@@ -351,13 +352,13 @@ class CheckedBatch:
         """Look at the rows of the records from this one on, as many as the caches hold."""
         layers, top_k = self._spec.row_shape
         offsets_B1 = self._stored.routes.offsets_B1
-        room = _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize)
-        stop = max(index + 1, int(np.searchsorted(offsets_B1, offsets_B1[index] + room, side="right")) - 1)
+        block = _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize)
+        stop = max(index + 1, int(np.searchsorted(offsets_B1, offsets_B1[index] + block, side="right")) - 1)
         own = slice(index, stop)
         fed_N = np.where(self._right_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
         absent_N = np.where(self._right_B[own], self._unfed_B[own], 0)
         self._present_B[own] = self._right_B[own]
-        if stop > index + 1 or self._lengths[index] <= room:
+        if stop > index + 1 or self._lengths[index] <= block:
             self._present_B[own] &= self._hold(offsets_B1[own], fed_N, absent_N)
         self._looked_at = stop
 
@@ -369,7 +370,7 @@ class CheckedBatch:
         found: NDArray[np.bool_] = self._kernels.present_parts(
             self._stored.routes.flat,
             self._spec.experts_per_layer,
-            top_k,
+            top_k=top_k,
             first=first_N * layers,
             rows=fed_N * layers,
             absent=absent_N * layers,
@@ -386,7 +387,7 @@ class CheckedBatch:
         self._quiet_B[own] = self._kernels.quiet_records(
             self._stored.routes.flat,
             self._stored.tokens.flat,
-            self._spec.row_shape,
+            shape=self._spec.row_shape,
             first=self._stored.routes.offsets_B1[own],
             ids=self._stored.tokens.offsets_B1[own],
             tokens=fed_N,
@@ -396,17 +397,17 @@ class CheckedBatch:
     def _pieces(self, index: int) -> Iterator[NDArray[Any] | None]:
         """The rows of a record as stored, part by part, each checked before it is given; None for one that is not."""
         layers, top_k = self._spec.row_shape
-        room = max(1, _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize))
+        block = max(1, _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize))
         tokens, fed = self._lengths[index], self._lengths[index] - self._unfed[index]
-        if tokens <= room:
+        if tokens <= block:
             yield self._stored.routes.stored(index)
             return
         first = self._stored.routes.offsets_B1[index]
-        for start in range(0, tokens, room):
-            stop = min(start + room, tokens)
+        for start in range(0, tokens, block):
+            stop = min(start + block, tokens)
             present = max(0, min(fed, stop) - start)
             held = self._hold(*(np.asarray([each]) for each in (first + start, present, stop - start - present)))
-            yield self._stored.routes.stored(index, start, stop) if held[0] else None
+            yield self._stored.routes.stored(index, tokens=(start, stop)) if held[0] else None
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -432,7 +433,7 @@ class CheckedBatch:
             made = view_record(
                 self,
                 index,
-                columns,
+                columns=columns,
                 sample_id=self._names["sample_id"][index],
                 attempt=self._names["attempt"][index],
                 segment=self._names["segment"][index],
@@ -469,7 +470,7 @@ class CheckedBatch:
     @cached_property
     def _items(self) -> _Items:
         spans, captures, spec = self._spans, self._captures, self._spec
-        ends = map(span_end, spans.kinds, self._roles, spans.calls, spans.versions)
+        ends = map(span_end, zip(spans.kinds, self._roles, spans.calls, spans.versions, strict=True))
         sampled = {id(how): _sampling_bytes(how) for how in self._samplings}
         ends = (end + sampled[id(how)] for end, how in zip(ends, self._samplings, strict=True))
         starts_B = np.zeros(len(self._lengths), dtype=np.int64)
@@ -480,7 +481,9 @@ class CheckedBatch:
             tokens=array_heads("token_ids", self._lengths_B * 4),
             rows=[start + head for start, head in zip(number_items(routes_start=starts_B), heads, strict=True)],
             spans=spans.items("spans", ends),
-            captures=captures.items("captures", map(capture_end, captures.kinds, captures.calls, captures.versions)),
+            captures=captures.items(
+                "captures", map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
+            ),
         )
 
     def hash_intervals(self, out: CanonicalHash, index: int) -> None:

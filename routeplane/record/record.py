@@ -508,7 +508,9 @@ class RecordSource(Protocol):
         """Add the items of its spans and captures."""
 
 
-def view_record(source: RecordSource, index: int, columns: Mapping[str, AlignedColumn], **content: Any) -> RouteRecord:
+def view_record(
+    source: RecordSource, index: int, *, columns: Mapping[str, AlignedColumn], **content: Any
+) -> RouteRecord:
     """A record of a batch that checked all of it but ``columns``; without a prefix, ``content`` the other fields.
 
     Raises DataError for columns that a record cannot have.

@@ -80,8 +80,8 @@ def count_present(rows: NDArray[Any], widths: tuple[int, ...], *, first: int, mo
 def present_parts(
     flat: NDArray[Any],
     widths: tuple[int, ...],
-    top_k: int,
     *,
+    top_k: int,
     first: NDArray[np.int64],
     rows: NDArray[np.int64],
     absent: NDArray[np.int64],
@@ -95,16 +95,16 @@ def present_parts(
     how = _plan(widths, top_k, flat.dtype.char)
     right = np.empty(len(first), dtype=np.bool_)
     missing = -1 if flat.dtype == np.int16 else 0xFF
-    work = (flat.ctypes.data, how.address, how.period, how.spare, missing)
-    vectors.present_rows(flat, (first, rows, absent), how.limits.reshape(-1), work, how.row, right)
+    arrays = (flat, how.limits.reshape(-1), flat.ctypes.data, how.address)
+    vectors.present_rows((*arrays, how.period, how.spare, missing, first, rows, absent, right), how.row)
     return right
 
 
 def quiet_records(
     flat: NDArray[Any],
     token_ids: NDArray[np.int32],
-    shape: tuple[int, int],
     *,
+    shape: tuple[int, int],
     first: NDArray[np.int64],
     ids: NDArray[np.int64],
     tokens: NDArray[np.int64],
@@ -117,7 +117,7 @@ def quiet_records(
     step, least_rows and looks. The caller has checked all that.
     """
     quiet = np.empty(len(first), dtype=np.bool_)
-    vectors.quiet_records(flat, (first, ids, tokens, _NO_TOKENS), token_ids, shape, how, quiet)
+    vectors.quiet_records((flat, *shape, token_ids, first, ids, tokens, _NO_TOKENS, quiet), how)
     return quiet
 
 
@@ -145,7 +145,7 @@ def shows_enough(
     """
     # one type each, so that no second version is compiled
     rows, absent, token_ids = _frozen(rows), _frozen(absent), _frozen(token_ids)
-    return bool(vectors.shows_enough(rows, absent, token_ids, layer, width, step, least_rows, looks))
+    return bool(vectors.shows_enough((rows, absent, token_ids), (layer, width, step, least_rows, looks)))
 
 
 def _frozen(values: NDArray[Any]) -> NDArray[Any]:

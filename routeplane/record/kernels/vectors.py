@@ -106,22 +106,14 @@ def present_steps(work: tuple[int, int, int, int, int], row: tuple[Any, ...]) ->
 
 
 @compiled
-def present_rows(
-    flat: Any,
-    parts: tuple[Any, Any, Any],
-    limits: Any,
-    work: tuple[int, int, int, int, int],
-    row: tuple[Any, ...],
-    right: Any,
-) -> None:
-    """Which parts of the rows ``flat`` are legal and there, but for some at their ends that are MISSING.
+def present_rows(work: tuple[Any, ...], row: tuple[Any, ...]) -> None:
+    """Which parts of some rows are legal and there, but for some at their ends that are MISSING. ``row``: as above.
 
-    ``parts``: of each the first row, how many are there, and how many are MISSING behind; int64. ``limits``: the
-    largest legal id of each lane, flat. ``work``: the addresses of ``flat`` and of the limits, their period in rows,
-    how many rows a vector reads beyond its own, and the id of MISSING. ``right``: bool, written.
+    ``work``: all ids, flat, and the largest legal id of each lane, flat; the addresses of both, the period of the
+    limits in rows, how many rows a vector reads beyond its own, and the id of MISSING; of each part the first row, how
+    many are there, and how many are MISSING behind, int64; and where each verdict is written, bool.
     """
-    first_N, count_N, absent_N = parts
-    address, limits_address, period, spare, missing = work
+    flat, limits, address, limits_address, period, spare, missing, first_N, count_N, absent_N, right = work
     step, row_bytes, top_k = _step_rows(row), _row_bytes(row), len(row)
     for part in range(len(first_N)):
         at, end = first_N[part], first_N[part] + count_N[part]
@@ -153,34 +145,29 @@ def _is_present(flat: Any, at: int, limits: Any, limits_at: int, top_k: int) -> 
 
 
 @compiled
-def quiet_records(
-    flat: Any,
-    parts: tuple[Any, Any, Any, Any],
-    token_ids: Any,
-    shape: tuple[int, int],
-    how: tuple[int, int, int, int, int],
-    quiet: Any,
-) -> None:
-    """Whether nothing is suspect in the first look at each of some records. ``quiet``: bool, written.
+def quiet_records(work: tuple[Any, ...], how: tuple[int, int, int, int, int]) -> None:
+    """Whether nothing is suspect in the first look at each of some records. ``how``: as in ``shows_enough``.
 
-    ``parts``: of each the first token in ``flat``, that in ``token_ids``, and how many tokens have rows; int64; and no
-    token to leave out. ``shape``: layers and slots; ``how``: the last arguments of ``shows_enough``.
+    ``work``: all ids, flat, how many layers and slots, and all token ids; of each record its first token in both, and
+    how many tokens have rows, int64; no token, int64; and where each verdict is written, bool.
     """
-    first_N, ids_N, count_N, none = parts
-    layers, top_k = shape
-    layer, width, step, least_rows, looks = how
+    flat, layers, top_k, token_ids, first_N, ids_N, count_N, none, quiet = work
     for part in range(len(first_N)):
         first, stop = first_N[part], first_N[part] + count_N[part]
         rows = flat[first * layers * top_k : stop * layers * top_k].reshape(stop - first, layers, top_k)
         own = token_ids[ids_N[part] : ids_N[part] + count_N[part]]
-        quiet[part] = shows_enough(rows, none, own, layer, width, step, least_rows, looks)
+        quiet[part] = shows_enough((rows, none, own), how)
 
 
 @compiled
-def shows_enough(
-    rows: Any, absent: Any, token_ids: Any, layer: int, width: int, step: int, least_rows: int, looks: int
-) -> bool:
-    """Whether nothing is suspect in a first look for alarms; arguments as in ``kernels.shows_enough``."""
+def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, int]) -> bool:
+    """Whether nothing is suspect in a first look for alarms.
+
+    ``record``: rows, absent and token_ids, ``how``: layer, width, step, least_rows and looks, as in
+    ``kernels.shows_enough``.
+    """
+    rows, absent, token_ids = record
+    layer, width, step, least_rows, looks = how
     tokens, layers, top_k = rows.shape
     kept = np.empty(tokens, dtype=np.int64)
     count = next_absent = 0
