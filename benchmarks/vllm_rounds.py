@@ -3,6 +3,9 @@
 Prints one JSON object: name -> list of CPU seconds per engine step, one per round, all ways in each round. Every way
 generates the same 64 sequences; engines differ in their scheduler alone and live side by side. CPU time of the process
 is that of the engine, the front end and the writer together.
+
+Two geometries: ``tiny``, whose steps are as short as an engine's can be, and ``serving``, whose steps take as long as
+those of a large model on a GPU (25 ms and more) and whose sequences are longer than a few words.
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ from routeplane.capture import vllm as capture
 from routeplane.capture.vllm import request_args, spec_from_vllm, start_engine, stop_engine
 from routeplane.stream import new_stream
 
-SEQUENCES, PROMPT, GENERATED = 64, 16, 48
+SEQUENCES, PROMPT = 64, 16
+GENERATED = {"tiny": 48, "serving": 128}
+WAYS = {
+    "tiny": ("capture off", "discarded inside", "written inside", "discarded beside", "written beside"),
+    "serving": ("discarded inside", "written inside", "discarded beside"),
+}
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512,
@@ -44,6 +52,15 @@ MODEL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+#: What ``serving`` has in other measure.
+LARGER: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_experts": 32,
+}
 
 
 class Discarding(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are not followed
@@ -58,15 +75,17 @@ class Discarding(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are not 
         return made
 
 
-def _engines(folder: Path) -> dict[str, Any]:
+def _engines(folder: Path, geometry: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).save_pretrained(folder / "model")
-    common: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 1024}
+    model_config = MODEL if geometry == "tiny" else {**MODEL, **LARGER}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**model_config)).save_pretrained(folder / "model")
+    common: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 1024}
     writer = {"place": str(folder / "inside"), "run": "bench"}
     model = str(folder / "model")
     bare = {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False, "skip_tokenizer_init": True}
+    off = {"off": LLM(model, **bare, **common)} if "capture off" in WAYS[geometry] else {}
     return {
-        "off": LLM(model, **bare, **common),
+        **off,
         "plain": start_engine(model, **common),
         "discarding": start_engine(model, scheduler_cls=Discarding, **common),
         "writing": start_engine(
@@ -78,9 +97,9 @@ def _engines(folder: Path) -> dict[str, Any]:
     }
 
 
-def _rounds(count: int) -> dict[str, list[float]]:
+def _rounds(count: int, geometry: str) -> dict[str, list[float]]:
     folder = Path(tempfile.mkdtemp(prefix="routeplane-bench-"))
-    engines = _engines(folder)
+    engines, generated = _engines(folder, geometry), GENERATED[geometry]
     spec = spec_from_vllm(engines["plain"])
     prompts = [
         {"prompt_token_ids": [4 + (7 * at + 13 * one) % 500 for at in range(PROMPT)]} for one in range(SEQUENCES)
@@ -93,7 +112,7 @@ def _rounds(count: int) -> dict[str, list[float]]:
         llm.reset_prefix_cache()
         params = [
             SamplingParams(
-                max_tokens=GENERATED,
+                max_tokens=generated,
                 temperature=1.0,
                 seed=one,
                 ignore_eos=True,
@@ -122,19 +141,19 @@ def _rounds(count: int) -> dict[str, list[float]]:
             "discarded beside": lambda: generate("plain"),
             "written beside": beside,
         }
-        spent: dict[str, list[float]] = {name: [] for name in ways}
-        order, shuffle = list(ways), random.Random(0).shuffle
+        spent: dict[str, list[float]] = {name: [] for name in WAYS[geometry]}
+        order, shuffle = list(spent), random.Random(0).shuffle
         for counted in [False] * 2 + [True] * count:
             shuffle(order)
             for name in order:
                 started = time.process_time()
                 ways[name]()
                 if counted:
-                    spent[name].append((time.process_time() - started) / (GENERATED + 1))
+                    spent[name].append((time.process_time() - started) / (generated + 1))
     stop_engine(engines["writing"])
     return spent
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write("\n" + json.dumps(_rounds(int(sys.argv[1]))) + "\n")
+    sys.stdout.write("\n" + json.dumps(_rounds(int(sys.argv[1]), sys.argv[2])) + "\n")

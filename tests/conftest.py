@@ -70,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     Tests in files with a run of their own belong to that one, all others to the run without such files.
     """
     parser.addoption("--engine-matrix", action="store_true", help="note outcomes for docs/reference/engines.md")
+    parser.addoption("--engine-fault-rounds", type=int, default=4, help="servers that are killed, one after another")
     parser.addoption("--field-rows", action="store_true", help="each test named in field_rows.json must have passed")
 
 

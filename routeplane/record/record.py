@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.errors import DataError, ErrorKind, UsageError, refused
 from routeplane.record.aligned import (
     AlignedColumn,
     aligned_columns,
@@ -317,6 +317,35 @@ class RouteRecord:
         """Whether its reader has looked for alarms, and found nothing suspect."""
         held = vars(self).get("_source")
         return held is not None and held[0].quiet(held[1])
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled a token of this record, or None where nothing was sampled or one is unknown.
+
+        The age of a record is the trainer's version less this.
+        """
+        found = [span.weights_version for span in self.spans if span.kind == "generation"]
+        known = [version for version in found if version is not None]
+        return min(known) if known and len(known) == len(found) else None
+
+    def attach_columns(self, columns: Mapping[str, Any]) -> RouteRecord:
+        """Give the record columns that the trainer made, such as advantages.
+
+        ``columns``: aligned columns of S entries by name, or arrays ``[S]``, which declare nothing.
+
+        Returns a record with a checksum of its own, which shares this one's arrays. Raises UsageError (ARGUMENT) for a
+        name that the record has, and DataError as the constructor.
+
+        >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
+        >>> record = watermarked_record(0, num_tokens=3, spec=watermarked_spec())
+        >>> own = record.attach_columns({"advantages": np.full(3, 0.5, dtype=np.float32)})
+        >>> own.columns["advantages"].values.tolist()
+        [0.5, 0.5, 0.5]
+        """
+        taken = sorted(self.columns.keys() & columns.keys())
+        if taken:
+            raise refused("names of columns that the record does not have", f"{taken} @ sample {self._name()}")
+        return replace(self, columns={**self.columns, **columns}, checksum=None)
 
     def coverage(self) -> Coverage:
         """Rows by capture state."""

@@ -17,9 +17,9 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -71,17 +71,17 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """The secret of each role: who may write blocks, and who may read and acknowledge them."""
+    """The secret of each role: who may write blocks, and who may read and acknowledge them. Never printed."""
 
-    writer: str
-    reader: str
+    writer: str = field(repr=False)
+    reader: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
     """What a client shows and trusts: the token of its role; certificates in PEM where the server has TLS."""
 
-    token: str = ""
+    token: str = field(default="", repr=False)
     root_certificates: bytes | None = None
 
 
@@ -144,9 +144,26 @@ def _heard(error: fl.FlightError, place: str) -> RouteplaneError:
     """The error that the other side told of."""
     if not error.extra_info:
         return TransportError(f"expected an answer of {place}, got {error}", kind=ErrorKind.CONNECTION)
-    name, kind, text = json.loads(error.extra_info)
     known = {each.__name__: each for each in (DataError, FormatError, SpecError, StoreError, UsageError)}
-    return known.get(name, TransportError)(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
+    try:
+        name, kind, text = map(str, json.loads(error.extra_info))
+        return known.get(name, TransportError)(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
+    except (TypeError, ValueError, RecursionError):
+        said = bytes(error.extra_info)[:80]
+        return TransportError(f"expected an error of {place}, got {said!r}", kind=ErrorKind.CONNECTION)
+
+
+@contextmanager
+def _answers_of(place: str) -> Iterator[None]:
+    """Turn what a server's answer makes of our code, where it is not of our shape, into FormatError."""
+    try:
+        yield
+    except RouteplaneError:
+        raise
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"expected an answer of a server of blocks, got another of {place} ({error})", kind=ErrorKind.MANIFEST
+        ) from error
 
 
 def _said(value: Any) -> bytes:
@@ -340,7 +357,9 @@ class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
 
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
         """Every block that is there, with its ticket and its size."""
-        for path in sorted(self._root.glob("producers/*/*.arrows")):
+        for path in sorted(self._root.glob("producers/*/[0-9]*.arrows")):
+            if not path.stem.isdecimal():
+                continue  # a file that is not a block
             name = BlockName(path.parent.name, int(path.stem))
             endpoint = fl.FlightEndpoint(_ticket(name, None), [self.place])
             descriptor = fl.FlightDescriptor.for_path(*map(str, name))
@@ -401,6 +420,11 @@ class Server:
         self.shutdown()
 
 
+def _count(value: object) -> int:
+    """A number of blocks or bytes, as the other side says it. Raises DataError."""
+    return check_count(value, "a number of a server", below=2**63)
+
+
 def _ticket(name: BlockName, part: BlockPart | None) -> bytes:
     return json.dumps({"block": name, "part": None if part is None else part.to_json()}).encode()
 
@@ -443,8 +467,10 @@ class _Client:
         """The answer to a question. Raises what the server says, or TransportError."""
         with self.told():
             action = fl.Action(what, json.dumps({"block": name}).encode())
-            (answer,) = self.flight.do_action(action, self.options)
-        return json.loads(answer.body.to_pybytes())
+            answers = list(self.flight.do_action(action, self.options))
+        with _answers_of(self.place):
+            (answer,) = answers
+            return json.loads(answer.body.to_pybytes())
 
     @contextmanager
     def told(self, call: Any = None) -> Iterator[None]:
@@ -481,7 +507,8 @@ class FlightSlot(ProducerSlot):
             self._call, self._answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
         self._open = True
         try:
-            self.manifest = Manifest.from_document(self._answer(), spec_type=RouteSpec)
+            with _answers_of(client.place):
+                self.manifest = Manifest.from_document(self._answer(), spec_type=RouteSpec)
         except BaseException:
             self.release()
             raise
@@ -491,7 +518,8 @@ class FlightSlot(ProducerSlot):
             answer = self._answers.read()
             if answer is None:
                 raise StopIteration("no answer")
-        return json.loads(answer.to_pybytes())
+        with _answers_of(self._client.place):
+            return json.loads(answer.to_pybytes())
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Send a block; the server waits for space."""
@@ -504,11 +532,14 @@ class FlightSlot(ProducerSlot):
             for part in _chunks(block.to_buffer()):
                 self._call.write_batch(part)
             self._call.write_metadata(b"block")
-        number, held = self._answer()
-        self.retention = Retention(max_bytes=self.retention.max_bytes)
-        for each, size, leans in held:
-            self.retention.add(each, size, leans=leans)
-        return BlockName(self._producer, number)
+        with _answers_of(self._client.place):
+            number, held = self._answer()
+            self.retention = Retention(max_bytes=self.retention.max_bytes)
+            for each, size, leans in held:
+                self.retention.add(
+                    _count(each), _count(size), leans=None if leans is None else list(map(_count, leans))
+                )
+            return BlockName(self._producer, _count(number))
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
@@ -530,7 +561,8 @@ class FlightStore(BlockStore):
 
     def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
         self._client = client
-        self._manifest = Manifest.from_document(self._found(timeout_s), spec_type=RouteSpec)
+        with _answers_of(client.place):
+            self._manifest = Manifest.from_document(self._found(timeout_s), spec_type=RouteSpec)
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(json.dumps({"group": group}).encode())
             self._call: Any = client.flight.do_exchange(descriptor, client.options)
@@ -553,7 +585,8 @@ class FlightStore(BlockStore):
     def _answer(self) -> Any:
         with self._client.told(self._call[0]):
             metadata = self._call[1].read_chunk().app_metadata
-        return json.loads(metadata.to_pybytes())
+        with _answers_of(self._client.place):
+            return json.loads(metadata.to_pybytes())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
@@ -565,16 +598,22 @@ class FlightStore(BlockStore):
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
-        return list(self._client.ask("producers"))
+        with _answers_of(self._client.place):
+            return [check_name(name, "producer") for name in self._client.ask("producers")]
 
     def state(self, name: BlockName) -> BlockState:
         """What can be said of a block now."""
-        found: BlockState = self._client.ask("state", name)
-        return found
+        found = self._client.ask("state", name)
+        for state in get_args(BlockState):
+            if found == state:
+                known: BlockState = state
+                return known
+        raise FormatError(f"expected the state of block {name}, got {found!r}", kind=ErrorKind.MANIFEST)
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
-        return int(self._client.ask("last_number", BlockName(producer, 0)))
+        with _answers_of(self._client.place):
+            return _count(self._client.ask("last_number", BlockName(producer, 0)))
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block."""

@@ -245,6 +245,16 @@ def test_the_last_choice_has_the_tickets_of_all(tmp_path: Path) -> None:
     assert {} == writer.tickets_of("another")
 
 
+def test_prompts_that_another_rank_had_do_not_hide_those_behind_them(tmp_path: Path) -> None:
+    """Of a request of three prompts, data-parallel ranks have some each."""
+    writer = writer_into(tmp_path)
+    for prompt in (1, 2):
+        run(writer, f"req-{prompt}-0123abcd", generated=2)
+    writer.close()
+
+    assert {"1.0", "2.0"} == set(writer.tickets_of("req", prompts=2))
+
+
 def test_tickets_of_choices_that_share_a_prompt_are_redeemed(tmp_path: Path) -> None:
     """A folder stores the rows of a prompt once; its reader gives whole records, and a delta says what it lacks."""
     config = WriterConfig(place=str(tmp_path / "place"), run="r")

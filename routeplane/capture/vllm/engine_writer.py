@@ -136,6 +136,8 @@ class RunningSequence:
     def layers(self) -> NDArray[Any] | None:
         """Join all rows that came, ``[R, D, K]``; None where none did."""
         parts = [*self.joined, *self.rows]
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else None
 
     def drop_rows(self) -> None:
@@ -255,11 +257,12 @@ class EngineWriter:
             return dict(said)
         return {**said, f"{KEY}_choices": {str(index): ticket for index, ticket in sorted(known.items())}}
 
-    def tickets_of(self, external_id: str) -> dict[str, str]:
+    def tickets_of(self, external_id: str, *, prompts: int = 1) -> dict[str, str]:
         """Find the tickets of a request that ended.
 
         Args:
             external_id: The id that the request came with.
+            prompts: How many prompts it has at least; another data-parallel rank may have had some of them.
 
         Returns:
             Choice -> ticket as JSON; a request of several prompts (``{id}-0``, ``{id}-1``) has them as
@@ -268,9 +271,9 @@ class EngineWriter:
         found = {str(choice): ticket for choice, ticket in self._tickets.get(external_id, {}).items()}
         for prompt in range(_REMEMBERED):
             several = self._tickets.get(f"{external_id}-{prompt}")
-            if several is None:
+            if several is None and prompt >= prompts:
                 break
-            found |= {f"{prompt}.{choice}": ticket for choice, ticket in several.items()}
+            found |= {f"{prompt}.{choice}": ticket for choice, ticket in (several or {}).items()}
         return found
 
     # ---- the thread ---------------------------------------------------------------------------------------------
