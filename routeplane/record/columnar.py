@@ -68,7 +68,9 @@ class Ragged:
         if isinstance(flat, pa.ExtensionArray):
             # flattening drops null rows, so they are looked for before and after
             flat = _without_nulls(_without_nulls(flat.storage).flatten())
-        self.flat: NDArray[Any] = frozen_view(flat.to_numpy(zero_copy_only=False))
+        values = flat.to_numpy(zero_copy_only=False)
+        # no values at all are Arrow's own, from a memory pool that may be the caller's
+        self.flat: NDArray[Any] = frozen_view(values if len(values) else values.copy())
 
     def __getitem__(self, index: int) -> Any:
         """A view ``[rows]``, or None where the entry is null."""
@@ -170,29 +172,24 @@ class _Intervals:
         self.at = self.offsets_B1.tolist()
         entries = column.flatten()
         names = [entries.type.field(place).name for place in range(entries.type.num_fields)]
-        self._fields = dict(zip(names, entries.flatten(), strict=True))
+        members = dict(zip(names, entries.flatten(), strict=True))
         #: Whether nothing is null that must not be.
-        self.whole = not any(self._fields[name].null_count for name in ("start", "stop", "call", kind))
+        self.whole = not any(members[name].null_count for name in ("start", "stop", "call", kind))
+        # copies: nothing of Arrow's is kept, whose memory pool may be the caller's
         self.starts_M, self.stops_M = (
-            self._fields[name].fill_null(0).to_numpy(zero_copy_only=False) for name in ("start", "stop")
+            np.array(members[name].fill_null(0).to_numpy(zero_copy_only=False)) for name in ("start", "stop")
         )
-        self.kinds = _texts(self._fields[kind])
-        self.calls = _texts(self._fields["call"])
-        versions = self._fields["weights_version"]
+        self.kinds = _texts(members[kind])
+        self.calls = _texts(members["call"])
+        self.roles: list[str | None] = _texts(members["role"]) if "role" in members else []
+        #: How each span was sampled; None where an entry has parameters that no engine has. Format 1.0 has none.
+        self.samplings = _samplings(members["sampling"]) if "sampling" in members else [None] * len(entries)
+        versions = members["weights_version"]
         valid = versions.is_valid().to_pylist() if versions.null_count else [True] * len(versions)
         plain = versions.fill_null(0).to_numpy(zero_copy_only=False).tolist()
         self.versions = [version if known else None for version, known in zip(plain, valid, strict=True)]
         self.owner_M = np.repeat(np.arange(len(lengths)), lengths)
         self._intervals_M = list(zip(self.starts_M.tolist(), self.stops_M.tolist(), self.kinds, strict=True))
-
-    def texts(self, name: str) -> list[str | None]:
-        """A member that is text."""
-        return _texts(self._fields[name])
-
-    def samplings(self) -> list[Sampling | None]:
-        """How each span was sampled. Raises DataError for parameters that no engine has."""
-        array = self._fields.get("sampling")  # format 1.0 has none
-        return [None] * len(self.kinds) if array is None else _samplings(array)
 
     def records_of(self, wrong_M: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """The records that have such an entry: bool ``[B]``."""
@@ -230,7 +227,7 @@ def _texts(array: pa.Array) -> list[Any]:
     return [distinct[code] for code in encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).tolist()]
 
 
-def _samplings(array: pa.StructArray) -> list[Sampling | None]:
+def _samplings(array: pa.StructArray) -> list[Sampling | None] | None:
     made: list[Sampling | None] = [None] * len(array)
     known: dict[str, Sampling] = {}
     for place in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
@@ -238,7 +235,10 @@ def _samplings(array: pa.StructArray) -> list[Sampling | None]:
         text = repr(found)  # tells a negative zero from a positive one
         if text not in known:
             names = found["processors"]
-            known[text] = Sampling(**{**found, "processors": None if names is None else tuple(names)})
+            try:
+                known[text] = Sampling(**{**found, "processors": None if names is None else tuple(names)})
+            except DataError:
+                return None
         made[place] = known[text]
     return made
 
@@ -282,7 +282,6 @@ class CheckedBatch:
         self._right_B = self._check(batch)
         self._lengths: list[int] = self._lengths_B.tolist()
         self._unfed: list[int] = self._unfed_B.tolist()
-        self._roles = self._spans.texts("role")
         self._present_B = np.zeros(batch.num_rows, dtype=np.bool_)
         self._quiet_B = np.zeros(batch.num_rows, dtype=np.bool_)
         self._looked_at = 0  # rows of the records before this one were looked at
@@ -321,12 +320,9 @@ class CheckedBatch:
         right_B = spans.cover(self._lengths_B)
         generated_M = np.asarray([kind == "generation" for kind in spans.kinds], dtype=np.bool_)
         prompt_M = np.asarray([kind == "prompt" for kind in spans.kinds], dtype=np.bool_)
-        self._samplings: list[Sampling | None] = [None] * len(prompt_M)
-        try:
-            self._samplings = spans.samplings()
-        except DataError:
+        if spans.samplings is None:
             return np.zeros_like(right_B)
-        sampled_M = np.asarray([each is not None for each in self._samplings], dtype=np.bool_)
+        sampled_M = np.asarray([each is not None for each in spans.samplings], dtype=np.bool_)
         right_B &= ~spans.records_of(~(generated_M | prompt_M) | (sampled_M & ~generated_M))
         #: Where the last generated token of each record ends; 0 without any.
         self._generated_B = np.zeros(len(right_B), dtype=np.int64)
@@ -470,9 +466,10 @@ class CheckedBatch:
     @cached_property
     def _items(self) -> _Items:
         spans, captures, spec = self._spans, self._captures, self._spec
-        ends = map(span_end, zip(spans.kinds, self._roles, spans.calls, spans.versions, strict=True))
-        sampled = {id(how): _sampling_bytes(how) for how in self._samplings}
-        ends = (end + sampled[id(how)] for end, how in zip(ends, self._samplings, strict=True))
+        ends = map(span_end, zip(spans.kinds, spans.roles, spans.calls, spans.versions, strict=True))
+        samplings = spans.samplings or []
+        sampled = {id(how): _sampling_bytes(how) for how in samplings}
+        ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
         starts_B = np.zeros(len(self._lengths), dtype=np.int64)
         heads = array_heads("routes", self._lengths_B * (spec.num_layers * spec.top_k * 2))
         return _Items(
@@ -518,7 +515,7 @@ class CheckedBatch:
                 Span(start=start, stop=stop, kind=kind, role=role, call=call, weights_version=version, sampling=how)
                 for (start, stop, kind), (role, call, version, how) in zip(
                     spans.intervals(index),
-                    self._rest(spans, index, self._roles, spans.calls, spans.versions, self._samplings),
+                    self._rest(spans, index, spans.roles, spans.calls, spans.versions, spans.samplings or []),
                     strict=True,
                 )
             )
