@@ -108,16 +108,28 @@ def metrics_text(scalars: Mapping[str, float]) -> str:
     """Write counts in Prometheus' text format, for a page that it scrapes.
 
     Args:
-        scalars: Counts by name, as the ``scalars`` of any report gives them.
+        scalars: Counts by name, as the ``scalars`` of any report gives them. A name may end in labels, and names that
+            differ in these alone follow one another.
 
     Returns:
         A gauge for each.
 
     >>> metrics_text({"routeplane/engine_lost": 2.0})
     '# TYPE routeplane_engine_lost gauge\\nrouteplane_engine_lost 2.0\\n'
+    >>> print(metrics_text({'routeplane/lost{engine="0"}': 2.0, 'routeplane/lost{engine="1"}': 0.0}), end="")
+    # TYPE routeplane_lost gauge
+    routeplane_lost{engine="0"} 2.0
+    routeplane_lost{engine="1"} 0.0
     """
-    names = {name.replace("/", "_"): value for name, value in scalars.items()}
-    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in names.items())
+    lines, before = [], ""
+    for name, value in scalars.items():
+        gauge, brace, labels = name.partition("{")
+        gauge = gauge.replace("/", "_")
+        if gauge != before:
+            lines.append(f"# TYPE {gauge} gauge\n")
+        before = gauge
+        lines.append(f"{gauge}{brace}{labels} {value}\n")
+    return "".join(lines)
 
 
 class Counts:

@@ -14,7 +14,7 @@ Axes: N token rows of one gate call, K top-k slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
@@ -44,6 +44,7 @@ __all__ = [
     "GateReport",
     "GateTotals",
     "Mode",
+    "NoReplay",
     "ReplayBatch",
     "ReplayHandle",
     "ReplayLimits",
@@ -484,6 +485,37 @@ class ReplayHandle:
             stand_in = CapturingCheckpoint(found, module=module, wiring=self._wiring)
             setattr(module, name, stand_in)
             self._captured[id(module), name] = stand_in
+
+
+class NoReplay:
+    """Stands for a ReplayHandle where replay is off: the training loop stays one, and gates choose by themselves.
+
+    >>> on = False
+    >>> with gates.attach(model, spec) if on else NoReplay() as replay:
+    ...     with replay.replaying(None):
+    ...         pass
+    >>> replay.report().microbatches
+    0
+    """
+
+    def replaying(self, batch: ReplayBatch | None) -> AbstractContextManager[None]:
+        """Force nothing: forwards inside run live, whatever the batch."""
+        return nullcontext()
+
+    def report(self, *, since: ReplayReport | None = None) -> ReplayReport:
+        """A report of no gates and no microbatches."""
+        return ReplayReport(gates=(), microbatches=0)
+
+    def detach(self) -> None:
+        """Do nothing: nothing is attached."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
 
 
 def _difference(report: ReplayReport, before: ReplayReport) -> ReplayReport:

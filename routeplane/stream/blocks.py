@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pyarrow as pa
 
@@ -173,11 +173,14 @@ class Manifest:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], *, spec_type: type[RouteSpec]) -> Manifest:
         """Parse ``to_document``. Raises FormatError for another version or other content."""
-        if document.get("version") != _PLACE_VERSION:
+        version = document.get("version") if isinstance(document, Mapping) else document
+        if version != _PLACE_VERSION:
             raise FormatError(
-                f"expected a place of version {_PLACE_VERSION}, got {document.get('version')!r}", kind=ErrorKind.VERSION
+                f"expected a place of version {_PLACE_VERSION}, got {str(version)[:80]!r}", kind=ErrorKind.VERSION
             )
         try:
+            if document["encoding"] not in get_args(Encoding) or not isinstance(document["groups"], list):
+                raise TypeError("another encoding, or groups that are not a list")
             return cls(
                 place=str(document["place"]),
                 run=check_name(document["run"], "run"),

@@ -22,11 +22,11 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import xxhash
@@ -41,6 +41,7 @@ from routeplane.errors import (
     refused,
 )
 from routeplane.record.interfaces import BlockName, Position
+from routeplane.record.parse import check_count
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
 from routeplane.stream.block_reader import BlockReader, BlockStore
@@ -187,6 +188,63 @@ def _load(path: Path) -> dict[str, Any] | None:
     if not isinstance(document, dict) or given != _digest(document):
         raise FormatError(f"expected a file with its checksum, got a damaged one @ {path}", kind=ErrorKind.MANIFEST)
     return document
+
+
+@contextmanager
+def _meaning(path: Path) -> Iterator[None]:
+    """Turn what a document of another content raises into FormatError (MANIFEST): a checksum can be right by chance, or
+    by intent."""
+    try:
+        yield
+    except (AttributeError, DataError, KeyError, TypeError, UsageError, ValueError) as error:
+        raise FormatError(f"expected a file of a place, got another ({error}) @ {path}", kind=ErrorKind.MANIFEST) from (
+            None
+        )
+
+
+class _Numbers(NamedTuple):
+    """What a producer used: its next number, numbers without a block, and what each block leans on."""
+
+    next: int = 0
+    void: tuple[int, ...] = ()
+    leans: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+
+
+def _numbers(home: Path) -> _Numbers | None:
+    """The numbers of a producer; None before its first block. Raises FormatError."""
+    path = home / "number.json"
+    document = _load(path)
+    if document is None:
+        return None
+    with _meaning(path):
+        leans = {int(name): tuple(map(_number, others)) for name, others in document["leans"].items()}
+        return _Numbers(_number(document["next"]), tuple(map(_number, document["void"])), leans)
+
+
+def _number(value: object) -> int:
+    return check_count(value, "a number of a block", below=2**63)
+
+
+def _position(home: Path) -> Position | None:
+    """What a group acknowledged; None before the first. Raises FormatError."""
+    path = home / "position.json"
+    document = _load(path)
+    if document is None:
+        return None
+    with _meaning(path):
+        return Position.from_json(document["position"])
+
+
+def _end_of(home: Path) -> str | None:
+    """How a producer ended; None where it has not. Raises FormatError."""
+    path = home / "end.json"
+    document = _load(path)
+    if document is None:
+        return None
+    with _meaning(path):
+        if document["how"] not in ("closed", "aborted"):
+            raise ValueError(f"an end that is {document['how']!r}")
+        return str(document["how"])
 
 
 def _store(path: Path, document: Mapping[str, Any], *, sync: bool) -> None:
@@ -364,7 +422,8 @@ class BlockFiles:
     def held(self, numbers: range) -> dict[int, int]:
         """Sizes in bytes of the blocks that are there, by number."""
         del numbers  # the files say which there are
-        return {int(path.stem): path.stat().st_size for path in self.home.glob("*.arrows")}
+        paths = [path for path in self.home.glob("*.arrows") if path.stem.isdecimal()]
+        return {int(path.stem): path.stat().st_size for path in paths}
 
     def prepare(self, number: int, block: SealedBlock) -> int:
         """Write a block where no reader sees it. Returns its size in bytes."""
@@ -434,16 +493,15 @@ class FolderSlot(ProducerSlot):
 
     def _begin(self) -> None:
         """Go on where the last writer of this name stood, and remove what it left half done."""
-        end = _load(self._home / "end.json")
-        if end is not None and end.get("how") == "closed":
+        if _end_of(self._home) == "closed":
             raise refused(
                 f"a producer that has not closed (start a new name, or a new place) @ {self._home}",
                 f"{self._producer!r}, which has",
             )
-        number = _load(self._home / "number.json") or {"next": 0, "void": [], "leans": {}}
-        self._next, self._void = int(number["next"]), list(number["void"])
+        numbers = _numbers(self._home) or _Numbers()
+        self._next, self._void = numbers.next, list(numbers.void)
         sizes = self._blocks.held(range(self._acknowledged(), self._next))
-        leans = {int(name): tuple(leans) for name, leans in number["leans"].items() if int(name) in sizes}
+        leans = {number: others for number, others in numbers.leans.items() if number in sizes}
         self.retention = Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)
         # the number is stored before the block is committed: a writer that died in between left it prepared
         if self._blocks.is_prepared(self._next - 1):
@@ -521,14 +579,14 @@ class FolderSlot(ProducerSlot):
 
     def _acknowledged_by(self, group: str) -> int:
         """The number of the first block that a group has not acknowledged; on disk before anything is deleted."""
-        path = self._root / "groups" / group / "position.json"
-        document = _load(path)
-        if document is None:
+        home = self._root / "groups" / group
+        position = _position(home)
+        if position is None:
             return 0
         if self._limits.sync:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
+            with suppress(FileNotFoundError), open(home / "position.json", "rb") as file:
                 os.fsync(file.fileno())
-        return Position.from_json(document["position"]).number(self._producer)
+        return position.number(self._producer)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
@@ -591,16 +649,16 @@ class FolderStore(BlockStore):
         if blocks.exists(name.number):
             return "sealed"
         alive = _is_locked(home / "lock")
-        end, number = _load(home / "end.json"), _load(home / "number.json")
-        following = 0 if number is None else int(number["next"])
+        end, numbers = _end_of(home), _numbers(home) or _Numbers()
+        following = numbers.next
         if blocks.exists(name.number):
             return "sealed"  # sealed since the first look
-        if number is not None and name.number in number["void"]:
+        if name.number in numbers.void:
             return "void"
         if name.number < following and not self._is_unfinished(name, following, alive=alive):
             return "expired"
         if end is not None:
-            return "aborted" if end["how"] == "aborted" else "closed"
+            return "aborted" if end == "aborted" else "closed"
         return "waiting" if alive or not home.exists() else "vanished"
 
     def _is_unfinished(self, name: BlockName, following: int, *, alive: bool) -> bool:
@@ -610,8 +668,7 @@ class FolderStore(BlockStore):
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
-        number = _load(producer_home(self._root, producer) / "number.json")
-        return 0 if number is None else int(number["next"])
+        return (_numbers(producer_home(self._root, producer)) or _Numbers()).next
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block, copied."""
@@ -622,10 +679,9 @@ class FolderStore(BlockStore):
 
     def load_position(self) -> Position:
         """What the group acknowledged."""
-        document = _load(self._home / "position.json")
-        if document is None:
+        position = _position(self._home)
+        if position is None:
             return Position(place=self._manifest.place)
-        position = Position.from_json(document["position"])
         if position.place != self._manifest.place:
             raise FormatError(
                 f"expected a position in the place {self._manifest.place}, got one in {position.place} @ {self._home}",

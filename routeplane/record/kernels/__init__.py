@@ -10,6 +10,7 @@ Axes: S tokens, L layers, K top-k slots, P rows of the table of limits, R runs o
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from routeplane.record.kernels.vectors import (
     VECTOR_BYTES,
     VECTORS,
     lay,
+    move,
     present_steps,
     steps_are_legal,
 )
@@ -28,7 +30,7 @@ from routeplane.record.kernels.vectors import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "rows_are_legal", "shows_enough"]
+__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "move_rows", "rows_are_legal", "shows_enough"]
 
 
 def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
@@ -90,12 +92,66 @@ def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int1
     lay((rows.ctypes.data, out.ctypes.data, times, stride, runs_R2.ctypes.data, runs, aside), row)
 
 
+def move_rows(
+    rows: NDArray[Any],
+    out: NDArray[Any],
+    *,
+    widths: tuple[int, ...],
+    slots: tuple[int, ...],
+    into: tuple[int, ...],
+    filler: NDArray[np.int16] | None = None,
+) -> NDArray[np.bool_]:
+    """``out[t, into[i]] = rows[t, slots[i]]`` for all L layers, between integers of any two types.
+
+    ``rows``, ``out``: ``[S, D, K]`` with a D of its own each, in native order, the rows of a token side by side in
+    memory, and of other memory. ``widths``: E of each of the L layers, K of at most MAX_TOP_K. ``filler``: ``[K]``,
+    what every other layer of ``out`` becomes; default: they stay as they are. The caller has checked all that, and that
+    the slots exist.
+
+    Returns which tokens hold a row that is MISSING or not legal, fresh bool ``[S]``; an id that int16 does not hold is
+    not legal, and becomes some other one. Bytes are ids, and never MISSING.
+    """
+    marks, row = np.empty(len(rows), dtype=np.bool_), (np.int16(0),) * rows.shape[2]
+    limits, runs = _limits(widths, rows.shape[2]), _moves_of(slots, into)
+    others = _runs_of(_others(into, out.shape[1]) if filler is not None else ())
+    work = (rows.ctypes.data, out.ctypes.data, limits.ctypes.data, marks.ctypes.data, len(rows), rows.strides[0])
+    work_more = (out.strides[0], runs.ctypes.data, len(runs), 0 if filler is None else filler.ctypes.data)
+    # by their widths: numba knows one of the C types of a width
+    source, target = (np.dtype(each.dtype.str).type(0) for each in (rows, out))
+    move((*work, *work_more, others.ctypes.data, len(others)), (row, source, target))
+    return marks
+
+
+@lru_cache(maxsize=64)
+def _others(slots: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    return tuple(sorted(set(range(depth)) - set(slots)))
+
+
+@lru_cache(maxsize=64)
+def _limits(widths: tuple[int, ...], top_k: int) -> NDArray[np.int16]:
+    """The largest id of each lane of a token's rows."""
+    limits = np.repeat(np.asarray(widths) - 1, top_k).astype(np.int16)
+    limits.flags.writeable = False
+    return limits
+
+
+@lru_cache(maxsize=64)
+def _moves_of(slots: tuple[int, ...], into: tuple[int, ...]) -> NDArray[np.int64]:
+    """Slots that are neighbours on both sides as ``[first, first of out, rows]``, in order."""
+    steps = zip(pairwise(slots), pairwise(into), strict=True)
+    starts = [0, *(at for at, ((a, b), (c, d)) in enumerate(steps, 1) if (b, d) != (a + 1, c + 1))]
+    runs = [[slots[a], into[a], b - a] for a, b in pairwise([*starts, len(slots)])]
+    runs_R3 = np.asarray(runs, dtype=np.int64)
+    runs_R3.flags.writeable = False
+    return runs_R3
+
+
 @lru_cache(maxsize=64)
 def _runs_of(slots: tuple[int, ...]) -> NDArray[np.int64]:
     """Neighbouring slots as ``[first, rows]``, in order."""
     starts = [at for at, slot in enumerate(slots) if at == 0 or slot != slots[at - 1] + 1]
-    runs = [[slots[a], b - a] for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
-    runs_R2 = np.asarray(runs, dtype=np.int64)
+    runs = [[slots[a], b - a] for a, b in pairwise([*starts, len(slots)])]
+    runs_R2 = np.asarray(runs, dtype=np.int64).reshape(-1, 2)
     runs_R2.flags.writeable = False
     return runs_R2
 

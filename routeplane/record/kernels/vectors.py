@@ -32,6 +32,7 @@ __all__ = [
     "VECTOR_BYTES",
     "compiled",
     "lay",
+    "move",
     "present_steps",
     "steps_are_legal",
 ]
@@ -133,6 +134,56 @@ def lay(work: tuple[int, int, int, int, int, int, bool], row: tuple[Any, ...]) -
         _settle(row)
 
 
+@compiled
+def move(work: tuple[int, ...], kinds: tuple[Any, Any, Any]) -> None:
+    """Copy the same runs of rows of each of some tokens, from one integer type to another, and mark tokens on the way.
+
+    A token is marked by 1 where a row of it is MISSING or illegal, or holds an id that int16 does not; else by 0.
+    ``kinds``: K lanes of int16, and of both types a value each, whose type alone counts.
+
+    ``work``: the addresses of the first token's rows, of what they become, of the limits (K int16 for each row that is
+    copied, in order) and of the marks (one byte a token); the number of tokens, how many bytes they and what they
+    become are apart, the address of the runs (three int64 each: first row, first row of what they become, rows), and
+    their number; then the address of one row of int16, that of the runs of each token that become it (two int64 each:
+    first row, rows), and their number.
+    """
+    at, to, limits_address, marks_address, tokens, stride, out_stride, runs_address, runs = work[:9]
+    filler, fills_address, fills = work[9:]
+    row, source, target = kinds
+    rows, limit_bytes = _vector_rows(row), _row_bytes(row)
+    in_bytes, out_bytes = _bytes_of(source) * limit_bytes // 2, _bytes_of(target) * limit_bytes // 2
+    for token in range(tokens):
+        odd, limits = False, limits_address
+        for fill in range(fills):
+            there = to + _int64_at(fills_address + fill * 16) * out_bytes
+            for _ in range(_int64_at(fills_address + fill * 16 + 8)):
+                _move_one(filler, there, limits_address, row, row[0], target)
+                there += out_bytes
+        for run in range(runs):
+            here = at + _int64_at(runs_address + run * 24) * in_bytes
+            there = to + _int64_at(runs_address + run * 24 + 8) * out_bytes
+            count = _int64_at(runs_address + run * 24 + 16)
+            whole = count // rows
+            for _ in range(whole):
+                odd |= _move_vector(here, there, limits, row, source, target)
+                here, there, limits = here + rows * in_bytes, there + rows * out_bytes, limits + rows * limit_bytes
+            left = count - whole * rows
+            if left > 0 and whole > 0:
+                # a whole vector that ends with the run: some of its rows were copied already
+                back = rows - left
+                odd |= _move_vector(
+                    here - back * in_bytes, there - back * out_bytes, limits - back * limit_bytes, row, source, target
+                )
+                limits += left * limit_bytes
+            else:
+                for _ in range(left):
+                    odd |= _move_one(here, there, limits, row, source, target)
+                    here, there, limits = here + in_bytes, there + out_bytes, limits + limit_bytes
+        _mark(marks_address + token, odd)
+        at += stride
+        to += out_stride
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What only the type of a row decides
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,6 +218,12 @@ def _out_bytes(context: Any, row: Any) -> Any:
 def _vector_rows(context: Any, row: Any) -> Any:
     """Whole rows of a vector."""
     return _constant(_shape_of(row)[2], row)
+
+
+@intrinsic
+def _bytes_of(context: Any, value: Any) -> Any:
+    """Bytes of one integer of this type."""
+    return _constant(value.bitwidth // 8, value)
 
 
 def _constant(value: int, row: Any) -> Any:
@@ -352,3 +409,71 @@ def _int64_at(context: Any, address: Any) -> Any:
         return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=8)
 
     return types.int64(address), generate
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows moved from one type to another
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _move_vector(context: Any, here: Any, there: Any, limits_address: Any, row: Any, source: Any, target: Any) -> Any:
+    """Copy the rows of one vector; whether one of them is MISSING, illegal or wider than int16."""
+    return _move_some((here, there, limits_address, row, source, target), _shape_of(row)[2])
+
+
+@intrinsic
+def _move_one(context: Any, here: Any, there: Any, limits_address: Any, row: Any, source: Any, target: Any) -> Any:
+    """The same of one row."""
+    return _move_some((here, there, limits_address, row, source, target), 1)
+
+
+def _move_some(signature: tuple[Any, ...], rows: int) -> Any:
+    _, _, _, row, source, target = signature
+    top_k, count = _shape_of(row)[0], rows * _shape_of(row)[0]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        given, narrow, wide = (
+            ir.VectorType(ir.IntType(bits), count) for bits in (source.bitwidth, 16, target.bitwidth)
+        )
+        loaded = builder.load(builder.inttoptr(arguments[0], given.as_pointer()), align=1)
+        limits = builder.load(builder.inttoptr(arguments[2], narrow.as_pointer()), align=1)
+        ids = _resized(builder, loaded, narrow, signed=source.signed)
+        builder.store(
+            _resized(builder, ids, wide, signed=True), builder.inttoptr(arguments[1], wide.as_pointer()), align=1
+        )
+        bad = builder.icmp_unsigned(">", ids, limits)
+        if source.bitwidth > 16:
+            bad = builder.or_(bad, builder.icmp_unsigned("!=", _resized(builder, ids, given, signed=True), loaded))
+        differences = [builder.xor(ids, _rotated(builder, ids, top_k, by)) for by in range(1, top_k // 2 + 1)]
+        if differences:
+            zeros = ir.Constant(narrow, [0] * count)
+            equal = builder.icmp_unsigned("==", _reduced(builder, differences, _smaller), zeros)
+            bad = builder.or_(bad, equal)
+        lanes = ir.IntType(count)
+        return builder.icmp_unsigned("!=", builder.bitcast(bad, lanes), ir.Constant(lanes, 0))
+
+    return types.boolean(*signature), generate
+
+
+def _resized(builder: ir.IRBuilder, ids: Any, wanted: Any, *, signed: bool) -> Any:
+    """The lanes in another width."""
+    bits, now = wanted.element.width, ids.type.element.width
+    if bits == now:
+        return ids
+    if bits < now:
+        return builder.trunc(ids, wanted)
+    return builder.sext(ids, wanted) if signed else builder.zext(ids, wanted)
+
+
+@intrinsic
+def _mark(context: Any, address: Any, odd: Any) -> Any:
+    """Write one byte, 0 or 1."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8)
+        value = builder.zext(arguments[1], byte) if arguments[1].type.width < 8 else arguments[1]
+        builder.store(value, builder.inttoptr(arguments[0], byte.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.none(address, odd), generate
