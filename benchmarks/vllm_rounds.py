@@ -2,7 +2,9 @@
 
 Prints one JSON object: name -> list of CPU seconds per engine step, one per round, all ways in each round. Every way
 generates the same 64 sequences; engines differ in their scheduler alone and live side by side. CPU time of the process
-is that of the engine, the front end and the writer together.
+is that of the engine, the front end and the writer together. Apart from it, by the clocks of threads: that of the
+writer's thread (``thread``), and that of the two methods in which schedulers differ (``scheduler, discarding`` and
+``scheduler, writing``).
 
 Two geometries: ``tiny``, whose steps are as short as an engine's can be, and ``serving``, whose steps take as long as
 those of a large model on a GPU (25 ms and more) and whose sequences are longer than a few words.
@@ -14,6 +16,7 @@ import json
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from routeplane.capture import vllm as capture
 from routeplane.capture.vllm import request_args, spec_from_vllm, start_engine, stop_engine
+from routeplane.capture.vllm.scheduler import RouteScheduler
 from routeplane.stream import new_stream
 
 SEQUENCES, PROMPT = 64, 16
@@ -75,6 +79,40 @@ class Discarding(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are not 
         return made
 
 
+class Timed:
+    """Adds up what the methods that ``RouteScheduler`` changes take of the engine's thread."""
+
+    seconds = 0.0
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Once a step."""
+        started = time.thread_time()
+        made = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # of the scheduler beside it
+        type(self).seconds += time.thread_time() - started
+        return made
+
+    def add_request(self, request: Any) -> None:
+        """Once a sequence."""
+        started = time.thread_time()
+        super().add_request(request)  # type: ignore[misc]
+        type(self).seconds += time.thread_time() - started
+
+
+class TimedDiscarding(Timed, Discarding):
+    """What the writer's is compared with."""
+
+
+class TimedWriting(Timed, RouteScheduler):
+    """The writer's."""
+
+
+def _writer_seconds() -> float:
+    """CPU time of the writer's thread so far."""
+    [thread] = [one for one in threading.enumerate() if one.name == "routeplane-writer"]
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
 def _engines(folder: Path, geometry: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model_config = MODEL if geometry == "tiny" else {**MODEL, **LARGER}
@@ -87,10 +125,10 @@ def _engines(folder: Path, geometry: str) -> dict[str, Any]:
     return {
         **off,
         "plain": start_engine(model, **common),
-        "discarding": start_engine(model, scheduler_cls=Discarding, **common),
+        "discarding": start_engine(model, scheduler_cls=TimedDiscarding, **common),
         "writing": start_engine(
             model,
-            scheduler_cls="routeplane.capture.vllm.RouteScheduler",
+            scheduler_cls=TimedWriting,
             additional_config={"routeplane": writer},
             **common,
         ),
@@ -141,15 +179,23 @@ def _rounds(count: int, geometry: str) -> dict[str, list[float]]:
             "discarded beside": lambda: generate("plain"),
             "written beside": beside,
         }
-        spent: dict[str, list[float]] = {name: [] for name in WAYS[geometry]}
-        order, shuffle = list(spent), random.Random(0).shuffle
+        clocks: dict[str, Callable[[], float]] = {
+            "thread": _writer_seconds,
+            "scheduler, discarding": lambda: TimedDiscarding.seconds,
+            "scheduler, writing": lambda: TimedWriting.seconds,
+        }
+        spent: dict[str, list[float]] = {name: [] for name in (*WAYS[geometry], *clocks)}
+        order, shuffle = list(WAYS[geometry]), random.Random(0).shuffle
         for counted in [False] * 2 + [True] * count:
             shuffle(order)
+            before = {name: clock() for name, clock in clocks.items()}
             for name in order:
                 started = time.process_time()
                 ways[name]()
                 if counted:
                     spent[name].append((time.process_time() - started) / (generated + 1))
+            for name, clock in clocks.items() if counted else ():
+                spent[name].append((clock() - before[name]) / (generated + 1))
     stop_engine(engines["writing"])
     return spent
 

@@ -1,6 +1,7 @@
 """Faults of a server with the writer in its engine, in the processes that vLLM always has: a ticket is a promise.
 
-``make engine-faults`` runs all and prints a table; `make test` runs the first life alone.
+``make engine-faults`` runs all, kills ``ROUNDS`` servers one after another, and prints a table; ``make test-all`` kills
+four.
 """
 
 from __future__ import annotations

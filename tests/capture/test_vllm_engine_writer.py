@@ -530,6 +530,23 @@ class Gate:
         return self.build(job)
 
 
+def test_sequences_that_end_together_share_a_block(tmp_path: Path) -> None:
+    """One fsync for all that end in a step: those that come while the first one's record is made do not wait for it."""
+    writer = writer_into(tmp_path)
+    gate = Gate(writer._blocks._build)
+    writer._blocks._build = gate  # type: ignore[assignment]
+    names = [f"s{number}" for number in range(8)]
+    for name in names:
+        begin(writer, name, generated=2)
+        writer.finish(name, "length")
+        assert gate.entered.wait(10)
+    gate.opened.set()
+    assert writer.flush(timeout_s=20)
+    writer.close()
+
+    assert (names, 1) == (list(records_of(tmp_path)), len(list(tmp_path.glob("*.arrows"))))
+
+
 @pytest.mark.parametrize("policy", ["lose", "wait"])
 def test_a_full_queue_follows_its_policy(tmp_path: Path, policy: Any) -> None:
     """``lose`` keeps the record and marks its rows lost; ``wait`` keeps every row and holds up the engine."""

@@ -172,6 +172,26 @@ def test_interrupts_in_teardown_skip_no_closer() -> None:
     assert done.returncode in (1, -signal.SIGINT, 128 + signal.SIGINT)
 
 
+def test_a_failure_beside_a_cancellation_is_told() -> None:
+    """The start is cancelled, and a task fails while it ends: a note beside, not a task whose error is never seen."""
+
+    async def fail(context: TaskContext) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise OSError("no device") from None
+
+    async def main() -> None:
+        task = asyncio.create_task(start_async(Plan(tasks=(Task(name="a", run=fail),))))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert ["task a failed meanwhile: OSError: no device"] == caught.value.__notes__
+
+    asyncio.run(main())
+
+
 def test_cancelling_a_start_repeatedly_skips_no_closer() -> None:
     """In a program with its own loop: every cancellation is remembered, none ends the teardown."""
     closed: list[str] = []
