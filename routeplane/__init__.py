@@ -11,6 +11,7 @@ from routeplane.record.alarms import find_alarms
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.assembly import Assembly, AssemblyReport, UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
+from routeplane.record.counts import metrics_text
 from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteSink, RouteSource, RouteTicket
 from routeplane.record.prefixes import as_delta, resolve, share_prompts
@@ -53,6 +54,7 @@ __all__ = [
     "find_alarms",
     "find_problems",
     "merge_layers",
+    "metrics_text",
     "new_stream",
     "open_stream",
     "resolve",

@@ -22,7 +22,7 @@ _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", _UNTIMED, max_examples=50)
 #: `make test`: the same examples every time, so that a change is judged by what it changes
 settings.register_profile("ci", _UNTIMED, max_examples=100, derandomize=True, database=None, print_blob=True)
-#: `make trust`
+#: `make properties`
 settings.register_profile("trust", _UNTIMED, max_examples=3_000, print_blob=True)
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
@@ -70,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     Tests in files with a run of their own belong to that one, all others to the run without such files.
     """
     parser.addoption("--engine-matrix", action="store_true", help="note outcomes for docs/reference/engines.md")
+    parser.addoption("--engine-fault-rounds", type=int, default=4, help="servers that are killed, one after another")
     parser.addoption("--field-rows", action="store_true", help="each test named in field_rows.json must have passed")
 
 

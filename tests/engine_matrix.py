@@ -12,17 +12,20 @@ from pathlib import Path
 
 from tests.vllm_wheels import SIGNATURES, drift_of
 
-__all__ = ["FEATURES", "OUTCOMES", "PAGE", "cell_of", "render"]
+__all__ = ["FAULTS", "FEATURES", "FIGURES", "OUTCOMES", "PAGE", "cell_of", "render"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "engines.md"
 OUTCOMES = ROOT / "tests" / "data" / "engine-outcomes.json"
+#: What ``make engine-faults`` printed, by fault.
+FAULTS = ROOT / "tests" / "data" / "engine-faults.json"
+FIGURES = ("tickets", "readable", "cut off", "overwritten", "wrong version")
 
 _OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY = (
     f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_probing", "_models")
 )
 
-_FAULTS = "tests/capture/test_engine_faults.py::"
+_SERVER = "tests/capture/test_engine_faults.py::"
 
 #: Part -> feature -> the tests that show it.
 FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -77,17 +80,18 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "A server, in the processes that it has": {
         "a ticket in every HTTP form; SIGTERM under load": (
-            f"{_FAULTS}test_every_form_has_tickets_that_outlive_the_server",
+            f"{_SERVER}test_every_form_has_tickets_that_outlive_the_server",
         ),
         "restarts, SIGTERM and SIGKILL: no ticket without its record": (
-            f"{_FAULTS}test_no_restart_overwrites_and_no_ticket_is_empty",
+            f"{_SERVER}test_no_restart_overwrites_and_no_ticket_is_empty",
         ),
-        "the consumer gone and back": (f"{_FAULTS}test_a_consumer_that_comes_back_has_all_records",),
+        "the consumer gone and back": (f"{_SERVER}test_a_consumer_that_comes_back_has_all_records",),
         "weights reloaded between and during requests, with and without a pause": (
-            f"{_FAULTS}test_rows_of_new_weights_never_have_the_old_version",
+            f"{_SERVER}test_rows_of_new_weights_never_have_the_old_version",
         ),
-        "a full disk, then space": (f"{_FAULTS}test_a_full_disk_holds_answers_until_there_is_space",),
-        "two tensor-parallel ranks": (f"{_FAULTS}test_tensor_parallel_ranks_are_one_engine",),
+        "a full disk, then space": (f"{_SERVER}test_a_full_disk_holds_answers_until_there_is_space",),
+        "two tensor-parallel ranks": (f"{_SERVER}test_tensor_parallel_ranks_are_one_engine",),
+        "two data-parallel ranks": (f"{_SERVER}test_data_parallel_ranks_are_two_engines",),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),
@@ -104,12 +108,23 @@ What the tests saw, by version of vLLM: `python -m tests.engine_matrix` writes t
 `pytest --engine-matrix` left in `tests/data/engine-outcomes.json`.
 All of it ran on a CPU with tiny seeded models, rows compared with a Transformers forward of the same weights.
 
-Data-parallel ranks ran as writers on one place, without engines: vLLM's CPU build has no data parallelism for experts.
+Data-parallel ranks ran with two collectives for experts that vLLM's CPU build lacks
+(`tests/capture/cpu_collectives.py`).
 
 **yes**: every test of the row passed. **no**: one failed. **-**: not run on this version, or what this version refuses.
 """
 
 _TAIL = """
+## Faults
+
+The last `make engine-faults`, on 0.30.0: times that a fault fell on a server under load, tickets that clients had by
+then, records that these tickets led to, choices that were cut off without a ticket, files of earlier servers that were
+overwritten, and rows of other weights than their version names.
+
+| fault | times | {figures} |
+|---|---{rules}|
+{faults}
+
 ## Names that the writer uses
 
 Read from the wheels, without running them (`python -m tests.vllm_wheels`).
@@ -133,8 +148,8 @@ def cell_of(tests: tuple[str, ...], ran: Mapping[str, str]) -> str:
     return "yes" if set(found) == {"passed"} else "no"
 
 
-def render(outcomes: Mapping[str, Mapping[str, str]]) -> str:
-    """The page; ``outcomes``: version -> test -> outcome."""
+def render(outcomes: Mapping[str, Mapping[str, str]], faults: Mapping[str, Mapping[str, int | None]]) -> str:
+    """The page; ``outcomes``: version -> test -> outcome; ``faults``: fault -> figure -> sum."""
     versions = sorted(outcomes)
     lines = [_HEAD]
     for part, features in FEATURES.items():
@@ -147,8 +162,14 @@ def render(outcomes: Mapping[str, Mapping[str, str]]) -> str:
     wheels = "\n".join(
         f"| {version} | {'; '.join(drift_of(names)) or 'all there'} |" for version, names in read.items()
     )
-    return "\n".join(lines) + _TAIL.format(wheels=wheels)
+    rows = "\n".join(
+        f"| {fault} | {' | '.join('-' if sums[name] is None else str(sums[name]) for name in ('times', *FIGURES))} |"
+        for fault, sums in faults.items()
+    )
+    rules = "|---" * len(FIGURES)
+    return "\n".join(lines) + _TAIL.format(wheels=wheels, faults=rows, figures=" | ".join(FIGURES), rules=rules)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(json.loads(OUTCOMES.read_text(encoding="utf-8"))), encoding="utf-8")
+    noted = [json.loads(path.read_text(encoding="utf-8")) for path in (OUTCOMES, FAULTS)]
+    PAGE.write_text(render(*noted), encoding="utf-8")

@@ -51,7 +51,7 @@ def _lookup(tree: ast.Module, path: str) -> list[str] | None:
             if not method:
                 return sorted(set(_attributes(node)))
             for item in node.body:
-                if isinstance(item, ast.FunctionDef) and item.name == method:
+                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name == method:
                     arguments = item.args
                     return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return None

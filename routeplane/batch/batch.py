@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routeplane.batch.columns import CHANGED_LOGITS, NO_STATE, USES, MaskCounts, count_states, settle_states
-from routeplane.batch.layouts import Fill, balanced_rows, check_fill, take_rows
+from routeplane.batch.layouts import Fill, StackLayout, balanced_rows, check_fill, read_layout, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
@@ -213,10 +214,54 @@ class RouteBatch:
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
         plan = plan_of_rows(token_ids, lengths=lengths, cu_seqlens=cu_seqlens, pad_mask=pad_mask)
         rows, absent = _own_rows(routes, spec, plan, captured)
+        return cls._of_rows(rows, absent, token_ids, generation_mask, spec, plan, excluded=captured is not None)
+
+    @classmethod
+    def from_layout(
+        cls,
+        batch: Any,
+        spec: RouteSpec,
+        *,
+        layout: str | StackLayout,
+        decoder_layers: int | None = None,
+        captured: Any = None,
+    ) -> RouteBatch:
+        """Check a batch in the layout of another stack and make a packed batch of it, for ``replaying``.
+
+        Arguments and errors as in the function ``from_layout``; each row is copied and checked once. Sequences follow
+        one another in the container's order, without its padding. Returns a batch on the CPU that owns its tensors.
+
+        >>> import numpy as np
+        >>> from routeplane import RouteSpec
+        >>> from routeplane.batch import RouteBatch
+        >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+        >>> sample = {"tokens": [5, 6, 7], "loss_mask": [1, 1], "routed_experts": np.array([[[0, 0], [3, 5]]] * 2)}
+        >>> batch = RouteBatch.from_layout([sample], spec, layout="vllm", decoder_layers=2)
+        >>> batch.layer(1).tolist(), batch.coverage().rows["not_fed"]
+        ([[3, 5], [3, 5], [-1, -1]], 1)
+        """
+        laid, absent = read_layout(batch, spec, layout=layout, decoder_layers=decoder_layers, captured=captured)
+        plan = TokenPlan.from_cu_seqlens(laid.offsets)
+        ids, generated = owned_tensor(laid.token_ids), owned_tensor(laid.generated)
+        return cls._of_rows(owned_tensor(laid.routes), absent, ids, generated, spec, plan, excluded=True)
+
+    @classmethod
+    def _of_rows(
+        cls,
+        rows: torch.Tensor,
+        absent: NDArray[np.int64],
+        token_ids: torch.Tensor,
+        generation_mask: torch.Tensor | None,
+        spec: RouteSpec,
+        plan: TokenPlan,
+        *,
+        excluded: bool,
+    ) -> RouteBatch:
+        """The batch of rows that were checked; ``absent``: those that lack a layer."""
         real = torch.from_numpy(~plan.padding()).to(rows.device)
         generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
         ends = _sampled_ends(generated.reshape(-1).cpu().numpy(), plan)
-        states = _own_states(rows, absent, spec, plan, fed=ends, excluded=captured is not None)
+        states = _own_states(rows, absent, spec, plan, fed=ends, excluded=excluded)
         return cls(
             spec=spec,
             plan=plan,
@@ -258,6 +303,11 @@ class RouteBatch:
         """Sampled tokens by how they can be scored, of a batch with labels. Raises UsageError (ARGUMENT) without."""
         if "label_use" not in self.columns:
             raise refused("a batch with labels (BatchOptions(labels=True))", "one without")
+        return self._mask_counts
+
+    @cached_property
+    def _mask_counts(self) -> MaskCounts:
+        # scoring asks in every forward, and a copy from a device waits for all work queued on it
         found = np.bincount(self.columns["label_use"].reshape(-1).cpu().numpy(), minlength=2 * CHANGED_LOGITS)
         by_use = found.reshape(2, CHANGED_LOGITS).sum(axis=0)
         counts = {use: int(by_use[code]) for code, use in enumerate(USES) if use != "none"}
@@ -296,7 +346,10 @@ class RouteBatch:
         }
         columns = MappingProxyType({name: change(value) for name, value in self.columns.items()})
         parts = MappingProxyType({name: column.map(change) for name, column in self.column_parts.items()})
-        return replace(self, columns=columns, column_parts=parts, **changed)
+        moved = replace(self, columns=columns, column_parts=parts, **changed)
+        if "label_use" in self.columns:
+            moved.__dict__["_mask_counts"] = self._mask_counts  # counted where the batch was made, before it moves
+        return moved
 
     def shard(
         self,

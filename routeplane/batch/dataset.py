@@ -8,7 +8,8 @@ of the step is ``prefetch``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from routeplane.record.interfaces import Admission, BlockName, BlockSource, Report, RouteSource
-    from routeplane.record.record import RouteRecord
+    from routeplane.record.record import RecordKey, RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["LoaderSource", "RecordDataset", "Shuffle"]
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +80,21 @@ class _Place:
 
     ``base``: the rank's record with which the workers began to take turns. A loader asks worker 0 first, whatever the
     position, so turns are counted from there; single workers that stand at different records still share one base.
+    ``done``: the rank's records from ``base`` on that do not come again, ascending.
     """
 
     mark: _Mark
     taken: int = 0
     base: int = 0
     worker: tuple[int, int] | None = None
+    done: tuple[int, ...] = ()
+
+    def turn(self, taken: int) -> int | None:
+        """How many records from ``base`` on come before this one; None where it does not come."""
+        before = bisect_left(self.done, taken)
+        if taken < self.taken or self.done[before : before + 1] == (taken,):
+            return None
+        return taken - self.base - before
 
 
 class _Paths:
@@ -265,6 +275,11 @@ class RecordDataset(IterableDataset["RouteRecord"]):
       down to a multiple of ``w`` unless all were trained on, or records that wait in later batches are left out. Where
       ``Shard(data_parallel=)`` deals the records, this dataset hands out those of all ranks: multiply the sum by the
       world.
+    * A loop that filters groups is done with records in another order than they came. ``state_dict(consumed=keys)``,
+      with the keys of the records that were trained on or dropped, is the position before the first record that is not
+      among them; of what was handed out behind it, the resumed run gets the others alone. After a ``commit``, name what
+      was consumed since: the dataset remembers the rest, and the keys of nothing before it. A key that came twice is
+      done with in both places.
     * With workers, torch's loader iterates copies of the dataset, of which it learns nothing. Read
       ``dataset.through(loader)`` instead of the loader: it counts what arrives, past what workers read ahead. The
       state is the rank's, and is resumed under any number of workers.
@@ -314,7 +329,9 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         self._pending: _Place | None = None  # loaded, and not begun at
         self._start = _Place(mark=_Mark(0, self._parts.begin))
         self._marks = [self._start.mark]  # where the iteration began, and where each of its parts did
-        self._handed = 0
+        self._handed: list[tuple[int, RecordKey]] = []  # the rank's number of each record that came, and its key
+        self._settled = self._start  # the committed place: what came before it is forgotten
+        self._forgotten = 0  # how many records of the iteration that were
         self._tells_marks = False  # to the process that reads through a loader
 
     @property
@@ -355,7 +372,8 @@ class RecordDataset(IterableDataset["RouteRecord"]):
     def _begin(self) -> _Place:
         """Start an iteration, at the loaded position or at the beginning."""
         self._start = self._pending or _Place(mark=_Mark(0, self._parts.begin))
-        self._pending, self._marks, self._handed = None, [self._start.mark], 0
+        self._pending, self._marks, self._handed = None, [self._start.mark], []
+        self._settled, self._forgotten = self._start, 0
         return self._start
 
     @property
@@ -397,12 +415,20 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         first = self._window_of(start.taken) * self._window
         for count, record in self._ordered(start.mark, first):
             taken, owner = divmod(count, self._world_size)
-            turn = (taken - start.base) % worker[1]
             if owner != self._rank:
                 yield owner, record
-            elif taken >= start.taken and turn == worker[0]:
-                self._handed = taken + 1 - start.taken
+                continue
+            turn = start.turn(taken)
+            if turn is not None and turn % worker[1] == worker[0]:
+                self._handed.append((taken, record.key))
                 yield owner, record
+
+    def _arrived(self, record: RouteRecord) -> None:
+        """Count a record that a loader's worker handed out: the next that comes."""
+        taken = self._handed[-1][0] + 1 if self._handed else self._start.taken
+        while self._start.turn(taken) is None:
+            taken += 1
+        self._handed.append((taken, record.key))
 
     def _window_of(self, taken: int) -> int:
         """The window of the records that all ranks take with this number; ``by_rank`` shows the others'."""
@@ -471,30 +497,58 @@ class RecordDataset(IterableDataset["RouteRecord"]):
             self._past = read if self._past is None else self._past.merge(read)
             _close(source)
 
-    def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, consumed: int | Collection[RecordKey] | None = None) -> dict[str, Any]:
         """The position, as plain values for JSON or ``torch.save``. ``consumed``: see the class.
 
         Opens the streams that were not opened yet, for their digests. Raises UsageError for a source without one (a
-        stream that was cut), for ``consumed`` beyond what was handed out, and for ``consumed`` in a loader's worker.
+        stream that was cut), for ``consumed`` beyond what was handed out or before what was committed, and for
+        ``consumed`` in a loader's worker.
         """
         info = get_worker_info()
-        handed = 0 if self._pending is not None else self._handed
-        if consumed is not None and (info is not None or not 0 <= consumed <= handed):
-            where = "in the trainer's process" if info is not None else f"of at most the {handed} records handed out"
-            raise refused(f"consumed {where}", f"{consumed}")
+        if consumed is not None and info is not None:
+            raise refused("consumed in the trainer's process", "a loader's worker")
         start = self._pending or self._start
-        taken = start.taken + (handed if consumed is None else consumed)
+        if consumed is None or isinstance(consumed, int):
+            taken, done = self._behind(consumed), (self._pending or self._settled).done
+        else:
+            taken, done = self._without(frozenset(consumed))
         first = self._window_of(taken) * self._window
         marks = [start.mark, *(mark for mark in self._marks if self._pending is None and mark.first <= first)]
         worker = start.worker if info is None else (info.id, info.num_workers)
+        base = taken if worker is None else start.base
         return {
             **self._identity(),
             "first": marks[-1].first,
             "cursor": marks[-1].cursor,
             "taken": taken,
-            "base": taken if worker is None else start.base,
+            "base": base,
             "worker": None if worker is None else list(worker),
+            "done": [number for number in done if number >= base],
         }
+
+    def _behind(self, consumed: int | None) -> int:
+        """The rank's record behind the first ``consumed`` of the iteration."""
+        handed = [] if self._pending is not None else self._handed
+        least = 0 if self._pending is not None else self._forgotten
+        most = least + len(handed)
+        if consumed is not None and not least <= consumed <= most:
+            committed = f", and at least the {least} that were committed" if least else ""
+            raise refused(f"consumed of at most the {most} records handed out{committed}", f"{consumed}")
+        count = most if consumed is None else consumed
+        return handed[count - least - 1][0] + 1 if count > least else (self._pending or self._settled).taken
+
+    def _without(self, consumed: frozenset[RecordKey]) -> tuple[int, tuple[int, ...]]:
+        """The first record that is not consumed, and the records from there on that are."""
+        place, handed = self._pending or self._settled, [] if self._pending is not None else self._handed
+        unknown = consumed.difference(key for _, key in handed)
+        if unknown:
+            known = f"the {len(handed)} records handed out since the last commit"
+            raise refused(f"consumed keys of {known}", f"{len(unknown)} others, such as {min(map(str, unknown))}")
+        ends = {*place.done, *(taken for taken, key in handed if key in consumed)}
+        first = place.taken
+        while first in ends:
+            first += 1
+        return first, tuple(sorted(number for number in ends if number > first))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -522,6 +576,10 @@ class RecordDataset(IterableDataset["RouteRecord"]):
         place = self._checked(state)
         self._parts.acknowledge(place.mark.cursor)
         self._marks = [mark for mark in self._marks if mark.first >= place.mark.first] or [place.mark]
+        if self._pending is None:
+            kept = [entry for entry in self._handed if entry[0] >= place.taken]
+            self._forgotten += len(self._handed) - len(kept)
+            self._handed, self._settled = kept, place
 
     def _checked(self, state: Mapping[str, Any]) -> _Place:
         place = _parse_place(state)
@@ -609,7 +667,7 @@ class LoaderSource:
         dataset._begin()
         for record, marks in arriving:
             dataset._note(marks)
-            dataset._handed += 1
+            dataset._arrived(record)
             yield record
 
 
@@ -624,11 +682,13 @@ def _parse_place(state: Mapping[str, Any]) -> _Place:
         if not all(isinstance(value, int) and value >= 0 for value in (*counts, *(worker or ()))):
             raise ValueError("counts that are none")
         pair = None if worker is None else (worker[0], worker[1])
-        mark = _Mark(counts[0], state["cursor"])
+        mark, done = _Mark(counts[0], state["cursor"]), tuple(state["done"])
+        if not all(isinstance(value, int) for value in done) or list(done) != sorted(set(done)):
+            raise ValueError("numbers of records that are not in order")
         state["shuffle"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise refused("what state_dict() returned", f"{str(state)[:120]} ({error})") from None
-    return _Place(mark=mark, taken=counts[1], base=counts[2], worker=pair)
+    return _Place(mark=mark, taken=counts[1], base=counts[2], worker=pair, done=done)
 
 
 def _changed(path: str, expected: str | None, got: str | None) -> ChecksumError:

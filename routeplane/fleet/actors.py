@@ -16,13 +16,21 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from routeplane.errors import ErrorKind, FleetError, RouteplaneError, refused
-from routeplane.fleet.endpoints import Endpoints, EndpointState
+from routeplane.fleet.endpoints import (
+    WILDCARDS,
+    EndpointKeeper,
+    Endpoints,
+    EndpointState,
+    KeptEndpoint,
+    ServerState,
+)
 from routeplane.fleet.engine import EngineConfig, EngineStatus, EngineWorker
 from routeplane.fleet.environment import MAX_ROLLOUTS, EnvironmentConfig, EnvironmentWorker, build_config
 from routeplane.fleet.teardown import MARK, Process, children_of, end_processes, marked_with, process_of
@@ -126,7 +134,10 @@ class ActorHandle:
 
 
 class EngineHandle(ActorHandle):
-    """An engine's actor, seen from the driver; methods as ``EngineWorker``'s.
+    """An engine's actor and the keeper of its endpoint, seen from the driver. Owns both.
+
+    The keeper is an actor of its own on the engine's node: it holds the listening socket, so that callers get 503, and
+    are never refused, while the engine loads, is gone, or comes back.
 
     Example::
 
@@ -141,46 +152,102 @@ class EngineHandle(ActorHandle):
     ) -> None:
         super().__init__(actor, name, place=place)
         self._config, self._shard, self._options = config, shard, options
-        self._reserved: EndpointState | None = None
+        self._keeper: ActorHandle | None = None
+        self._kept: KeptEndpoint | None = None
 
     async def reserve(self) -> EndpointState:
-        """Listen now; the URL is known from here on."""
-        state: EndpointState = await self.call("reserve", arguments=[self._port(), self._place.address])
-        self._reserved = state
-        return state
+        """Listen now; the URL is known from here on. Raises FleetError (NO_PORT), UsageError for a host that no other
+        node reaches.
+        """
+        if self._keeper is None:
+            await self._keep()
+        return await self.state()
 
     async def load(self) -> None:
         """Load weights and probe."""
         await self.call("load")
 
     async def serve(self) -> EngineStatus:
-        """Answer requests from here on."""
-        status: EngineStatus = await self.call("serve")
+        """Answer requests from here on. Raises FleetError (CLOSED) before ``reserve``, (NOT_READY) before ``load``."""
+        status: EngineStatus = await self.call("serve", arguments=[self._require_kept()])
         return status
 
     async def state(self) -> EndpointState:
-        """URL and state of the shard now; ``degraded`` once its engine or its server is gone."""
-        found: EndpointState = await self.call("state")
-        return found
+        """URL and state of the shard now; ``degraded`` once its engine or its server is gone. Raises as ``serve``."""
+        url = self._require_kept().url
+        if self._keeper is None:
+            return EndpointState(shard=self._shard, url=url, state=ServerState.CLOSED)
+        state: ServerState = await self._keeper.call("state")
+        if state is ServerState.SERVING and not await self._is_serving():
+            state = ServerState.DEGRADED
+        return EndpointState(shard=self._shard, url=url, state=state)
 
     async def drain(self, timeout: float) -> int:
         """Wait for what is in flight; how many requests are left."""
         return int(await self.call("drain", arguments=[timeout]))
 
     async def restart(self) -> EngineStatus:
-        """End what is left of the engine, and bring up another in its place, at its old URL."""
-        await asyncio.to_thread(self.close)
-        again = await start_engine(self._config, self._shard, name=self.name, options=self._options)
+        """End what is left of the engine, and bring up another in its place, at its old URL and on its old node."""
+        node = self._place.node
+        await asyncio.to_thread(super().close)
+        again = await start_engine(self._config, self._shard, name=self.name, options=_on(node, self._options))
         self._actor, self._place = again._actor, again._place
         self._closed = False
-        await self.reserve()
+        try:
+            await self.reserve()
+        except FleetError:  # the keeper is gone too: another one, at the old port
+            await asyncio.to_thread(self._close_keeper)
+            await self.reserve()
         await self.load()
         return await self.serve()
 
+    def close(self) -> None:
+        """End the engine, then free its port. Idempotent."""
+        try:
+            super().close()
+        finally:
+            self._close_keeper()
+
+    def _close_keeper(self) -> None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+
+    async def _keep(self) -> None:
+        config = self._config
+        address = self._place.address
+        if _is_loopback(config.host) and self._place.node != ray.get_runtime_context().get_node_id():
+            raise refused(
+                f"EngineConfig.host that other nodes reach, as shard {self._shard} runs on node {address}",
+                repr(config.host),
+            )
+        advertise = config.advertise or (address if config.host in WILDCARDS else None)
+        keeper = await start_actor(
+            EndpointKeeper,
+            [config.host, config.port_range],
+            name=f"{self.name}-endpoint",
+            options=_on(self._place.node, _beside(self._options)),
+        )
+        try:
+            self._kept = await keeper.call("reserve", arguments=[advertise, self._port()])
+        except BaseException:
+            await _finish(asyncio.to_thread(keeper.close))
+            raise
+        self._keeper = keeper
+
+    async def _is_serving(self) -> bool:
+        try:
+            return bool(await self.call("is_serving"))
+        except FleetError:
+            return False
+
+    def _require_kept(self) -> KeptEndpoint:
+        if self._kept is None:
+            raise FleetError(f"expected an endpoint of {self.name} that was reserved, got none", kind=ErrorKind.CLOSED)
+        return self._kept
+
     def _port(self) -> int | None:
-        if self._reserved is None:
-            return None
-        return int(self._reserved.url.rpartition(":")[2].partition("/")[0])
+        return None if self._kept is None else urlsplit(self._kept.url).port
 
 
 class EnvironmentHandle(ActorHandle):
@@ -271,9 +338,7 @@ async def build_environment_actor(
     actor, place = await _started(EnvironmentWorker, [built, factory], name, replace(own, timeout=options.timeout))
     handle = EnvironmentHandle(actor, name, place=place, config=built)
     try:
-        await handle.call("start")
-        if tokenizer is not None:
-            await handle.call("set_tokenizer", arguments=[pickle.dumps(tokenizer)])
+        await handle.call("start", arguments=[None if tokenizer is None else pickle.dumps(tokenizer)])
     except BaseException:
         await _finish(asyncio.to_thread(handle.close))
         raise
@@ -340,6 +405,26 @@ def _on_node(node: str, work: Any, *arguments: Any) -> Any:
         return ray.get(task.remote(*arguments), timeout=3 * CLOSE_SECONDS)
     except RayError:
         return None
+
+
+def _beside(options: ActorOptions) -> ActorOptions:
+    """Of an actor's options what an actor beside it needs: the code, and none of its resources."""
+    environment = options.ray.get("runtime_env")
+    return ActorOptions(ray={"runtime_env": environment} if environment else {}, timeout=options.timeout)
+
+
+def _on(node: str, options: ActorOptions) -> ActorOptions:
+    """The same on one node; a placement group has its node already."""
+    strategy = options.ray.get("scheduling_strategy")
+    if isinstance(strategy, PlacementGroupSchedulingStrategy) or "placement_group" in options.ray:
+        return options
+    return replace(
+        options, ray={**options.ray, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _with_variables(options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:

@@ -1,22 +1,28 @@
 """Endpoints that exist before their servers: a listening socket, held from the first second and never rebound.
 
-Owns the socket, the answer that callers get until the server takes over, and the states of a fleet's endpoints. Knows
+Owns the socket, the answer that callers get while there is no server, and the states of a fleet's endpoints. Knows
 no server: the server is handed the socket itself (uvicorn: ``Server.serve(sockets=[...])``), so that no other
 process can take the port in between. No third party.
 
 Between ``reserve`` and ``hand_over`` a thread answers every request with 503 and Retry-After: a bare listening socket
 would let clients hang in its backlog until they time out.
+
+A server that may be killed must not own the socket: the kernel closes it, and callers are refused. ``EndpointKeeper``
+holds it in a process of its own, lends it to one server after another, and answers while none has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
@@ -25,7 +31,17 @@ from routeplane.errors import ErrorKind, FleetError, refused
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["WILDCARDS", "Endpoint", "EndpointState", "Endpoints", "ServerState", "reserve"]
+__all__ = [
+    "WILDCARDS",
+    "BorrowedEndpoint",
+    "Endpoint",
+    "EndpointKeeper",
+    "EndpointState",
+    "Endpoints",
+    "KeptEndpoint",
+    "ServerState",
+    "reserve",
+]
 
 #: What the kernel keeps of connections that no server accepted yet; the size that uvicorn asks for.
 _BACKLOG = 2048
@@ -36,10 +52,13 @@ _REQUEST_TIMEOUT = 5.0
 _DRAIN_BYTES, _DRAIN_STEP = 64 << 20, 1 << 16
 #: How often the answering thread looks whether it should end; bounds how long ``hand_over`` takes.
 _POLL_SECONDS = 0.02
+#: What a server and the keeper of its endpoint say to each other, and how long each waits for the other.
+_SOCKET, _SERVING, _NOTED = b"socket", b"serving", b"noted"
+_LENDING_SECONDS = 10.0
 
 
 #: Addresses that bind all interfaces, and that no caller can connect to from elsewhere.
-WILDCARDS = ("", "0.0.0.0", "::")
+WILDCARDS = ("0.0.0.0", "::")
 
 
 class ServerState(StrEnum):
@@ -139,16 +158,18 @@ def reserve(
 ) -> Endpoint:
     """Bind and listen on the first free port of ``[port_range[0], port_range[1])``, and answer 503 there at once.
 
-    ``host``: the address to bind (``""`` for all). ``advertise``: the host that stands in the URL (default: ``host``).
-    ``path``: appended to the URL. ``port``: this one or none, for a server that comes back at its old place. The caller
-    owns the endpoint and closes it. Raises FleetError (NO_PORT) naming the range and what the last bind said, and
-    UsageError (ARGUMENT) for a range that is empty or no port range.
+    ``host``: the address to bind; a wildcard (``0.0.0.0``, ``::``) is spelled out. ``advertise``: the host that stands
+    in the URL (default: ``host``). ``path``: appended to the URL. ``port``: this one or none, for a server that comes
+    back at its old place. The caller owns the endpoint and closes it. Raises FleetError (NO_PORT) naming the range and
+    what the last bind said, and UsageError (ARGUMENT) for no host, and for a range that is empty or no port range.
 
     >>> with reserve("127.0.0.1", (20_000, 30_000)) as endpoint:
     ...     endpoint.url == f"http://127.0.0.1:{endpoint.port}/v1", endpoint.state.value
     (True, 'reserved')
     """
     first, stop = port_range
+    if not host:
+        raise refused("a host to bind (0.0.0.0 or :: for all interfaces)", repr(host))
     if not 0 < first < stop <= 65_536:
         raise refused("a port range 0 < first < stop <= 65536", f"{port_range}")
     if port is not None and not first <= port < stop:
@@ -218,10 +239,10 @@ class Endpoint:
 
         The answering thread ends first; a connection that arrives meanwhile waits in the backlog for the server. The
         socket stays open until ``close``, also after the server ended (uvicorn does not close what it was handed).
-        Raises FleetError (CLOSED) after ``close`` or a second time.
+        Raises FleetError (CLOSED) after ``close``, and where a server has it.
         """
         with self._lock:
-            if self._responder is None or self._state is not ServerState.RESERVED:
+            if self._responder is None:
                 raise FleetError(
                     f"expected an endpoint that is reserved and not handed over, got {self.url} ({self._state})",
                     kind=ErrorKind.CLOSED,
@@ -230,6 +251,16 @@ class Endpoint:
         responder.end()
         self._socket.setblocking(False)
         return self._socket
+
+    def take_back(self) -> None:
+        """Answer 503 again: the server that had the socket is gone. The state is DEGRADED where it served."""
+        with self._lock:
+            if self._responder is not None or self._state is ServerState.CLOSED:
+                return
+            self._responder = _Responder(self._socket)
+            if self._state is ServerState.SERVING:
+                self._state = ServerState.DEGRADED
+                self._ready.clear()
 
     def mark_serving(self) -> None:
         """Say that the server accepts; wakes what waits. Raises FleetError (CLOSED) before ``hand_over``."""
@@ -281,7 +312,7 @@ class _ReservedHandler(BaseHTTPRequestHandler):
     def parse_request(self) -> bool:
         """Answer as soon as the request's head is read: methods and bodies make no difference here."""
         if super().parse_request():
-            body = b'{"error": "reserved: the engine behind this endpoint is still loading"}\n'
+            body = b'{"error": "no engine behind this endpoint at present: it loads, or it is gone"}\n'
             self.send_response(503)
             self.send_header("Retry-After", str(_RETRY_AFTER))
             self.send_header("Content-Type", "application/json")
@@ -344,3 +375,147 @@ class _Responder:
     def end(self) -> None:
         self._server.shutdown()
         self._thread.join()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An endpoint that outlives its servers
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptEndpoint:
+    """An endpoint that a keeper holds. ``desk``: the path of the local socket where servers borrow it.
+
+    >>> KeptEndpoint(url="http://127.0.0.1:21000/v1", desk="/run/desk").url
+    'http://127.0.0.1:21000/v1'
+    """
+
+    url: str
+    desk: str
+
+
+class EndpointKeeper:
+    """Holds one endpoint for servers in other processes of this machine, one server at a time. Owns the socket.
+
+    A server borrows the listening socket and keeps its connection to the keeper as long as it serves. Where that
+    connection ends, by whatever cause, the keeper answers 503 at once: the port is open throughout, and no caller is
+    refused. Arguments as ``reserve``'s.
+
+    >>> keeper = EndpointKeeper("127.0.0.1", (20_000, 30_000))
+    >>> kept = keeper.reserve(None, None)
+    >>> borrowed = BorrowedEndpoint(kept)
+    >>> listening = borrowed.hand_over()
+    >>> borrowed.mark_serving()
+    >>> keeper.state().value
+    'serving'
+    >>> borrowed.close()
+    >>> keeper.close()
+    """
+
+    def __init__(self, host: str, port_range: tuple[int, int]) -> None:
+        self._host, self._port_range = host, port_range
+        self._endpoint: Endpoint | None = None
+        self._desk = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server: socket.socket | None = None
+        # only this user may enter the folder, and so borrow
+        self._folder = tempfile.TemporaryDirectory(prefix="routeplane-endpoint-")
+        self._thread = threading.Thread(target=self._lend, name="routeplane-keeper", daemon=True)
+
+    def reserve(self, advertise: str | None, port: int | None) -> KeptEndpoint:
+        """Listen now, once; 503 until a server borrows. ``port``: this one or none. Raises as ``reserve``."""
+        self._endpoint = reserve(self._host, self._port_range, advertise=advertise, port=port)
+        desk = str(Path(self._folder.name) / "desk")
+        self._desk.bind(desk)
+        self._desk.listen()
+        self._thread.start()
+        return KeptEndpoint(url=self._endpoint.url, desk=desk)
+
+    def state(self) -> ServerState:
+        """What stands behind the endpoint now; CLOSED before ``reserve``."""
+        return ServerState.CLOSED if self._endpoint is None else self._endpoint.state
+
+    def close(self) -> None:
+        """Close the endpoint and free the port, whether a server has it or not. Idempotent."""
+        if self._endpoint is not None:
+            self._endpoint.close()  # first: nothing is taken back from here on
+        for each in (self._desk, self._server):
+            if each is not None:
+                with contextlib.suppress(OSError):  # it is closed, or was never bound
+                    each.shutdown(socket.SHUT_RDWR)  # close() alone would leave the thread waiting on it
+        if self._thread.is_alive():
+            self._thread.join()
+        self._desk.close()
+        self._folder.cleanup()
+
+    def _lend(self) -> None:
+        while True:
+            try:
+                self._server, _ = self._desk.accept()
+            except OSError:  # closed
+                return
+            with self._server:
+                self._lend_to(self._server)
+
+    def _lend_to(self, server: socket.socket) -> None:
+        endpoint = self._endpoint
+        if endpoint is None:
+            return
+        try:
+            socket.send_fds(server, [_SOCKET], [endpoint.hand_over().fileno()])
+            while server.recv(len(_SERVING), socket.MSG_WAITALL) == _SERVING:
+                endpoint.mark_serving()
+                server.sendall(_NOTED)
+        except (OSError, FleetError):  # the server was killed, or this was closed
+            pass
+        finally:
+            endpoint.take_back()
+
+
+class BorrowedEndpoint:
+    """A kept endpoint in the process of its server, as ``Endpoint`` is where nothing keeps it. Owns its connection.
+
+    Blocks for an instant. Raises FleetError (NOT_READY) where the keeper does not lend: it is gone, or another server
+    still has the socket. Example: see EndpointKeeper.
+    """
+
+    def __init__(self, kept: KeptEndpoint) -> None:
+        self.url = kept.url
+        self._keeper = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._keeper.settimeout(_LENDING_SECONDS)
+        try:
+            self._keeper.connect(kept.desk)
+            _, lent, _, _ = socket.recv_fds(self._keeper, len(_SOCKET), 1)
+        except OSError as error:
+            self._keeper.close()
+            raise self._not_lent(str(error)) from error
+        if not lent:
+            self._keeper.close()
+            raise self._not_lent("an endpoint that is closed")
+        self._socket = socket.socket(fileno=lent[0])
+
+    def hand_over(self) -> socket.socket:
+        """The listening socket, for the server to accept on."""
+        self._socket.setblocking(False)
+        return self._socket
+
+    def mark_serving(self) -> None:
+        """Say that the server accepts. Raises FleetError (NOT_READY) where the keeper is gone."""
+        try:
+            self._keeper.sendall(_SERVING)
+            noted = self._keeper.recv(len(_NOTED), socket.MSG_WAITALL)
+        except OSError as error:
+            raise self._not_lent(str(error)) from error
+        if noted != _NOTED:
+            raise self._not_lent("an endpoint that is closed")
+
+    def give_back(self) -> None:
+        """Have the keeper answer from here on; a server that still accepts may do so beside it. Idempotent."""
+        self._keeper.close()
+
+    def close(self) -> None:
+        """Give back, and close this process's hold on the socket; its server must have ended. Idempotent."""
+        self.give_back()
+        self._socket.close()
+
+    def _not_lent(self, got: str) -> FleetError:
+        return FleetError(f"expected the socket of {self.url} from its keeper, got {got}", kind=ErrorKind.NOT_READY)

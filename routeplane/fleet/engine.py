@@ -1,4 +1,4 @@
-"""An engine as an actor: reserved in milliseconds, loaded in minutes, probed before its first request.
+"""An engine as an actor: loaded in minutes, probed before its first request, served on a socket that outlives it.
 
 ``EngineWorker`` runs in the actor's process and event loop; ``EngineConfig`` is what it is told. ``serve_app`` serves
 an ASGI application on a reserved endpoint, by uvicorn. Knows no plan and no other actor. Ray makes an actor of it in
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from routeplane.errors import ErrorKind, FleetError, UsageError, refused
-from routeplane.fleet.endpoints import WILDCARDS, Endpoint, EndpointState, ServerState, reserve
+from routeplane.fleet.endpoints import BorrowedEndpoint, Endpoint, EndpointState, KeptEndpoint, ServerState
 from routeplane.fleet.teardown import Process, children_of
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ class EngineConfig:
     """One shard of an engine.
 
     ``model``: a folder as ``save_pretrained`` writes it. ``spec``: what its routes mean; None captures nothing, and
-    then no environment may demand routes. ``host``, ``port_range``: where it listens. ``advertise``: the host in its
-    URL; None: ``host``, or the address of the engine's node where ``host`` binds all interfaces. ``options``: further
-    arguments of vLLM's server. ``middleware``: dotted name of ``make(app, spec, shard) -> app``, such as one that ships
-    routes. ``hook``: dotted name of ``hook(worker)``, which runs in *every* worker process after the load, not in rank
-    0 alone; it takes vLLM's ``worker_extension_cls``, which ``options`` must then leave alone. ``min_agreement``: as
-    in ``probe``. Raises UsageError (ARGUMENT).
+    then no environment may demand routes. ``host``, ``port_range``: where it listens; a loopback host is refused for an
+    engine on another node than the driver's. ``advertise``: the host in its URL; None: ``host``, or the address of the
+    engine's node where ``host`` binds all interfaces. ``options``: further arguments of vLLM's server. ``middleware``:
+    dotted name of ``make(app, spec, shard) -> app``, such as one that ships routes. ``hook``: dotted name of
+    ``hook(worker)``, which runs in *every* worker process after the load, not in rank 0 alone; it takes vLLM's
+    ``worker_extension_cls``, which ``options`` must then leave alone. ``min_agreement``: as in ``probe``. Raises
+    UsageError (ARGUMENT).
 
     >>> config = EngineConfig(model="/models/policy", spec=None, port_range=(20_000, 20_100), options={"seed": 0})
     >>> config.host, config.served_name
@@ -54,7 +55,7 @@ class EngineConfig:
     advertise: str | None = None
     port_range: tuple[int, int] = (20_000, 21_000)
     served_name: str = "policy"
-    options: Mapping[str, Any] = field(default_factory=_nothing)
+    options: Mapping[str, Any] = field(default_factory=_nothing, repr=False)
     middleware: str | None = None
     hook: str | None = None
     min_agreement: float = 0.5
@@ -80,34 +81,19 @@ class EngineStatus:
 
 
 class EngineWorker:
-    """One engine: ``reserve()`` is cheap, ``load()`` heavy, ``serve()`` opens, ``drain()`` and ``close()`` end it."""
+    """One engine: ``load()`` is heavy, ``serve()`` opens, ``drain()`` and ``close()`` end it."""
 
     def __init__(self, config: EngineConfig, shard: int) -> None:
         self._config = config
         self._shard = shard
-        self._endpoint: Endpoint | None = None
+        self._endpoint: BorrowedEndpoint | None = None
         self._engine: Any = None
         self._served: ServedApp | None = None
         self._probe: Any = None
 
-    async def reserve(self, port: int | None, node_address: str) -> EndpointState:
-        """Listen now, answer 503 until ``serve``. ``port``: the old one, for an engine that comes back to its URL."""
-        if self._endpoint is None:
-            config = self._config
-            advertise = config.advertise or (node_address if config.host in WILDCARDS else None)
-            self._endpoint = reserve(config.host, config.port_range, advertise=advertise, port=port)
-        return self._state()
-
-    async def state(self) -> EndpointState:
-        """URL and state of this shard. Raises FleetError (CLOSED) before ``reserve``."""
-        return self._state()
-
-    def _state(self) -> EndpointState:
-        endpoint = self._require_endpoint()
-        state = endpoint.state
-        if self._served is not None and (self._served.ended or self._engine.engine.errored):
-            state = ServerState.DEGRADED
-        return EndpointState(shard=self._shard, url=endpoint.url, state=state)
+    async def is_serving(self) -> bool:
+        """Whether its server accepts and its engine's core lives."""
+        return self._served is not None and not self._served.ended and not self._engine.engine.errored
 
     async def load(self) -> None:
         """Load the weights, run the hook in every worker, and probe: routes come back as promised, before step 0.
@@ -128,20 +114,20 @@ class EngineWorker:
             await self._engine.engine.collective_rpc("routeplane_run_hook", args=(config.hook,))
         self._probe = await self._engine.probe(min_agreement=config.min_agreement)
 
-    async def serve(self) -> EngineStatus:
-        """Take over the reserved socket with vLLM's OpenAI server. Raises FleetError (NOT_READY) before ``load``."""
+    async def serve(self, kept: KeptEndpoint) -> EngineStatus:
+        """Accept on the socket that a keeper holds, with vLLM's OpenAI server.
+
+        Raises FleetError (NOT_READY) before ``load``, and where the keeper does not lend.
+        """
         if self._engine is None:
             raise FleetError("expected an engine that was loaded, got none", kind=ErrorKind.NOT_READY)
         app = _unless_dead(await self._engine.build_app(), self._engine.engine)
         if self._config.middleware is not None:
             app = _find(self._config.middleware)(app, self._config.spec, self._shard)
-        self._served = await serve_app(app, self._require_endpoint())
-        return await self.status()
-
-    async def status(self) -> EngineStatus:
-        """Endpoint, what the probe saw, and the engine's processes."""
+        self._endpoint = BorrowedEndpoint(kept)
+        self._served = await serve_app(app, self._endpoint)
         return EngineStatus(
-            endpoint=self._state(),
+            endpoint=EndpointState(shard=self._shard, url=kept.url, state=ServerState.SERVING),
             probed_rows=None if self._probe is None else self._probe.rows,
             agreement=None if self._probe is None else self._probe.agreement,
             processes=children_of(os.getpid()),
@@ -160,20 +146,17 @@ class EngineWorker:
         return int(self._engine.unfinished())
 
     async def close(self) -> None:
-        """End server, engine and socket, in that order. Idempotent."""
+        """Give the endpoint back, then end server and engine. Idempotent."""
         served, self._served = self._served, None
+        if self._endpoint is not None:
+            self._endpoint.give_back()  # new callers get 503 from here on; what is in flight is answered
         if served is not None:
             await served.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
-        if self._endpoint is not None:
-            self._endpoint.close()
-
-    def _require_endpoint(self) -> Endpoint:
-        if self._endpoint is None:
-            raise FleetError("expected an endpoint that was reserved, got none", kind=ErrorKind.CLOSED)
-        return self._endpoint
 
 
 class WorkerHook:
@@ -206,7 +189,7 @@ def _find(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-async def serve_app(app: Any, endpoint: Endpoint, *, timeout: float = 60.0) -> ServedApp:
+async def serve_app(app: Any, endpoint: Endpoint | BorrowedEndpoint, *, timeout: float = 60.0) -> ServedApp:
     """Hand the endpoint's socket to a server of ``app`` and wait until it accepts; marks the endpoint serving.
 
     Raises FleetError: NOT_READY where that takes longer than ``timeout`` seconds or the application ends first.

@@ -42,7 +42,7 @@ class EnvironmentConfig:
 
     endpoints: Endpoints
     require_routes: bool
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Environment(Protocol):
@@ -90,7 +90,7 @@ def build_config(settings: Mapping[str, Any], endpoints: Endpoints, *, captured:
 
 
 class EnvironmentWorker:
-    """Runs one environment. ``start`` once, ``set_tokenizer`` once, ``rollout`` as often as wanted, ``close``.
+    """Runs one environment. ``start`` once, ``rollout`` as often as wanted, ``close``.
 
     ``factory``: dotted name ``package.module:function`` of ``make(config) -> Environment``, found in this process. The
     function declares what it consumes, ``make.consumes = {"max_steps", ...}`` or ALL_KEYS; a key that it does not
@@ -102,31 +102,27 @@ class EnvironmentWorker:
         self.config = config
         self._factory = factory
         self._environment: Environment | None = None
-        self._tokenizer: Any = None
         # one for each call that the actor lets in at a time; they are made as they are needed
         self._threads = ThreadPoolExecutor(MAX_ROLLOUTS, thread_name_prefix="routeplane-environment")
 
-    def start(self) -> None:
-        """Make the environment and bring it up. Raises UsageError for a name that is none, FleetError."""
+    def start(self, tokenizer: bytes | None) -> None:
+        """Make the environment, bring it up, and install the tokenizer (pickled) for the life of this actor, once:
+        megabytes that must not cross with every call.
+
+        Raises UsageError for a factory's name that is none, and before anything heavy for an environment that does not
+        take the tokenizer; FleetError.
+        """
         module, _, attribute = self._factory.partition(":")
         if not module or not attribute:
             raise UsageError(
                 f"expected a factory like package.module:function, got {self._factory!r}", kind=ErrorKind.ARGUMENT
             )
         self._environment = self._ours("making the environment", self._make, module, attribute)
-        self._ours("starting the environment", self._up().start)
-
-    def set_tokenizer(self, pickled: bytes) -> None:
-        """Install a tokenizer for the life of this actor: megabytes that must not cross with every call.
-
-        Raises FleetError (ENVIRONMENT) a second time, UsageError (ARGUMENT) where the environment does not take one.
-        """
-        if self._tokenizer is not None:
-            raise FleetError("expected one tokenizer, got a second", kind=ErrorKind.ENVIRONMENT)
-        if not hasattr(self._up(), "set_tokenizer"):
+        if tokenizer is not None and not hasattr(self._environment, "set_tokenizer"):
             raise refused("an environment with set_tokenizer, since a tokenizer is given", f"{self._factory}")
-        self._tokenizer = pickle.loads(pickled)
-        self._ours("installing the tokenizer", self._up().set_tokenizer, self._tokenizer)
+        self._ours("starting the environment", self._up().start)
+        if tokenizer is not None:
+            self._ours("installing the tokenizer", self._up().set_tokenizer, pickle.loads(tokenizer))
 
     def rollout(self, example: Any) -> Any:
         """Answer one example."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from routeplane.capture.wire import decode
-from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
+from routeplane.errors import DataError, ErrorKind, FleetError, UsageError, refused
 from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig
 from routeplane.fleet.teardown import Process, children_of, end_processes
 from routeplane.record.spec import MISSING
@@ -29,6 +29,15 @@ __all__ = ["GymEnvironment", "check_routes", "gym_config", "make_environment"]
 
 #: Keys of the environment's mapping that are for this file; all others are Gym's configuration.
 _OWN_KEYS = ("gym_python", "gym_folder", "gym_start_seconds", "gym_rollout_seconds")
+#: Keys that NeMo RL's own actor reads, and no part of NeMo Gym 0.4: passed on, they would have no effect.
+_NEMO_RL_KEYS = (
+    "invalid_tool_call_patterns",
+    "pad_dynamic_image_shapes",
+    "routes_dtype",
+    "thinking_tags",
+    "tokenizer_config",
+    "use_fastokens",
+)
 #: What Gym's model server asks the middleware for; release 0.4 validates routes as nested lists.
 _ROUTES_HEADER = ("x-routeplane-form", "nemo-lists")
 #: How much of the servers' output stands in an error.
@@ -51,8 +60,12 @@ def gym_config(config: EnvironmentConfig) -> dict[str, Any]:
 
     ``policy_base_url`` becomes the list of the endpoints' URLs; where routes are required, the policy's model server is
     told to return token ids and to ask for routes, unless the mapping says otherwise. Raises UsageError (ARGUMENT)
-    where the mapping names other URLs of its own: two resolutions would drift apart.
+    where the mapping names other URLs of its own, since two resolutions would drift apart, and for NeMo RL's keys that
+    Gym does not read.
     """
+    unread = [key for key in _NEMO_RL_KEYS if key in config.settings]
+    if unread:
+        raise refused("keys that NeMo Gym reads", f"{', '.join(unread)}, which NeMo RL's own actor reads")
     built = {key: copy.deepcopy(value) for key, value in config.settings.items() if key not in _OWN_KEYS}
     if "policy_base_url" in built:
         raise UsageError(

@@ -9,12 +9,17 @@ Axes: S tokens of a sequence, R rows of it, D layers as the stack counts them, L
 
 from __future__ import annotations
 
+import pickle
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from routeplane.batch.layouts import (
@@ -29,7 +34,7 @@ from routeplane.batch.layouts import (
     read_sequences,
     told_by_value,
 )
-from routeplane.errors import DataError, ErrorKind, MissingExtraError, Problem, refused
+from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, Problem, RouteplaneError, refused
 from routeplane.record.counts import Counts, rule
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import find_problems
@@ -322,7 +327,8 @@ def load_batch(path: str | os.PathLike[str]) -> Any:
 
     torch's files are read as data alone: tensors, arrays and plain containers; slime's debug dump is the list of its
     samples. Returns the container for ``audit_batch``; of our stream, for ``layout=OWN_LAYOUT``. Raises UsageError for
-    another suffix, MissingExtraError where torch is needed and not installed.
+    another suffix, FormatError (CORRUPT_BATCH) for a damaged file, MissingExtraError where torch is needed and not
+    installed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -331,18 +337,48 @@ def load_batch(path: str | os.PathLike[str]) -> Any:
     (1, 2, 3, 2)
     """
     file = Path(path)
-    if file.suffix in (".pt", ".pth"):
-        found = _load_torch(file)
-        return found["samples"] if isinstance(found, dict) and "samples" in found else found
-    if file.suffix == ".npz":
-        with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    if file.suffix == ".parquet":
-        return pq.read_table(file).to_pylist()
     if file.suffix in (".arrows", ".arrow"):
         with open_stream(str(file)) as reader:
             return own_samples(reader)
-    raise refused("a batch as .pt, .pth, .npz, .parquet or .arrows", f"{file.name}")
+    loaders = {".pt": _load_torch, ".pth": _load_torch, ".npz": _load_numpy, ".parquet": _load_parquet}
+    if file.suffix not in loaders:
+        raise refused("a batch as .pt, .pth, .npz, .parquet or .arrows", f"{file.name}")
+    file.open("rb").close()  # the system's own error for a missing or unreadable file
+    try:
+        return loaders[file.suffix](file)
+    except RouteplaneError:
+        raise
+    except _DAMAGED as error:
+        raise FormatError(
+            f"expected a whole {file.suffix} file, got a damaged one: {error} @ {file}", kind=ErrorKind.CORRUPT_BATCH
+        ) from error
+
+
+#: What readers of other libraries make of damaged files.
+_DAMAGED = (
+    pa.ArrowException,
+    EOFError,
+    KeyError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def _load_numpy(file: Path) -> Any:
+    with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def _load_parquet(file: Path) -> Any:
+    return pq.read_table(file).to_pylist()
 
 
 def own_samples(records: Iterable[RouteRecord]) -> Sequence[dict[str, Any]]:
@@ -375,4 +411,5 @@ def _load_torch(file: Path) -> Any:
         *{type(np.dtype(code)) for code in "bBhHiIlLqQfd?"},
     ]
     with torch.serialization.safe_globals(plain):
-        return torch.load(file, map_location="cpu", weights_only=True)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    return found["samples"] if isinstance(found, dict) and "samples" in found else found

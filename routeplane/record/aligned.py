@@ -132,7 +132,8 @@ class ColumnType:
             )
         axes, shape = document["axes"], document["shape"]
         sizes_fit = isinstance(shape, list) and all(type(size) is int for size in shape)
-        if not isinstance(axes, list) or not (shape is None or sizes_fit) or document["null"] not in (None, "unknown"):
+        axes_fit = isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)
+        if not axes_fit or not (shape is None or sizes_fit) or document["null"] not in (None, "unknown"):
             raise DataError(
                 f"expected axes and shape as lists and null as unknown, got {document!r}", kind=ErrorKind.TOKEN_COLUMN
             )

@@ -1,7 +1,8 @@
 """The base of every report: fields that are counted, merged over steps and ranks, and given to a metrics logger.
 
 A report is a frozen dataclass whose fields say how they merge and what a logger calls them; ``merge`` and ``scalars``
-follow. Knows no report. ``html_table`` is how these and other values show themselves in a notebook.
+follow. Knows no report. ``html_table`` is how these and other values show themselves in a notebook, and
+``metrics_text`` how Prometheus reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from routeplane.errors import ErrorKind, UsageError
 
-__all__ = ["Counts", "add_by_key", "first_of", "html_table", "rule"]
+__all__ = ["Counts", "add_by_key", "first_of", "html_table", "metrics_text", "rule"]
 
 Merge = Callable[[Any, Any], Any]
 
@@ -101,6 +102,34 @@ def _shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def metrics_text(scalars: Mapping[str, float]) -> str:
+    """Write counts in Prometheus' text format, for a page that it scrapes.
+
+    Args:
+        scalars: Counts by name, as the ``scalars`` of any report gives them. A name may end in labels, and names that
+            differ in these alone follow one another.
+
+    Returns:
+        A gauge for each.
+
+    >>> metrics_text({"routeplane/engine_lost": 2.0})
+    '# TYPE routeplane_engine_lost gauge\\nrouteplane_engine_lost 2.0\\n'
+    >>> print(metrics_text({'routeplane/lost{engine="0"}': 2.0, 'routeplane/lost{engine="1"}': 0.0}), end="")
+    # TYPE routeplane_lost gauge
+    routeplane_lost{engine="0"} 2.0
+    routeplane_lost{engine="1"} 0.0
+    """
+    lines, before = [], ""
+    for name, value in scalars.items():
+        gauge, brace, labels = name.partition("{")
+        gauge = gauge.replace("/", "_")
+        if gauge != before:
+            lines.append(f"# TYPE {gauge} gauge\n")
+        before = gauge
+        lines.append(f"{gauge}{brace}{labels} {value}\n")
+    return "".join(lines)
 
 
 class Counts:

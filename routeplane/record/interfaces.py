@@ -269,7 +269,7 @@ class Position:
             }
         except (AttributeError, DataError, RecursionError, TypeError, ValueError) as error:
             raise UsageError(
-                f"expected a position as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
+                f"expected a position as JSON, got {str(text)[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
             ) from None
         return cls(place=place, next=numbers, last=last, keys=keys)
 
@@ -376,9 +376,9 @@ class RouteTicket:
         """Parse what ``to_json`` wrote, exactly. Raises UsageError for anything else."""
         try:
             document: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(
-                f"expected a ticket as JSON, got {text[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
+                f"expected a ticket as JSON, got {str(text)[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
             ) from None
         keys = {"call", "checksum", "key", "start", "stop", "stream"}
         if not isinstance(document, dict) or set(document) != keys or not _is_key(document["key"]):

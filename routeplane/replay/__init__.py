@@ -5,6 +5,6 @@ gates: ``routeplane.replay.transformers``. Importing this package needs torch an
 """
 
 from routeplane.replay.gate import RecordedRoutes
-from routeplane.replay.handle import GateReport, ReplayHandle, ReplayReport
+from routeplane.replay.handle import GateReport, NoReplay, ReplayHandle, ReplayReport
 
-__all__ = ["GateReport", "RecordedRoutes", "ReplayHandle", "ReplayReport"]
+__all__ = ["GateReport", "NoReplay", "RecordedRoutes", "ReplayHandle", "ReplayReport"]

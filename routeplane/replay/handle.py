@@ -14,8 +14,8 @@ Axes: N token rows of one gate call, K top-k slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "GateReport",
     "GateTotals",
     "Mode",
+    "NoReplay",
     "ReplayBatch",
     "ReplayHandle",
     "ReplayLimits",
@@ -121,6 +122,18 @@ class GateReport:
             flipped_rows=self.flipped_rows + other.flipped_rows,
             consumed=self.consumed + other.consumed,
             unconsumed=self.unconsumed + other.unconsumed,
+        )
+
+    def since(self, before: GateReport) -> GateReport:
+        """The counts that came on top of an earlier report of this gate."""
+        return GateReport(
+            name=self.name,
+            layer_id=self.layer_id,
+            forced_rows=self.forced_rows - before.forced_rows,
+            live_rows=self.live_rows - before.live_rows,
+            flipped_rows=self.flipped_rows - before.flipped_rows,
+            consumed=self.consumed - before.consumed,
+            unconsumed=self.unconsumed - before.unconsumed,
         )
 
     def __str__(self) -> str:
@@ -374,14 +387,16 @@ class ReplayHandle:
                 kind=ErrorKind.ROW_COUNT,
             )
 
-    def report(self) -> ReplayReport:
+    def report(self, *, since: ReplayReport | None = None) -> ReplayReport:
         """Counts so far, over each ``replaying`` that was left without an exception. Waits for the device.
 
-        Answers after ``detach()`` too.
+        ``since``: an earlier report of this handle; only what came on top of it is counted, as the metrics of one step.
+        Answers after ``detach()`` too. Raises UsageError (ARGUMENT) for a report of other gates.
         """
         self._settle_tokens()
         gates = tuple(self._totals[hook.gate.layer_id].report(hook.gate) for hook in self._hooks)
-        return ReplayReport(gates=gates, microbatches=self._microbatches, left_live=self.policy.leave_live)
+        report = ReplayReport(gates=gates, microbatches=self._microbatches, left_live=self.policy.leave_live)
+        return report if since is None else _difference(report, since)
 
     def _settle_tokens(self) -> None:
         if self._tokens is not None:
@@ -470,6 +485,49 @@ class ReplayHandle:
             stand_in = CapturingCheckpoint(found, module=module, wiring=self._wiring)
             setattr(module, name, stand_in)
             self._captured[id(module), name] = stand_in
+
+
+class NoReplay:
+    """Stands for a ReplayHandle where replay is off: the training loop stays one, and gates choose by themselves.
+
+    >>> on = False
+    >>> with gates.attach(model, spec) if on else NoReplay() as replay:
+    ...     with replay.replaying(None):
+    ...         pass
+    >>> replay.report().microbatches
+    0
+    """
+
+    def replaying(self, batch: ReplayBatch | None) -> AbstractContextManager[None]:
+        """Force nothing: forwards inside run live, whatever the batch."""
+        return nullcontext()
+
+    def report(self, *, since: ReplayReport | None = None) -> ReplayReport:
+        """A report of no gates and no microbatches."""
+        return ReplayReport(gates=(), microbatches=0)
+
+    def detach(self) -> None:
+        """Do nothing: nothing is attached."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def _difference(report: ReplayReport, before: ReplayReport) -> ReplayReport:
+    ours, theirs = ([(gate.layer_id, gate.name) for gate in each.gates] for each in (report, before))
+    if ours != theirs or before.microbatches > report.microbatches:
+        raise UsageError(
+            f"expected an earlier report of this handle, got one of {before.microbatches} microbatches through "
+            f"{len(theirs)} gates: now there are {report.microbatches} through {len(ours)}",
+            kind=ErrorKind.ARGUMENT,
+        )
+    gates = tuple(gate.since(earlier) for gate, earlier in zip(report.gates, before.gates, strict=True))
+    return replace(report, gates=gates, microbatches=report.microbatches - before.microbatches)
 
 
 def _check_live(batch: ReplayBatch, limit: float | None) -> None:

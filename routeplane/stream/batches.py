@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,15 @@ import pyarrow as pa
 import xxhash
 
 from routeplane.errors import DataError, ErrorKind, FormatError
-from routeplane.record.codec import column_types, read_records, require_version, salvage, write_batch
+from routeplane.record.codec import (
+    MAX_BATCH_VALUES,
+    column_types,
+    counted_values,
+    read_records,
+    require_version,
+    salvage,
+    write_batch,
+)
 from routeplane.record.parse import check_count
 from routeplane.record.policy import Quarantine, ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
@@ -41,9 +50,6 @@ __all__ = [
 
 #: Payload bytes a writer holds before it writes a batch: framing costs nothing at this size, and memory little.
 DEFAULT_MAX_BYTES = 32 * 2**20
-# Arrow implementations exist that count the values of a batch in 32 bits (arrow-rs#5901); ours stay below.
-_MAX_VALUES = 2**31 - 1
-
 
 #: Metadata key of the zero-row batch that ends a stream.
 TRAILER_KEY = "routeplane.trailer"
@@ -143,7 +149,8 @@ class BatchWriter(RecordWriter):
         self._version = version
         self._counter = TrailerCounter(spec, encoding, version=version)
         self._held: list[RouteRecord] = []
-        self._held_bytes = self._held_values = 0
+        self._held_bytes = 0
+        self._held_values: Counter[str] = Counter()
         self._columns: tuple[tuple[str, ColumnType], ...] | None = None
 
     def _check(self, record: RouteRecord) -> None:
@@ -154,15 +161,22 @@ class BatchWriter(RecordWriter):
                 f"expected token columns {self._columns}, got {columns} @ sample {record.key}",
                 kind=ErrorKind.TOKEN_COLUMN,
             )
+        for name, values in counted_values(record).items():
+            if values > MAX_BATCH_VALUES and name in record.columns:
+                raise DataError(
+                    f"expected at most {MAX_BATCH_VALUES} values in the lists of {name!r}, got {values} @ sample "
+                    f"{record.key}",
+                    kind=ErrorKind.TOKEN_COLUMN,
+                )
 
     def _put(self, record: RouteRecord) -> None:
-        values = record.stored_routes.size  # not ``routes``, which would widen narrow rows to count them
-        if self._held and self._held_values + values > _MAX_VALUES:
+        values = counted_values(record)
+        if self._held and any(self._held_values[name] + values[name] > MAX_BATCH_VALUES for name in values):
             self._flush()
         self._columns = column_types(record)
         self._held.append(record)
         self._held_bytes += record.nbytes
-        self._held_values += values
+        self._held_values.update(values)
         if self._held_bytes >= self._max_bytes:
             self._flush()
 
@@ -170,7 +184,7 @@ class BatchWriter(RecordWriter):
         """Write the held records as one batch, if any."""
         if self._held:
             self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding, version=self._version))
-            self._held, self._held_bytes, self._held_values = [], 0, 0
+            self._held, self._held_bytes, self._held_values = [], 0, Counter()
 
     def _write(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
         self._send(batch)
@@ -214,7 +228,8 @@ class BatchRecords:
         """
         checksums = batch.column("checksum").to_pylist()
         tokens = batch.column("token_ids").value_lengths().to_pylist()
-        reads = read_records(batch, self._header, verify=self._policy.verify, select=select)
+        alarms = self._policy.on_alarm != "ignore"
+        reads = read_records(batch, self._header, verify=self._policy.verify, select=select, alarms=alarms)
         for index, read in enumerate(reads):
             if seen is not None:
                 seen(checksums[index], tokens[index])

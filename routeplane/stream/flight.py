@@ -14,12 +14,11 @@ import json
 import os
 import secrets
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -55,6 +54,7 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
+    wait_until,
 )
 from routeplane.stream.files import frames_of
 from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, producer_home
@@ -71,17 +71,17 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """The secret of each role: who may write blocks, and who may read and acknowledge them."""
+    """The secret of each role: who may write blocks, and who may read and acknowledge them. Never printed."""
 
-    writer: str
-    reader: str
+    writer: str = field(repr=False)
+    reader: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
     """What a client shows and trusts: the token of its role; certificates in PEM where the server has TLS."""
 
-    token: str = ""
+    token: str = field(default="", repr=False)
     root_certificates: bytes | None = None
 
 
@@ -144,9 +144,26 @@ def _heard(error: fl.FlightError, place: str) -> RouteplaneError:
     """The error that the other side told of."""
     if not error.extra_info:
         return TransportError(f"expected an answer of {place}, got {error}", kind=ErrorKind.CONNECTION)
-    name, kind, text = json.loads(error.extra_info)
     known = {each.__name__: each for each in (DataError, FormatError, SpecError, StoreError, UsageError)}
-    return known.get(name, TransportError)(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
+    try:
+        name, kind, text = map(str, json.loads(error.extra_info))
+        return known.get(name, TransportError)(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
+    except (TypeError, ValueError, RecursionError):
+        said = bytes(error.extra_info)[:80]
+        return TransportError(f"expected an error of {place}, got {said!r}", kind=ErrorKind.CONNECTION)
+
+
+@contextmanager
+def _answers_of(place: str) -> Iterator[None]:
+    """Turn what a server's answer makes of our code, where it is not of our shape, into FormatError."""
+    try:
+        yield
+    except RouteplaneError:
+        raise
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"expected an answer of a server of blocks, got another of {place} ({error})", kind=ErrorKind.MANIFEST
+        ) from error
 
 
 def _said(value: Any) -> bytes:
@@ -221,21 +238,18 @@ class _ServedSlot(FolderSlot):
 
     context: Any = None
 
-    def _pause(self, seconds: float) -> None:
-        if self.context is not None and self.context.is_cancelled():
+    def _has_space(self, size: int, leans: Sequence[int] | None) -> bool:
+        if self.context.is_cancelled():
             raise TransportError("expected a writer, got the end of its call", kind=ErrorKind.CONNECTION)
-        super()._pause(seconds)
+        return super()._has_space(size, leans)
 
 
-class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
+class _Calls(fl.FlightServerBase):  # type: ignore[misc]
     """The calls of Flight over one folder."""
 
-    def __init__(self, root: Path, address: str, *, max_block_bytes: int, **options: Any) -> None:
-        self._root, self._max_block_bytes = root, max_block_bytes
-        super().__init__(address, **options)
-        scheme, _, target = address.partition("://")
-        #: Where clients find it.
-        self.place = f"{scheme}://{target.rpartition(':')[0]}:{self.port}"
+    _root: Path
+    _max_block_bytes: int
+    place: str
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
@@ -243,7 +257,7 @@ class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
         try:
             document, producer, given = _parsed(descriptor.command, "manifest", "producer", "limits")
             limits = BlockLimits(**{name: given[name] for name in BlockLimits.__slots__})
-            root, found = declare_place(self._root, Manifest.from_document(document, spec_type=RouteSpec))
+            root, found = declare_place(self._root, Manifest.from_document(document))
             blocks = BlockFiles(producer_home(root, producer), sync=limits.sync)
             slot = _ServedSlot(root, blocks, groups=found.groups, limits=limits)
             slot.context = context
@@ -340,15 +354,17 @@ class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
 
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
         """Every block that is there, with its ticket and its size."""
-        for path in sorted(self._root.glob("producers/*/*.arrows")):
+        for path in sorted(self._root.glob("producers/*/[0-9]*.arrows")):
+            if not path.stem.isdecimal():
+                continue  # a file that is not a block
             name = BlockName(path.parent.name, int(path.stem))
             endpoint = fl.FlightEndpoint(_ticket(name, None), [self.place])
             descriptor = fl.FlightDescriptor.for_path(*map(str, name))
             yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
 
 
-class Server:
-    """Serves one folder of blocks; see the module. Close it with ``shutdown()``, or leave ``with``.
+class Server(_Calls):
+    """Serves one folder of blocks; see the module. End it with ``shutdown()``, or leave ``with``.
 
     Args:
         place: the folder; created by the first writer.
@@ -380,25 +396,19 @@ class Server:
         host = target.rpartition(":")[0]
         if host not in _LOOPBACK and (tokens is None or certificate is None):
             raise refused("tokens and a certificate for an address that others reach", address)
-        middleware = None if tokens is None else {"role": _Roles(tokens)}
-        certificates = None if certificate is None else [certificate]
-        options = {"tls_certificates": certificates, "middleware": middleware}
-        self._server = _FolderServer(Path(place), address, max_block_bytes=max_block_bytes, **options)
+        self._root, self._max_block_bytes = Path(place), max_block_bytes
+        super().__init__(
+            address,
+            tls_certificates=None if certificate is None else [certificate],
+            middleware=None if tokens is None else {"role": _Roles(tokens)},
+        )
+        #: Where clients find it, with the port that the system chose where 0 was asked for.
+        self.place = f"{scheme}://{host}:{self.port}"
 
-    @property
-    def place(self) -> str:
-        """Where clients find it, with the port that the system chose where 0 was asked for."""
-        return str(self._server.place)
 
-    def shutdown(self) -> None:
-        """Stop serving, once the calls that are open have ended. Idempotent."""
-        self._server.shutdown()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+def _count(value: object) -> int:
+    """A number of blocks or bytes, as the other side says it. Raises DataError."""
+    return check_count(value, "a number of a server", below=2**63)
 
 
 def _ticket(name: BlockName, part: BlockPart | None) -> bytes:
@@ -443,8 +453,10 @@ class _Client:
         """The answer to a question. Raises what the server says, or TransportError."""
         with self.told():
             action = fl.Action(what, json.dumps({"block": name}).encode())
-            (answer,) = self.flight.do_action(action, self.options)
-        return json.loads(answer.body.to_pybytes())
+            answers = list(self.flight.do_action(action, self.options))
+        with _answers_of(self.place):
+            (answer,) = answers
+            return json.loads(answer.body.to_pybytes())
 
     @contextmanager
     def told(self, call: Any = None) -> Iterator[None]:
@@ -474,14 +486,15 @@ class FlightSlot(ProducerSlot):
     """One producer's call."""
 
     def __init__(self, client: _Client, asked: Mapping[str, Any], *, limits: BlockLimits) -> None:
-        self._client, self._producer, self._pid = client, str(asked["producer"]), os.getpid()
+        self._client, self._producer = client, str(asked["producer"])
         self.retention = Retention(max_bytes=limits.max_bytes)
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(json.dumps(asked).encode())
             self._call, self._answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
         self._open = True
         try:
-            self.manifest = Manifest.from_document(self._answer(), spec_type=RouteSpec)
+            with _answers_of(client.place):
+                self.manifest = Manifest.from_document(self._answer())
         except BaseException:
             self.release()
             raise
@@ -491,24 +504,23 @@ class FlightSlot(ProducerSlot):
             answer = self._answers.read()
             if answer is None:
                 raise StopIteration("no answer")
-        return json.loads(answer.to_pybytes())
+        with _answers_of(self._client.place):
+            return json.loads(answer.to_pybytes())
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Send a block; the server waits for space."""
-        if self._pid != os.getpid():
-            raise UsageError(
-                "expected the process that opened the writer, got a forked child: open a writer of its own",
-                kind=ErrorKind.CLOSED,
-            )
         with self._client.told(self._call):
             for part in _chunks(block.to_buffer()):
                 self._call.write_batch(part)
             self._call.write_metadata(b"block")
-        number, held = self._answer()
-        self.retention = Retention(max_bytes=self.retention.max_bytes)
-        for each, size, leans in held:
-            self.retention.add(each, size, leans=leans)
-        return BlockName(self._producer, number)
+        with _answers_of(self._client.place):
+            number, held = self._answer()
+            self.retention = Retention(max_bytes=self.retention.max_bytes)
+            for each, size, leans in held:
+                self.retention.add(
+                    _count(each), _count(size), leans=None if leans is None else list(map(_count, leans))
+                )
+            return BlockName(self._producer, _count(number))
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
@@ -530,7 +542,15 @@ class FlightStore(BlockStore):
 
     def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
         self._client = client
-        self._manifest = Manifest.from_document(self._found(timeout_s), spec_type=RouteSpec)
+        found: list[Any] = []
+
+        def declared() -> bool:
+            found.append(client.ask("manifest"))
+            return found[-1] is not None
+
+        wait_until(declared, timeout_s, expected=lambda: f"a place at {client.place}")
+        with _answers_of(client.place):
+            self.manifest = Manifest.from_document(found[-1])
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(json.dumps({"group": group}).encode())
             self._call: Any = client.flight.do_exchange(descriptor, client.options)
@@ -540,41 +560,33 @@ class FlightStore(BlockStore):
             self.release()
             raise
 
-    def _found(self, timeout_s: float | None) -> Any:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while (document := self._client.ask("manifest")) is None:
-            if end is not None and time.monotonic() >= end:
-                raise TransportError(
-                    f"expected a place at {self._client.place} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT
-                )
-            time.sleep(0.01)
-        return document
-
     def _answer(self) -> Any:
         with self._client.told(self._call[0]):
             metadata = self._call[1].read_chunk().app_metadata
-        return json.loads(metadata.to_pybytes())
+        with _answers_of(self._client.place):
+            return json.loads(metadata.to_pybytes())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
 
-    @property
-    def manifest(self) -> Manifest:
-        """What the place declares."""
-        return self._manifest
-
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
-        return list(self._client.ask("producers"))
+        with _answers_of(self._client.place):
+            return [check_name(name, "producer") for name in self._client.ask("producers")]
 
     def state(self, name: BlockName) -> BlockState:
         """What can be said of a block now."""
-        found: BlockState = self._client.ask("state", name)
-        return found
+        found = self._client.ask("state", name)
+        for state in get_args(BlockState):
+            if found == state:
+                known: BlockState = state
+                return known
+        raise FormatError(f"expected the state of block {name}, got {found!r}", kind=ErrorKind.MANIFEST)
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
-        return int(self._client.ask("last_number", BlockName(producer, 0)))
+        with _answers_of(self._client.place):
+            return _count(self._client.ask("last_number", BlockName(producer, 0)))
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block."""
@@ -597,10 +609,6 @@ class FlightStore(BlockStore):
 
     def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
-        if self._call is None:
-            raise UsageError(
-                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
-            )
         with self._client.told(self._call[0]):
             self._call[0].write_metadata(position.to_json().encode())
         self._answer()

@@ -22,25 +22,19 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import xxhash
 
-from routeplane.errors import (
-    DataError,
-    ErrorKind,
-    FormatError,
-    StoreError,
-    TransportError,
-    UsageError,
-    refused,
-)
+from routeplane.errors import DataError, ErrorKind, FormatError, StoreError, UsageError
 from routeplane.record.interfaces import BlockName, Position
+from routeplane.record.parse import check_count
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
 from routeplane.stream.block_reader import BlockReader, BlockStore
@@ -58,6 +52,10 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
+    group_taken,
+    producer_closed,
+    producer_taken,
+    wait_until,
 )
 from routeplane.stream.files import BufferPool
 
@@ -65,7 +63,6 @@ __all__ = ["open_reader", "open_writer", "producers_of"]
 
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
-_LONGEST_WAIT_S = 0.05
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -189,6 +186,63 @@ def _load(path: Path) -> dict[str, Any] | None:
     return document
 
 
+@contextmanager
+def _meaning(path: Path) -> Iterator[None]:
+    """Turn what a document of another content raises into FormatError (MANIFEST): a checksum can be right by chance, or
+    by intent."""
+    try:
+        yield
+    except (AttributeError, DataError, KeyError, TypeError, UsageError, ValueError) as error:
+        raise FormatError(f"expected a file of a place, got another ({error}) @ {path}", kind=ErrorKind.MANIFEST) from (
+            None
+        )
+
+
+class _Numbers(NamedTuple):
+    """What a producer used: its next number, numbers without a block, and what each block leans on."""
+
+    next: int = 0
+    void: tuple[int, ...] = ()
+    leans: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+
+
+def _numbers(home: Path) -> _Numbers | None:
+    """The numbers of a producer; None before its first block. Raises FormatError."""
+    path = home / "number.json"
+    document = _load(path)
+    if document is None:
+        return None
+    with _meaning(path):
+        leans = {int(name): tuple(map(_number, others)) for name, others in document["leans"].items()}
+        return _Numbers(_number(document["next"]), tuple(map(_number, document["void"])), leans)
+
+
+def _number(value: object) -> int:
+    return check_count(value, "a number of a block", below=2**63)
+
+
+def _position(home: Path) -> Position | None:
+    """What a group acknowledged; None before the first. Raises FormatError."""
+    path = home / "position.json"
+    document = _load(path)
+    if document is None:
+        return None
+    with _meaning(path):
+        return Position.from_json(document["position"])
+
+
+def _end_of(home: Path) -> str | None:
+    """How a producer ended; None where it has not. Raises FormatError."""
+    path = home / "end.json"
+    document = _load(path)
+    if document is None:
+        return None
+    with _meaning(path):
+        if document["how"] not in ("closed", "aborted"):
+            raise ValueError(f"an end that is {document['how']!r}")
+        return str(document["how"])
+
+
 def _store(path: Path, document: Mapping[str, Any], *, sync: bool) -> None:
     """Replace a JSON file by rename."""
     data = json.dumps({**document, "checksum": _digest(document)}, separators=(",", ":")).encode()
@@ -237,7 +291,7 @@ def _declare(root: Path, manifest: Manifest) -> Manifest:
         document = _load(path)
     if document is None:
         raise FormatError(f"expected a manifest, got none @ {path}", kind=ErrorKind.MANIFEST)
-    found = Manifest.from_document(document, spec_type=RouteSpec)
+    found = Manifest.from_document(document)
     found.require_same(manifest)
     for group in found.groups:
         (root / "groups" / group).mkdir(parents=True, exist_ok=True)
@@ -247,11 +301,7 @@ def _declare(root: Path, manifest: Manifest) -> Manifest:
 def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
     """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
     path = Path(place) / "manifest.json"
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while not path.exists():
-        if end is not None and time.monotonic() >= end:
-            raise TransportError(f"expected a place, got no {path} within {timeout_s} s", kind=ErrorKind.TIMED_OUT)
-        time.sleep(0.01)
+    wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
     return path.parent
 
 
@@ -282,17 +332,11 @@ class FileLock:
             if time.monotonic() >= end:
                 raise taken()
             time.sleep(0.005)
-        self._pid = os.getpid()
         self._close = weakref.finalize(self, os.close, descriptor)
         _require_locks(path)
         # a child's copy of the descriptor would hold the lock for as long as the child lives
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _release_in_child(reference))
-
-    @property
-    def held(self) -> bool:
-        """Whether this process holds the lock."""
-        return self._close.alive and self._pid == os.getpid()
 
     def release(self) -> None:
         """Give the lock up; again is not an error."""
@@ -364,7 +408,8 @@ class BlockFiles:
     def held(self, numbers: range) -> dict[int, int]:
         """Sizes in bytes of the blocks that are there, by number."""
         del numbers  # the files say which there are
-        return {int(path.stem): path.stat().st_size for path in self.home.glob("*.arrows")}
+        paths = [path for path in self.home.glob("*.arrows") if path.stem.isdecimal()]
+        return {int(path.stem): path.stat().st_size for path in paths}
 
     def prepare(self, number: int, block: SealedBlock) -> int:
         """Write a block where no reader sees it. Returns its size in bytes."""
@@ -419,31 +464,22 @@ class FolderSlot(ProducerSlot):
     def __init__(self, root: Path, blocks: BlockFiles, *, groups: Sequence[str], limits: BlockLimits) -> None:
         self._root, self._blocks, self._groups, self._limits = root, blocks, groups, limits
         self._home, self._producer = blocks.home, blocks.home.name
-        self._lock = FileLock(self._home / "lock", taken=self._taken, tries_s=_LOCK_TRIES_S)
+        taken = partial(producer_taken, self._producer, self._home)
+        self._lock = FileLock(self._home / "lock", taken=taken, tries_s=_LOCK_TRIES_S)
         try:
             self._begin()
         except BaseException:
             self._lock.release()
             raise
 
-    def _taken(self) -> UsageError:
-        return UsageError(
-            f"expected no living writer of producer {self._producer!r}, got one @ {self._home}",
-            kind=ErrorKind.PRODUCER_TAKEN,
-        )
-
     def _begin(self) -> None:
         """Go on where the last writer of this name stood, and remove what it left half done."""
-        end = _load(self._home / "end.json")
-        if end is not None and end.get("how") == "closed":
-            raise refused(
-                f"a producer that has not closed (start a new name, or a new place) @ {self._home}",
-                f"{self._producer!r}, which has",
-            )
-        number = _load(self._home / "number.json") or {"next": 0, "void": [], "leans": {}}
-        self._next, self._void = int(number["next"]), list(number["void"])
+        if _end_of(self._home) == "closed":
+            raise producer_closed(self._producer, self._home)
+        numbers = _numbers(self._home) or _Numbers()
+        self._next, self._void = numbers.next, list(numbers.void)
         sizes = self._blocks.held(range(self._acknowledged(), self._next))
-        leans = {int(name): tuple(leans) for name, leans in number["leans"].items() if int(name) in sizes}
+        leans = {number: others for number, others in numbers.leans.items() if number in sizes}
         self.retention = Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)
         # the number is stored before the block is committed: a writer that died in between left it prepared
         if self._blocks.is_prepared(self._next - 1):
@@ -462,15 +498,17 @@ class FolderSlot(ProducerSlot):
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Store a block; waits for space."""
-        if not self._lock.held:
-            raise UsageError(
-                "expected the process that opened the writer, got a forked child: open a writer of its own",
-                kind=ErrorKind.CLOSED,
-            )
         number = self._next
         try:
             size = self._prepared(number, block)
-            self._wait_for_space(size, block.leans)
+            wait_until(
+                lambda: self._has_space(size, block.leans),
+                self._limits.timeout_s,
+                expected=lambda: (
+                    f"space for {size} bytes (the groups {list(self._groups)} have not all acknowledged what fills "
+                    f"{self._limits.max_bytes})"
+                ),
+            )
         except OSError as error:
             self._blocks.discard(number)
             raise _full(error, self._home) from error
@@ -497,23 +535,12 @@ class FolderSlot(ProducerSlot):
             self.retention.drop(number)
         return number is not None
 
-    def _wait_for_space(self, size: int, leans: Sequence[int] | None) -> None:
-        held, timeout_s, wait = self.retention, self._limits.timeout_s, 0.001
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while not held.has_space(size):
-            if self._delete_one(leans):
-                continue
-            if end is not None and time.monotonic() >= end:
-                raise TransportError(
-                    f"expected space for a block of {size} bytes within {timeout_s} s, got {sum(held.sizes.values())} "
-                    f"of {held.max_bytes} bytes that the groups {list(self._groups)} have not all acknowledged",
-                    kind=ErrorKind.TIMED_OUT,
-                )
-            self._pause(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_S)
-
-    def _pause(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def _has_space(self, size: int, leans: Sequence[int] | None) -> bool:
+        """Whether a block fits, after what may go was deleted."""
+        while not self.retention.has_space(size):
+            if not self._delete_one(leans):
+                return False
+        return True
 
     def _acknowledged(self) -> int:
         """The number of the first block that not every group acknowledged."""
@@ -521,19 +548,18 @@ class FolderSlot(ProducerSlot):
 
     def _acknowledged_by(self, group: str) -> int:
         """The number of the first block that a group has not acknowledged; on disk before anything is deleted."""
-        path = self._root / "groups" / group / "position.json"
-        document = _load(path)
-        if document is None:
+        home = self._root / "groups" / group
+        position = _position(home)
+        if position is None:
             return 0
         if self._limits.sync:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
+            with suppress(FileNotFoundError), open(home / "position.json", "rb") as file:
                 os.fsync(file.fileno())
-        return Position.from_json(document["position"]).number(self._producer)
+        return position.number(self._producer)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
-        if self._lock.held:
-            _store(self._home / "end.json", {"how": how, "blocks": self._next}, sync=self._limits.sync)
+        _store(self._home / "end.json", {"how": how, "blocks": self._next}, sync=self._limits.sync)
 
     def release(self) -> None:
         """Give the name up."""
@@ -550,31 +576,19 @@ class FolderStore(BlockStore):
         document = _load(root / "manifest.json")
         if document is None:
             raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
-        self._manifest = Manifest.from_document(document, spec_type=RouteSpec)
-        self._root, self._group, self._pool = root, group, BufferPool()
+        self.manifest = Manifest.from_document(document)
+        self._root, self._pool = root, BufferPool()
         self._lock: FileLock | None = None
         if group is not None:
-            self._manifest.require_group(group)
+            self.manifest.require_group(group)
             self._home = root / "groups" / group
-            self._lock = FileLock(self._home / "lock", taken=self._taken)
+            self._lock = FileLock(self._home / "lock", taken=partial(group_taken, group, root))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_pool": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({**state, "_pool": BufferPool()})
-
-    def _taken(self) -> UsageError:
-        return UsageError(
-            f"expected no living reader of group {self._group!r}, got one @ {self._home}: data-parallel ranks use a "
-            "group each, or one reader and a shard",
-            kind=ErrorKind.GROUP_TAKEN,
-        )
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the place declares."""
-        return self._manifest
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
@@ -591,16 +605,16 @@ class FolderStore(BlockStore):
         if blocks.exists(name.number):
             return "sealed"
         alive = _is_locked(home / "lock")
-        end, number = _load(home / "end.json"), _load(home / "number.json")
-        following = 0 if number is None else int(number["next"])
+        end, numbers = _end_of(home), _numbers(home) or _Numbers()
+        following = numbers.next
         if blocks.exists(name.number):
             return "sealed"  # sealed since the first look
-        if number is not None and name.number in number["void"]:
+        if name.number in numbers.void:
             return "void"
         if name.number < following and not self._is_unfinished(name, following, alive=alive):
             return "expired"
         if end is not None:
-            return "aborted" if end["how"] == "aborted" else "closed"
+            return "aborted" if end == "aborted" else "closed"
         return "waiting" if alive or not home.exists() else "vanished"
 
     def _is_unfinished(self, name: BlockName, following: int, *, alive: bool) -> bool:
@@ -610,8 +624,7 @@ class FolderStore(BlockStore):
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
-        number = _load(producer_home(self._root, producer) / "number.json")
-        return 0 if number is None else int(number["next"])
+        return (_numbers(producer_home(self._root, producer)) or _Numbers()).next
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block, copied."""
@@ -622,23 +635,18 @@ class FolderStore(BlockStore):
 
     def load_position(self) -> Position:
         """What the group acknowledged."""
-        document = _load(self._home / "position.json")
-        if document is None:
-            return Position(place=self._manifest.place)
-        position = Position.from_json(document["position"])
-        if position.place != self._manifest.place:
+        position = _position(self._home)
+        if position is None:
+            return Position(place=self.manifest.place)
+        if position.place != self.manifest.place:
             raise FormatError(
-                f"expected a position in the place {self._manifest.place}, got one in {position.place} @ {self._home}",
+                f"expected a position in the place {self.manifest.place}, got one in {position.place} @ {self._home}",
                 kind=ErrorKind.MANIFEST,
             )
         return position
 
     def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
-        if self._lock is None or not self._lock.held:
-            raise UsageError(
-                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
-            )
         _store(self._home / "position.json", {"position": position.to_json()}, sync=False)
 
     def release(self) -> None:

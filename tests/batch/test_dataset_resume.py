@@ -214,7 +214,7 @@ def resumed(**changes: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "consumed": (lambda: RecordDataset(NUMBERS, MemoryOpener()).state_dict(consumed=1), "at most the 0 records"),
-    "state_version": (lambda: resumed(version=1), "version 2, got 1"),
+    "state_version": (lambda: resumed(version=1), "version 3, got 1"),
     "state_rank": (lambda: resumed(rank=1), "rank 0, got 1"),
     "state_world": (lambda: resumed(world_size=2), "world_size 1, got 2"),
     "state_paths": (lambda: resumed(source=[["0", "0" * 16]]), r"paths \['0', '1', '2', '3'\], got \['0'\]"),

@@ -302,6 +302,13 @@ def test_tokens_are_counted_by_how_they_can_be_scored(parameters: Sampling, expe
         assert scored == (0 if expected.changed else expected.full + expected.listed)
 
 
+def test_tokens_are_counted_on_the_host_before_a_batch_moves() -> None:
+    """A device without memory cannot be asked: nothing is copied from it to count."""
+    batch = collate([rollout(0, 4, 4, states=("listed", "unknown"))], SPEC, options=LABELS)
+    assert batch.to("meta").mask_counts() == batch.mask_counts()
+    assert batch.shard(context_parallel=(1, 2)).mask_counts() != batch.mask_counts()
+
+
 def test_a_share_without_masks_is_refused() -> None:
     """By the bound that the caller names."""
     counts = collate([rollout(0, 3, 4, states=("listed", "unknown"))], SPEC, options=LABELS).mask_counts()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +46,75 @@ _ENVIRONMENT = {
 }
 
 
+_MODULE = "vllm.entrypoints.openai.api_server"
+# what the three processes of a server import
+_PRELOADED = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen3_moe",
+    "routeplane.capture.vllm.scheduler",
+    "routeplane.capture.http.middleware",
+)
+
+
+class ForkedServer:
+    """A server's process as ``subprocess.Popen`` has it, forked from one that has imported vLLM.
+
+    Importing it takes most of a start (some 35 seconds of CPU time for the three processes of a server), and twenty
+    servers are killed in a row. From the fork on, the same code runs with the same arguments.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOADED, __name__])
+        self._process = context.Process(target=_serve, args=(list(arguments), str(log)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise subprocess.TimeoutExpired(_MODULE, timeout or 0.0)
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(arguments: list[str], log: str) -> None:
+    """Be the server."""
+    os.setsid()
+    with open(log, "wb") as out:
+        for descriptor in (1, 2):
+            os.dup2(out.fileno(), descriptor)
+    os.environ.update(_ENVIRONMENT)
+    # on a CPU, vLLM spawns the engine core and the worker, which would import all that again
+    for module in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        vars(import_module(module))["get_mp_context"] = lambda: multiprocessing.get_context("fork")
+    sys.argv[1:] = arguments
+    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Server:
     """A server that answers, in a process group of its own."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedServer
     log: Path
 
     def engine_pid(self) -> int:
@@ -71,17 +137,19 @@ class Server:
 
 
 @contextmanager
-def running(model: Path, place: Path, log: Path, *, arguments: Sequence[str] = (), **config: Any) -> Iterator[Server]:
+def running(
+    model: Path, place: Path, log: Path, *, arguments: Sequence[str] = (), spawned: bool = False, **config: Any
+) -> Iterator[Server]:
     """A server that writes into a place; what is left of it is killed on the way out.
 
-    ``arguments``: further ones of the server; ``config``: of its writer.
+    ``arguments``: further ones of the server; ``config``: of its writer; ``spawned``: by its command, as an operator
+    starts it, and not from a process that has vLLM already.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     writer = {"place": str(place), "run": "run-7", **config}
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--block-size", "32", "--max-model-len", "256", "--max-num-batched-tokens", "256"),
         *("--enforce-eager", "--no-enable-chunked-prefill", "--enable-return-routed-experts"),
@@ -90,10 +158,7 @@ def running(model: Path, place: Path, log: Path, *, arguments: Sequence[str] = (
         *("--middleware", "routeplane.capture.http.RouteMiddleware", "--disable-uvicorn-access-log"),
         *arguments,
     ]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **_ENVIRONMENT}, stdout=out, stderr=out, start_new_session=True
-        )
+    process = _spawn(command, log) if spawned else ForkedServer(command, log)
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
     try:
         _wait(server)
@@ -108,6 +173,12 @@ def running(model: Path, place: Path, log: Path, *, arguments: Sequence[str] = (
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=60)
             time.sleep(0.2)
+
+
+def _spawn(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    command, environment = [sys.executable, "-m", _MODULE, *arguments], {**os.environ, **_ENVIRONMENT}
+    with log.open("wb") as out:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
 
 
 def _wait(server: Server) -> None:
@@ -195,8 +266,17 @@ def _take_chunk(chunk: dict[str, Any], context: Any, answers: Answers) -> None:
             answers.take(choice, (*context, chunk))
 
 
-async def load(url: str, *, stem: str, count: int, answers: Answers, at_once: int = 12, patience_s: float = 60) -> None:
-    """Requests of all forms, so many at once, until ``count`` were sent or the server is gone.
+async def load(
+    url: str,
+    *,
+    stem: str,
+    count: int,
+    answers: Answers,
+    at_once: int = 12,
+    patience_s: float = 60,
+    until: asyncio.Event | None = None,
+) -> None:
+    """Requests of all forms, so many at once, until ``count`` were sent or ``until`` is set.
 
     ``patience_s``: when a client hangs up. A server that ends with vLLM's default timeout kills its engine and then
     waits for clients whose answers will never come.
@@ -206,6 +286,8 @@ async def load(url: str, *, stem: str, count: int, answers: Answers, at_once: in
 
         async def one(number: int) -> None:
             async with limit:
+                if until is not None and until.is_set():
+                    return
                 await ask(client, url, list(FORMS)[number % len(FORMS)], f"{stem}-{number}", answers)
 
         await asyncio.gather(*(one(number) for number in range(count)))

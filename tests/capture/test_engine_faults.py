@@ -1,11 +1,13 @@
 """Faults of a server with the writer in its engine, in the processes that vLLM always has: a ticket is a promise.
 
-``make engine-faults`` runs all and prints a table; `make test` runs the first life alone.
+``make engine-faults`` runs all, kills ``ROUNDS`` servers one after another, and prints a table; ``make test-all`` kills
+four.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -27,6 +29,7 @@ from routeplane.stream.folder import open_reader
 from tests.capture.engine_server import FORMS, Answers, Server, ask, hashes, load, record_of, running
 from tests.capture.tiny_server import write_model
 from tests.capture.vllm_engine import SPEC, assert_equals_reference, reference_rows
+from tests.engine_matrix import FAULTS, FIGURES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engine_faults]
 
@@ -35,28 +38,65 @@ class Table:
     """What was tried, and what held."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, ...]] = [("fault", "tickets", "readable", "cut off", "overwritten", "wrong version")]
+        self.rows: list[dict[str, str | int | None]] = []
 
     def add(
-        self, fault: str, answers: Answers, readable: int, *, overwritten: int | None = None, wrong: int | None = None
+        self,
+        fault: str,
+        answers: Answers,
+        readable: int,
+        *,
+        name: str = "",
+        overwritten: int | None = None,
+        wrong: int | None = None,
     ) -> None:
-        """One row. ``wrong``: rows of other weights than those that their version names."""
+        """One row. ``name``: which time it is; ``wrong``: rows of other weights than those that their version names."""
         figures = (len(answers.tickets), readable, answers.broken, overwritten, wrong)
-        self.rows.append((fault, *("-" if figure is None else str(figure) for figure in figures)))
+        self.rows.append({"fault": fault, "name": name, **dict(zip(FIGURES, figures, strict=True))})
+
+    def lines(self) -> Iterator[str]:
+        """The rows as they came, in columns."""
+        cells = [("", "fault", *FIGURES)]
+        cells += [tuple("-" if one is None else str(one) for one in self._cells(row)) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row in cells:
+            yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+    @staticmethod
+    def _cells(row: dict[str, str | int | None]) -> list[str | int | None]:
+        return [row["name"], row["fault"], *(row[figure] for figure in FIGURES)]
+
+    def sums(self) -> dict[str, dict[str, int | None]]:
+        """Fault -> times and sums of the figures; None for one that the fault has not."""
+        found: dict[str, dict[str, int | None]] = {}
+        for row in self.rows:
+            sums = found.setdefault(str(row["fault"]), {"times": 0, **dict.fromkeys(FIGURES)})
+            for name, value in {**row, "times": 1}.items():
+                if isinstance(value, int):
+                    sums[name] = (sums[name] or 0) + value
+        return found
 
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """Printed when the module is done."""
+    """Printed when the module is done; ``--engine-matrix`` keeps its sums for the page."""
     made = Table()
     yield made
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
     capture = request.config.pluginmanager.getplugin("capturemanager")
-    widths = [max(map(len, column)) for column in zip(*made.rows, strict=True)]
     with capture.global_and_fixture_disabled():
         reporter.write_line("")
-        for row in made.rows:
-            reporter.write_line("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+        for line in made.lines():
+            reporter.write_line(line)
+    if request.config.getoption("--engine-matrix"):
+        known = json.loads(FAULTS.read_text(encoding="utf-8")) if FAULTS.exists() else {}
+        FAULTS.write_text(json.dumps({**known, **made.sums()}, indent=1) + "\n", encoding="utf-8")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """As many restarts as ``--engine-fault-rounds`` says."""
+    if "number" in metafunc.fixturenames:
+        metafunc.parametrize("number", range(metafunc.config.getoption("--engine-fault-rounds")))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +135,7 @@ def test_every_form_has_tickets_that_outlive_the_server(model: tuple[Path, Any],
     """All HTTP forms; metrics; SIGTERM under load, with vLLM's default timeout."""
     folder, reference = model
     place = tmp_path / "place"
-    with running(folder, place, tmp_path / "log", weights_version=1) as server:
+    with running(folder, place, tmp_path / "log", weights_version=1, spawned=True) as server:
         first = Answers()
 
         async def each_form() -> None:
@@ -113,7 +153,7 @@ def test_every_form_has_tickets_that_outlive_the_server(model: tuple[Path, Any],
         assert {"stop"} == {reasons["first-stop string"], reasons["first-stream with a stop string"]}
 
         lines = httpx.get(f"{server.url}/metrics", timeout=30).text
-        assert "routeplane_engine_lost 0.0" in lines
+        assert 'routeplane_engine_lost{engine="0"} 0.0' in lines
 
         with pytest.raises(UsageError) as taken:
             open_carrier(WriterConfig(place=str(place), run="run-7"), SPEC, producer="engine-0")
@@ -130,15 +170,18 @@ def test_every_form_has_tickets_that_outlive_the_server(model: tuple[Path, Any],
     assert (len(last.tickets), 0) == (readable, overwritten)
 
 
-async def _load_and_signal(server: Any, answers: Answers, strike: Any, *, after_s: float = 1.5) -> None:
-    """Requests of all forms; the blow falls while they run."""
+async def _load_and_signal(server: Any, answers: Answers, strike: Any, *, after_s: float = 0.5) -> None:
+    """Requests of all forms; the blow falls while they run, and a dozen come behind it."""
+    struck = asyncio.Event()
+    stem = f"load-{os.urandom(3).hex()}"
     running_load = asyncio.create_task(
-        load(server.url, stem=f"load-{os.urandom(3).hex()}", count=400, answers=answers, patience_s=8)
+        load(server.url, stem=stem, count=4_000, answers=answers, patience_s=8, until=struck)
     )
     while len(answers.tickets) < 20:
         await asyncio.sleep(0.05)
     await asyncio.sleep(after_s)
     strike()
+    struck.set()
     try:
         await asyncio.wait_for(running_load, 120)
     except TimeoutError:
@@ -160,9 +203,6 @@ def long_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [0, 1, 2, 3, *(pytest.param(number, marks=pytest.mark.nightly) for number in range(4, 20))]
-)
 def test_no_restart_overwrites_and_no_ticket_is_empty(
     model: tuple[Path, Any], table: Table, long_place: Path, tmp_path: Path, number: int
 ) -> None:
@@ -175,7 +215,7 @@ def test_no_restart_overwrites_and_no_ticket_is_empty(
     readable = require_promises(long_place, answers, reference)
     after = hashes(long_place)
     overwritten = len(before.items() - after.items())
-    table.add(f"round {number}: {fault}", answers, readable, overwritten=overwritten)
+    table.add(f"{fault}, then a restart", answers, readable, name=f"round {number}", overwritten=overwritten)
     assert (len(answers.tickets), 0) == (readable, overwritten)
 
 
@@ -202,7 +242,7 @@ def test_a_consumer_that_comes_back_has_all_records(model: tuple[Path, Any], tab
             await asyncio.gather(away, asyncio.to_thread(_read_on, place, seen))
 
         asyncio.run(away_and_back())
-        assert "routeplane_engine_lost 0.0" in httpx.get(f"{server.url}/metrics", timeout=30).text
+        assert 'routeplane_engine_lost{engine="0"} 0.0' in httpx.get(f"{server.url}/metrics", timeout=30).text
     assert [] == answers.missing[:3]
     missing = {ticket.key for ticket in answers.tickets} - set(seen)
     table.add("consumer gone and back", answers, len(answers.tickets) - len(missing))
@@ -234,7 +274,7 @@ def test_rows_of_new_weights_never_have_the_old_version(model: tuple[Path, Any],
     answers = Answers()
     with running(folder, tmp_path / "place", tmp_path / "log", weights_version=1) as server:
         asyncio.run(_reloads(server, [other, folder], answers))
-        assert "routeplane_engine_weight_updates 2.0" in httpx.get(f"{server.url}/metrics", timeout=30).text
+        assert 'routeplane_engine_weight_updates{engine="0"} 2.0' in httpx.get(f"{server.url}/metrics", timeout=30).text
     assert [] == answers.missing[:3]
     cache: dict[Any, Any] = {}
     records = {
@@ -319,7 +359,7 @@ def test_a_full_disk_holds_answers_until_there_is_space(model: tuple[Path, Any],
             await waiting
 
         asyncio.run(full_and_free())
-        assert "routeplane_engine_lost 0.0" in httpx.get(f"{server.url}/metrics", timeout=30).text
+        assert 'routeplane_engine_lost{engine="0"} 0.0' in httpx.get(f"{server.url}/metrics", timeout=30).text
         readable = require_promises(disk / "place", early, None) + require_promises(disk / "place", answers, reference)
     assert len(answers.tickets) > 30
     answers.tickets += early.tickets
@@ -351,11 +391,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_are_one_engine(model: tuple[Path, Any], table: Table, tmp_path: Path) -> None:
-    """Two workers, one writer; SIGTERM under load leaves no ticket without its record.
-
-    Data-parallel ranks run on no CPU: vLLM's CPU communicator does not dispatch tokens to experts of other ranks. What
-    they share, a place, is in ``test_vllm_engine_writer.py``.
-    """
+    """Two workers, one writer; SIGTERM under load leaves no ticket without its record."""
     folder, reference = model
     place, answers = tmp_path / "place", Answers()
     with running(folder, place, tmp_path / "log", arguments=("--tensor-parallel-size", "2")) as server:
@@ -365,3 +401,23 @@ def test_tensor_parallel_ranks_are_one_engine(model: tuple[Path, Any], table: Ta
     table.add("two tensor-parallel ranks, SIGTERM", answers, readable)
     assert len(answers.tickets) == readable
     assert {"engine-0"} == {ticket.stream.split("/")[1] for ticket in answers.tickets}
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_are_two_engines(model: tuple[Path, Any], table: Table, tmp_path: Path) -> None:
+    """Two engines behind one server, on one place: tickets of both in every HTTP form, and counts of both."""
+    folder, reference = model
+    place, answers = tmp_path / "place", Answers()
+    extension = "tests.capture.cpu_collectives.WorkerExtension"
+    ranks = ("--data-parallel-size", "2", "--worker-extension-cls", extension)
+    with running(folder, place, tmp_path / "log", arguments=ranks) as server:
+        asyncio.run(load(server.url, stem="both", count=36, answers=answers))
+        lines = httpx.get(f"{server.url}/metrics", timeout=30).text
+        for rank in range(2):
+            assert f'routeplane_engine_lost{{engine="{rank}"}} 0.0' in lines
+        asyncio.run(_load_and_signal(server, answers, lambda: server.process.send_signal(signal.SIGTERM)))
+        server.process.wait(timeout=60)
+    readable = require_promises(place, answers, reference, compared=40)
+    table.add("two data-parallel ranks, SIGTERM", answers, readable)
+    assert len(answers.tickets) == readable
+    assert {"engine-0", "engine-1"} == {ticket.stream.split("/")[1] for ticket in answers.tickets}

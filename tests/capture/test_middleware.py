@@ -784,13 +784,31 @@ class EngineClient:
     def __init__(self, tickets: dict[str, str]) -> None:
         self.tickets, self.asked = tickets, []  # type: ignore[var-annotated]
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What ``RouteScheduler`` answers."""
-        self.asked.append((method, args))
+        self.asked.append((method, args, kwargs))
         return [self.tickets if method == "routeplane_tickets" else {"routeplane/engine_lost": 3.0}]
 
 
-def writing_server(pieces: list[bytes], client: EngineClient) -> FastAPI:
+class RanksClient:
+    """The client of several data-parallel ranks: vLLM's own call returns what the first one says."""
+
+    def __init__(self, *tickets: dict[str, str]) -> None:
+        self._ranks = [EngineClient(one) for one in tickets]
+        self.engine_core = self
+        self.core_engines = list(range(len(tickets)))
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The first rank's answer."""
+        return await self._ranks[0].collective_rpc(method, args=args, kwargs=kwargs)
+
+    async def _call_utility_async(self, name: str, *arguments: Any, engine: int) -> list[Any]:
+        method, timeout, args, kwargs = arguments
+        assert ("collective_rpc", None) == (name, timeout)
+        return await self._ranks[engine].collective_rpc(method, args=args, kwargs=kwargs)
+
+
+def writing_server(pieces: list[bytes], client: EngineClient | RanksClient) -> FastAPI:
     """A server of an engine with a writer, which streams these pieces."""
     app = FastAPI()
 
@@ -841,7 +859,19 @@ def test_every_choice_of_a_whole_response_has_its_ticket() -> None:
     response = post(writing_server([], client), {"prompt": ["x", "y"]}, form="engine-ticket", path="/v1/completions")
 
     assert ["first", "second"] == [choice["routed_experts"] for choice in response.json()["choices"]]
-    assert [("routeplane_tickets", ("cmpl-7",))] == client.asked
+    assert [("routeplane_tickets", ("cmpl-7",), {"prompts": 2})] == client.asked
+
+
+def test_tickets_come_from_every_data_parallel_rank() -> None:
+    """Whichever rank had the request, or one of its prompts; in a stream too."""
+    of_prompts = RanksClient({"1.0": "second"}, {"0.0": "first"})
+    whole = post(writing_server([], of_prompts), {"prompt": ["x", "y"]}, form="engine-ticket", path="/v1/completions")
+    of_choices = RanksClient({}, {"0": "zero", "1": "one"})
+    app = writing_server([b"\n\n".join([*EVENTS, b""])], of_choices)
+    streamed = post(app, {"stream": True, "n": 2, "prompt": "x"}, form="engine-ticket", path="/v1/completions")
+
+    assert ["first", "second"] == [choice["routed_experts"] for choice in whole.json()["choices"]]
+    assert [b'"zero"', b'"one"'] == [name for name in (b'"zero"', b'"one"') if name in streamed.content]
 
 
 def test_a_choice_without_a_ticket_is_refused() -> None:
@@ -854,9 +884,9 @@ def test_a_choice_without_a_ticket_is_refused() -> None:
     assert "engine writes" in bare.json()["error"]["message"]
 
 
-def test_the_metrics_have_the_counts_of_engine_and_middleware() -> None:
-    """Behind the server's own, in Prometheus' text format."""
-    app = writing_server([], EngineClient({}))
+def test_the_metrics_have_the_counts_of_engines_and_middleware() -> None:
+    """Behind the server's own, in Prometheus' text format, by data-parallel rank."""
+    app = writing_server([], RanksClient({}, {}))
 
     async def get() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
@@ -864,4 +894,5 @@ def test_the_metrics_have_the_counts_of_engine_and_middleware() -> None:
 
     lines = asyncio.run(get()).text.splitlines()
     assert "vllm:up 1" == lines[0]
-    assert {"routeplane_engine_lost 3.0", "routeplane_middleware_stuck 0.0"} <= set(lines)
+    ranks = {f'routeplane_engine_lost{{engine="{rank}"}} 3.0' for rank in range(2)}
+    assert {*ranks, "routeplane_middleware_stuck 0.0"} <= set(lines)

@@ -245,6 +245,16 @@ def test_the_last_choice_has_the_tickets_of_all(tmp_path: Path) -> None:
     assert {} == writer.tickets_of("another")
 
 
+def test_prompts_that_another_rank_had_do_not_hide_those_behind_them(tmp_path: Path) -> None:
+    """Of a request of three prompts, data-parallel ranks have some each."""
+    writer = writer_into(tmp_path)
+    for prompt in (1, 2):
+        run(writer, f"req-{prompt}-0123abcd", generated=2)
+    writer.close()
+
+    assert {"1.0", "2.0"} == set(writer.tickets_of("req", prompts=2))
+
+
 def test_tickets_of_choices_that_share_a_prompt_are_redeemed(tmp_path: Path) -> None:
     """A folder stores the rows of a prompt once; its reader gives whole records, and a delta says what it lacks."""
     config = WriterConfig(place=str(tmp_path / "place"), run="r")
@@ -518,6 +528,23 @@ class Gate:
         self.entered.set()
         assert self.opened.wait(10)
         return self.build(job)
+
+
+def test_sequences_that_end_together_share_a_block(tmp_path: Path) -> None:
+    """One fsync for all that end in a step: those that come while the first one's record is made do not wait for it."""
+    writer = writer_into(tmp_path)
+    gate = Gate(writer._blocks._build)
+    writer._blocks._build = gate  # type: ignore[assignment]
+    names = [f"s{number}" for number in range(8)]
+    for name in names:
+        begin(writer, name, generated=2)
+        writer.finish(name, "length")
+        assert gate.entered.wait(10)
+    gate.opened.set()
+    assert writer.flush(timeout_s=20)
+    writer.close()
+
+    assert (names, 1) == (list(records_of(tmp_path)), len(list(tmp_path.glob("*.arrows"))))
 
 
 @pytest.mark.parametrize("policy", ["lose", "wait"])

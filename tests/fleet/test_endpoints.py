@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import uvicorn
 
 from routeplane.errors import ErrorKind, FleetError, UsageError
-from routeplane.fleet.endpoints import Endpoint, Endpoints, ServerState, reserve
+from routeplane.fleet.endpoints import (
+    BorrowedEndpoint,
+    Endpoint,
+    EndpointKeeper,
+    Endpoints,
+    KeptEndpoint,
+    ServerState,
+    reserve,
+)
+from tests.fleet.callers import Callers
 
 HOST = "127.0.0.1"
 RANGE = (18_600, 18_700)
@@ -231,6 +246,129 @@ def test_serving_cannot_be_claimed_before_the_socket_was_handed_over(endpoint: E
         endpoint.mark_serving()
 
 
+def test_an_endpoint_that_is_taken_back_answers_503_and_can_be_handed_over_again(endpoint: Endpoint) -> None:
+    """A server that served and is gone is DEGRADED; one that never came leaves RESERVED."""
+    endpoint.hand_over()
+    endpoint.take_back()
+    assert (503, "1") == ask(endpoint.port)
+    assert ServerState.RESERVED == endpoint.state
+    endpoint.hand_over()
+    endpoint.mark_serving()
+    endpoint.take_back()
+    endpoint.take_back()
+    assert (503, "1") == ask(endpoint.port)
+    assert ServerState.DEGRADED == endpoint.state
+    endpoint.close()
+    endpoint.take_back()
+    assert ServerState.CLOSED == endpoint.state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An endpoint that outlives its servers
+# ----------------------------------------------------------------------------------------------------------------------
+
+SERVER = """
+import asyncio, sys
+from routeplane.fleet.endpoints import BorrowedEndpoint, KeptEndpoint
+from routeplane.fleet.engine import serve_app
+
+async def answer_ok(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+async def main():
+    served = await serve_app(answer_ok, borrowed)
+    print("serving", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    borrowed.give_back()
+    await served.close()
+    borrowed.close()
+
+borrowed = BorrowedEndpoint(KeptEndpoint(url=sys.argv[1], desk=sys.argv[2]))
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def server_of(kept: KeptEndpoint) -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own, once it accepts; it ends in order where nothing ended it before."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, kept.url, kept.desk],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert "serving\n" == process.stdout.readline()
+        yield process
+
+
+@pytest.fixture
+def keeper() -> Iterator[EndpointKeeper]:
+    """A keeper in this process, closed afterwards."""
+    made = EndpointKeeper(HOST, RANGE)
+    yield made
+    made.close()
+
+
+def port_of(kept: KeptEndpoint) -> int:
+    """The port of its URL."""
+    return int(kept.url.rpartition(":")[2].partition("/")[0])
+
+
+def test_no_caller_is_refused_while_servers_are_killed_ended_and_replaced(keeper: EndpointKeeper) -> None:
+    """One is killed, one ended in order: every caller gets 200 or 503, but those whose answer the kill cut off."""
+    kept = keeper.reserve(None, None)
+    with Callers(kept.url) as callers:
+        for kills in (True, False):
+            with server_of(kept) as server:
+                assert ServerState.SERVING == keeper.state()
+                assert 200 == ask(port_of(kept))[0]
+                if kills:
+                    server.kill()
+                else:
+                    server.communicate("")
+            while keeper.state() is ServerState.SERVING:
+                time.sleep(0.005)
+            assert ServerState.DEGRADED == keeper.state()
+            assert (503, "1") == ask(port_of(kept))
+    assert {200, 503} <= set(callers.answers) <= {200, 503, "cut"}
+    assert callers.answers["cut"] <= 4  # one that each caller had open when the server was killed
+
+
+def test_a_keeper_lends_to_one_server_at_a_time(keeper: EndpointKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is told after a while, and gets the socket once the first gave it back."""
+    kept = keeper.reserve(None, None)
+    first = BorrowedEndpoint(kept)
+    monkeypatch.setattr("routeplane.fleet.endpoints._LENDING_SECONDS", 0.05)
+    with pytest.raises(FleetError, match=f"expected the socket of {kept.url}") as caught:
+        BorrowedEndpoint(kept)
+    assert ErrorKind.NOT_READY == caught.value.kind
+    monkeypatch.undo()
+    first.close()
+    second = BorrowedEndpoint(kept)
+    second.mark_serving()
+    assert ServerState.SERVING == keeper.state()
+    second.close()
+
+
+def test_a_keeper_that_closes_frees_the_port_and_its_threads(keeper: EndpointKeeper) -> None:
+    """Also while a server has the socket; that server is told."""
+    kept = keeper.reserve(None, None)
+    borrowed = BorrowedEndpoint(kept)
+    keeper.close()
+    keeper.close()
+    with pytest.raises(FleetError, match="from its keeper"):
+        borrowed.mark_serving()
+    borrowed.close()
+    with pytest.raises(FleetError, match="from its keeper"):
+        BorrowedEndpoint(kept)
+    assert not can_connect(port_of(kept))
+    assert not Path(kept.desk).parent.exists()
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name.startswith("routeplane-")]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Endpoints of a fleet
 # ----------------------------------------------------------------------------------------------------------------------
@@ -272,7 +410,7 @@ def test_what_is_not_a_url_is_refused(urls: object) -> None:
         Endpoints.of(urls)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_wildcard_needs_a_host_to_advertise(host: str) -> None:
     """No caller on another machine can connect to http://0.0.0.0."""
     with pytest.raises(UsageError, match="binds all interfaces"):

@@ -28,6 +28,7 @@ from routeplane.fleet.teardown import children_of, process_of
 from routeplane.record.spec import RouteSpec
 from tests.capture.reading import response_calls
 from tests.capture.vllm_engine import QWEN3_MOE
+from tests.fleet.callers import Callers
 from tests.fleet.workers import has_ended
 from tests.ray_cluster import local_cluster
 
@@ -103,12 +104,15 @@ def rows_of(response: dict[str, Any], spec: RouteSpec) -> tuple[int, ...]:
 
 
 def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(model: Path) -> None:
-    """The life of a shard: 503 before it serves, routes of the spec afterwards, the same URL after SIGKILL."""
+    """The life of a shard: 503 before it serves, routes of the spec afterwards, the same URL after SIGKILL, and no
+    caller that is refused meanwhile."""
     spec = spec_of(model)
     engine = asyncio.run(start_engine(config_of(model, spec, enable_scale_out=True), 3, options=OPTIONS))
     try:
 
         async def up() -> Any:
+            with pytest.raises(FleetError, match="endpoint of engine-3 that was reserved"):
+                await engine.state()
             reserved = await engine.reserve()
             assert (3, ServerState.RESERVED) == (reserved.shard, reserved.state)
             with pytest.raises(urllib.error.HTTPError) as early:
@@ -126,11 +130,18 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
         assert status.probed_rows > 0
         assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(status.endpoint.url), spec)
         assert 0 == asyncio.run(engine.drain(5.0))
-        os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(FleetError) as lost:
-            asyncio.run(engine.drain(1.0))
-        assert ErrorKind.ACTOR_LOST == lost.value.kind
-        again = asyncio.run(engine.restart())
+        with Callers(status.endpoint.url, pause=0.2) as callers:
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(FleetError) as lost:
+                asyncio.run(engine.drain(1.0))
+            assert ErrorKind.ACTOR_LOST == lost.value.kind
+            assert ServerState.DEGRADED == asyncio.run(engine.state()).state
+            assert 503 == code_of(f"{status.endpoint.url}/models")
+            again = asyncio.run(engine.restart())
+            assert 200 == code_of(f"{status.endpoint.url}/models")
+        # no caller was refused; those whose answer the kill cut off are one for each at most
+        assert {200, 503} <= set(callers.answers) <= {200, 503, "cut"}
+        assert callers.answers["cut"] <= 4
         assert status.endpoint == again.endpoint
         assert (4 + 8 - 1, *spec.row_shape) == rows_of(completion(again.endpoint.url), spec)
     finally:
@@ -141,13 +152,18 @@ def test_an_engine_is_reserved_loaded_probed_served_killed_and_back_at_its_url(m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("several", ["0", "1"], ids=["one process", "vLLM's own default"])
-def test_a_hook_runs_in_the_worker_and_a_dead_core_answers_503(model: Path, tmp_path: Path, several: str) -> None:
+@pytest.mark.parametrize(
+    ("several", "ranks"), [("0", 1), ("1", 1), ("1", 2)], ids=["one process", "vLLM's own default", "two ranks"]
+)
+def test_a_hook_runs_in_each_worker_and_a_dead_core_answers_503(
+    model: Path, tmp_path: Path, several: str, ranks: int
+) -> None:
     """The hook before the probe; after SIGKILL of what is below the actor, every path says 503 within two seconds."""
     spec = spec_of(model)
     variables = {**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": several, "FLEET_TESTS_TRACES": str(tmp_path)}
     options = ActorOptions(ray={"runtime_env": {"env_vars": variables}})
-    config = replace(config_of(model, spec), hook="tests.fleet.test_engine_actor:leave_a_trace")
+    sized = config_of(model, spec, tensor_parallel_size=ranks)
+    config = replace(sized, hook="tests.fleet.test_engine_actor:leave_a_trace")
     engine = asyncio.run(start_engine(config, 0, options=options))
     try:
 
@@ -157,11 +173,11 @@ def test_a_hook_runs_in_the_worker_and_a_dead_core_answers_503(model: Path, tmp_
             return await engine.serve()
 
         status = asyncio.run(up())
-        [trace] = list(tmp_path.iterdir())
-        assert "0" == trace.name.partition("-")[2]
+        traces = [trace.name.split("-") for trace in tmp_path.iterdir()]
+        assert [str(rank) for rank in range(ranks)] == sorted(rank for _, rank in traces)
         if several == "1":
             below = children_of(engine.pid)
-            assert int(trace.name.partition("-")[0]) in {process.pid for process in below}
+            assert {int(pid) for pid, _ in traces} <= {process.pid for process in below}
             for process in below:
                 os.kill(process.pid, signal.SIGKILL)
             before = time.monotonic()
@@ -187,6 +203,14 @@ def test_a_hook_and_a_worker_extension_exclude_each_other(model: Path) -> None:
     """The hook is one."""
     with pytest.raises(UsageError, match="worker_extension_cls"):
         replace(config_of(model, None, worker_extension_cls="a.B"), hook="a:b")
+
+
+def test_an_option_that_the_engine_does_not_have_is_refused(model: Path) -> None:
+    """A misspelt one would silently be the default."""
+    from routeplane.capture.vllm.api_server import load_engine
+
+    with pytest.raises(UsageError, match="expected arguments of vLLM's server, got max_modle_len"):
+        asyncio.run(load_engine(str(model), spec=None, served_name="policy", options={"max_modle_len": 64}))
 
 
 @pytest.mark.slow

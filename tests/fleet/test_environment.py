@@ -156,7 +156,7 @@ def test_a_worker_answers_between_start_and_close() -> None:
         made.rollout(1)
     assert ErrorKind.ENVIRONMENT == caught.value.kind
     assert not made.is_healthy()
-    made.start()
+    made.start(None)
     assert made.is_healthy()
     assert [1, None] == made.rollout(1)
     made.close()
@@ -169,7 +169,7 @@ def test_a_key_that_the_factory_does_not_consume_is_refused() -> None:
     """A misspelt key would silently be the default; nothing was made."""
     made = worker(fali="start")
     with pytest.raises(UsageError, match=r"counting consumes \(fail\), got fali"):
-        made.start()
+        made.start(None)
     assert made._environment is None
 
 
@@ -177,25 +177,22 @@ def test_a_factory_declares_its_keys_or_takes_all() -> None:
     """Without a declaration every key would be a guess."""
     settings = build_config({"a": 1}, URLS, captured=None)
     with pytest.raises(UsageError, match="declare the keys that it consumes"):
-        EnvironmentWorker(settings, "tests.fleet.test_environment:undeclared").start()
-    EnvironmentWorker(settings, "tests.fleet.test_environment:passing").start()
+        EnvironmentWorker(settings, "tests.fleet.test_environment:undeclared").start(None)
+    EnvironmentWorker(settings, "tests.fleet.test_environment:passing").start(None)
 
 
 def test_a_tokenizer_is_installed_once() -> None:
-    """It serves every later call; a second one is a mistake of the set-up."""
+    """It serves every later call."""
     made = worker()
-    made.start()
-    made.set_tokenizer(pickle.dumps("the tokenizer"))
-    assert [1, "the tokenizer"] == made.rollout(1)
-    with pytest.raises(FleetError, match="second"):
-        made.set_tokenizer(pickle.dumps("another"))
+    made.start(pickle.dumps("the tokenizer"))
+    assert [[1, "the tokenizer"], [2, "the tokenizer"]] == [made.rollout(1), made.rollout(2)]
     made.close()
 
 
 def test_faults_of_infrastructure_and_of_data_are_told_apart_and_pickle() -> None:
     """The environment's own error leaves as FleetError with its words; ours leaves as it is."""
     made = worker()
-    made.start()
+    made.start(None)
     with pytest.raises(FleetError, match=r"OwnError: code 3") as caught:
         made.rollout("own")
     copied = pickle.loads(pickle.dumps(caught.value))
@@ -210,7 +207,7 @@ def test_a_start_that_fails_can_still_be_closed() -> None:
     """What was made before the failure is taken down."""
     made = worker(fail="start")
     with pytest.raises(FleetError, match="starting the environment"):
-        made.start()
+        made.start(None)
     environment = made._environment
     made.close()
     assert isinstance(environment, Counting)
@@ -222,7 +219,7 @@ def test_a_factory_without_a_dotted_name_is_refused(factory: str) -> None:
     """Named in the error."""
     made = EnvironmentWorker(build_config({}, URLS, captured=None), factory)
     with pytest.raises(UsageError, match=r"package\.module:function"):
-        made.start()
+        made.start(None)
 
 
 def test_copies_are_deep_for_configs_of_any_depth() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import socket
 import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from routeplane.errors import DataError, ErrorKind, FleetError, UsageError
 from routeplane.fleet.actors import ActorOptions, build_environment_actor
@@ -25,6 +30,7 @@ from tests.ray_cluster import local_cluster
 
 ROOT = Path(__file__).parents[2]
 GYM = ROOT / ".venv-gym"
+FACTORY = "routeplane.fleet.gym_environment:make_environment"
 TINY = RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1))
 URLS = Endpoints.of(["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"])
 
@@ -41,10 +47,10 @@ def built(config: Mapping[str, Any], *, captured: RouteSpec | None = TINY) -> En
 
 def test_gym_gets_the_engines_urls_and_asks_for_routes() -> None:
     """All URLs in shard order; token ids and the header on the policy's model server; every other key is Gym's."""
-    found = gym_config(built({"config_paths": ["a.yaml"], "gym_python": "python", "use_fastokens": True}))
+    found = gym_config(built({"config_paths": ["a.yaml"], "gym_python": "python", "dry_run": True}))
     assert {
         "config_paths": ["a.yaml"],
-        "use_fastokens": True,
+        "dry_run": True,
         "policy_base_url": ["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"],
         "policy_api_key": "none",
         "policy_model": {
@@ -78,6 +84,24 @@ def test_urls_of_another_source_are_refused() -> None:
     with pytest.raises(UsageError, match="policy_base_url") as caught:
         make_environment(built({"policy_base_url": "http://127.0.0.1:3/v1"}))
     assert ErrorKind.ARGUMENT == caught.value.kind
+
+
+#: Keys that NeMo RL's actor reads.
+NEMO_RL_KEYS = (
+    "thinking_tags",
+    "invalid_tool_call_patterns",
+    "use_fastokens",
+    "tokenizer_config",
+    "pad_dynamic_image_shapes",
+    "routes_dtype",
+)
+
+
+@pytest.mark.parametrize("key", NEMO_RL_KEYS)
+def test_a_key_that_gym_does_not_read_is_refused(key: str) -> None:
+    """Gym's configuration takes any key at its top level, and would ignore it."""
+    with pytest.raises(UsageError, match=f"expected keys that NeMo Gym reads, got {key}"):
+        make_environment(built({key: None}))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,6 +160,27 @@ def gym_environments(folder: Path) -> None:
         (folder / server / ".venv").symlink_to(GYM.resolve())
 
 
+def received_by(head: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that Gym's head server hands to its servers."""
+    with urllib.request.urlopen(f"http://{head['host']}:{head['port']}/global_config_dict_yaml", timeout=30) as answer:
+        found: dict[str, Any] = yaml.safe_load(json.loads(answer.read()))
+        return found
+
+
+def without_others(received: Any, sent: Any) -> Any:
+    """What was received at the keys that were sent; Gym adds its own."""
+    if not isinstance(sent, Mapping):
+        return received
+    return {key: without_others(received[key], value) for key, value in sent.items() if key in received}
+
+
+def free_port() -> int:
+    """A port that no process has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def gym_settings(folder: Path) -> dict[str, Any]:
     """One of Gym's own examples: its resources server and agent, its model server for training; three steps at most."""
     from tests.capture.tiny_server import WORDS
@@ -158,7 +203,25 @@ def gym_settings(folder: Path) -> dict[str, Any]:
         "gym_python": str(GYM / "bin" / "python"),
         "gym_folder": str(folder / "gym"),
         "gym_start_seconds": 240,
+        "head_server": {"host": "127.0.0.1", "port": free_port()},
     }
+
+
+@pytest.mark.slow
+@pytest.mark.gym
+@pytest.mark.vllm
+def test_gym_reads_none_of_the_keys_that_are_refused() -> None:
+    """No file of the release that is tested names one of them, but for a test of its own of how tags are removed."""
+    sought = re.compile(rb"\b(" + "|".join(NEMO_RL_KEYS).encode() + rb")\b")
+    packages = next((GYM / "lib").glob("python3*")) / "site-packages"
+    files = [
+        path
+        for package in ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
+        for kind in ("*.py", "*.yaml")
+        for path in (packages / package).rglob(kind)
+    ]
+    assert len(files) > 500
+    assert [] == [path for path in files if sought.search(path.read_bytes())]
 
 
 @pytest.mark.slow
@@ -169,6 +232,7 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
     from tests.capture.tiny_server import running_server, write_model
     from tests.capture.vllm_engine import SPEC, reference_rows
 
+    settings, sent = gym_settings(tmp_path), dict[str, Any]()
     gym_environments(tmp_path / "environments")
     (tmp_path / "model").mkdir()
     model = write_model(tmp_path / "model")
@@ -193,22 +257,36 @@ def test_a_rollout_of_gyms_own_servers_is_the_engines_record(tmp_path: Path) -> 
         local_cluster(object_store_bytes=100 * 2**20),
     ):
 
-        async def roll() -> tuple[Any, bool, tuple[Any, ...]]:
+        async def roll() -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+            with pytest.raises(UsageError, match="expected an environment with set_tokenizer"):
+                # refused before a server starts: Gym takes no tokenizer, its model server asks the engine
+                await build_environment_actor(
+                    settings, URLS, factory=FACTORY, captured=SPEC, tokenizer="t", options=ActorOptions(venv=str(GYM))
+                )
             handle = await build_environment_actor(
-                gym_settings(tmp_path),
+                settings,
                 Endpoints.of([f"{server.url}/v1"]),
-                factory="routeplane.fleet.gym_environment:make_environment",
+                factory=FACTORY,
                 captured=SPEC,
                 options=ActorOptions(venv=str(GYM)),
             )
             try:
-                return await handle.rollout(example), await handle.is_healthy(), children_of(handle.pid)
+                answer = await handle.rollout(example)
+                assert await handle.is_healthy()
+                sent.update(gym_config(handle.config))
+                return answer, received_by(settings["head_server"]), children_of(handle.pid)
             finally:
                 await asyncio.to_thread(handle.close)
 
-        answer, healthy, processes = asyncio.run(roll())
+        answer, received, processes = asyncio.run(roll())
+    # every key that was sent is in what Gym's head server hands to its servers
+    assert without_others(received, sent) == sent
+    # the rows that Gym validated are whole numbers, one row a token, and the one that was not fed is MISSING
+    calls = [item for item in answer["response"]["output"] if "generation_token_ids" in item]
+    rows = [np.asarray(item["routed_experts"]) for item in calls]
+    assert [(np.int64, -1)] * 3 == [(each.dtype, each[-1].max()) for each in rows]
     [record] = gym_rollout(answer, SPEC, sample_id="s", weights_version=1, axis="captured", cached=0).records
-    assert healthy
+    assert np.int16 == record.routes.dtype
     assert 1.0 == answer["reward"]
     assert 3 == len([span for span in record.spans if span.kind == "generation"])
     assert reference_rows(model, record.token_ids)[:-1] == np.sort(record.routes[:-1], axis=2).tolist()

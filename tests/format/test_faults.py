@@ -55,7 +55,7 @@ def edited(batch: pa.RecordBatch, rng: np.random.Generator) -> tuple[pa.RecordBa
     ends, entries = np.asarray(column.offsets, dtype=np.int64), column.flatten()
     kind = entries.type
     how = str(rng.choice(["records", "lists", "nulls"]))
-    if how == "lists" and pa.types.is_large_list(kind):
+    if how == "lists" and pa.types.is_list(kind):
         entries = _moved_lists(entries, rng)
     elif how == "nulls" and name in ("maybe", "maybe_lists"):
         entries = _other_nulls(entries, rng)
@@ -76,7 +76,7 @@ def _moved(offsets: np.ndarray[Any, np.dtype[np.int64]], rng: np.random.Generato
     return moved
 
 
-def _moved_lists(entries: pa.LargeListArray, rng: np.random.Generator) -> pa.LargeListArray:
+def _moved_lists(entries: pa.ListArray, rng: np.random.Generator) -> pa.ListArray:
     """The same values with an end of a list moved; the other lists and all nulls stay."""
     lengths = np.array(entries.value_lengths().fill_null(0), dtype=np.int64)
     mask = np.asarray(entries.is_null())
@@ -87,14 +87,14 @@ def _moved_lists(entries: pa.LargeListArray, rng: np.random.Generator) -> pa.Lar
         lengths[give] -= 1
         lengths[take] += 1
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), entries.flatten(), mask=pa.array(mask))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), entries.flatten(), mask=pa.array(mask))
 
 
 def _other_nulls(entries: pa.Array, rng: np.random.Generator) -> pa.Array:
     """One more entry that is unknown, or one fewer."""
     plain = entries.to_pylist()
     place = int(rng.integers(len(plain)))
-    plain[place] = ([] if pa.types.is_large_list(entries.type) else 0) if plain[place] is None else None
+    plain[place] = ([] if pa.types.is_list(entries.type) else 0) if plain[place] is None else None
     return pa.array(plain, entries.type)
 
 

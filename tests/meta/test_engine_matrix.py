@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 
-from tests.engine_matrix import FEATURES, OUTCOMES, PAGE, ROOT, cell_of, render
+from tests.engine_matrix import FAULTS, FEATURES, OUTCOMES, PAGE, ROOT, cell_of, render
 from tests.meta.test_field_rows import functions_of
 
 
 def test_the_page_is_written_from_the_outcomes() -> None:
     """``python -m tests.engine_matrix`` would change nothing."""
-    assert render(json.loads(OUTCOMES.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
+    noted = [json.loads(path.read_text(encoding="utf-8")) for path in (OUTCOMES, FAULTS)]
+
+    assert render(*noted) == PAGE.read_text(encoding="utf-8")
 
 
 def test_every_feature_names_tests_that_exist() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.trust.field_page import PAGE, page_of
+
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests" / "field_rows.json").read_text())["rows"]
 
@@ -28,10 +30,14 @@ REPORTS = {
     "H": (75, 76, 77, 78),
     "I": (80, 81),
     "J": (82, 83, 84, 85),
+    "K": (86, 87, 88, 89),
     "L": (90, 91, 92, 93, 94),
-    "N": (108, 109, 116, 117, 118, 119, 120, 121, 122),
-    "O": (125, 126),
-    "Q": (135,),
+    "M": (95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 107),
+    "N": (108, 109, 110, 111, 112, 113, 114, 115, 116, 117, 118, 119, 120, 121, 122),
+    "O": (124, 125, 126, 127),
+    "P": (128, 129, 131, 133, 134),
+    "Q": (135, 136, 137, 138),
+    "R": (139,),
     # the second round: reports of answers, versions and geometry
     "2": tuple(range(1, 51)),
 }
@@ -63,3 +69,14 @@ def test_each_row_names_tests_that_exist_or_a_reason(row: dict[str, Any]) -> Non
     for test in row.get("tests", ()):
         path, _, name = test.partition("::")
         assert name in functions_of(ROOT / path), test
+
+
+def test_the_page_is_that_of_the_map() -> None:
+    """docs/reference/field-faults.md is what ``python -m tests.trust.field_page`` makes of the rows."""
+    assert page_of(ROWS) == PAGE.read_text(encoding="utf-8")
+
+
+def test_every_report_of_the_page_has_a_heading() -> None:
+    """A row whose part has no heading would be left out in silence."""
+    written = PAGE.read_text(encoding="utf-8")
+    assert len(ROWS) == sum(line.startswith("| ") and line[2].isdigit() for line in written.splitlines())

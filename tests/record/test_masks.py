@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +15,15 @@ from hypothesis import strategies as st
 from routeplane.batch import BatchOptions, collate
 from routeplane.capture.recorder import record_of_call
 from routeplane.errors import DataError, UsageError
-from routeplane.record.aligned import MASK_STATES, mask_columns
+from routeplane.record.aligned import MASK_STATES, AlignedColumn, ColumnType, mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
+from routeplane.record.codec import write_batch
+from routeplane.record.parse import frozen_view
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Sampling
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import new_stream, open_stream
 
 SPEC = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,), model="m")
 HOW = Sampling(temperature=0.8, top_p=0.9, logprobs_mode="processed")
@@ -129,3 +134,83 @@ def test_turns_keep_the_masks_of_the_call_that_sampled() -> None:
     assert [[], [], [5, 6], [], [], [3, 9]] == record.columns["sampling_mask"].tolist()
     counts = collate([record], SPEC, options=BatchOptions(labels=True)).mask_counts()
     assert (2, 1) == (counts.listed, counts.unmasked)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What masks cost, and how many fit
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def masked_record(number: int, *, tokens: int, ids: int) -> RouteRecord:
+    """A record whose masks hold ``ids`` ids at most, in lists of 1 to 80 as far as they go."""
+    rng = np.random.default_rng(number)
+    kept: list[list[int] | None] = []
+    sampled_G = rng.integers(0, 50_000, tokens - 2)
+    for own in sampled_G.tolist():
+        size = min(int(rng.integers(0, 80)), ids)
+        kept.append(sorted({own, *rng.integers(0, 50_000, size).tolist()}) if size else None)
+        ids -= size
+    columns = mask_columns(kept, sampled_G.astype(np.int32), prompt=2, sampling=HOW, call="c", vocab_size=50_000)
+    call = replace(
+        call_of([None] * (tokens - 2), [0] * (tokens - 2), call_id=f"sample-{number}"),
+        generation_ids=sampled_G,
+        columns=columns,
+        checksum=None,
+    )
+    return record_of(call)
+
+
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+def test_a_mask_costs_four_bytes_an_id_and_five_a_token(tmp_path: Any, encoding: Any) -> None:
+    """The bytes of two real files, with and without masks: beyond the bar stand 16 bytes a record, and the schema's."""
+    records = [masked_record(number, tokens=700, ids=10_000) for number in range(12)]
+    bare = [replace(record, columns=None, checksum=None) for record in records]
+    sizes = []
+    for found in (records, bare):
+        path = tmp_path / f"{len(sizes)}.arrows"
+        with new_stream(path, SPEC, encoding=encoding) as sink:
+            for record in found:
+                sink.write(record)
+        assert [record.checksum for record in found] == [record.checksum for record in open_stream(path)]
+        sizes.append(path.stat().st_size)
+    ids = sum(len(record.columns["sampling_mask"].values) for record in records)
+    tokens = sum(record.num_tokens for record in records)
+    assert ids > 5 * tokens
+    beyond = sizes[0] - sizes[1] - 4 * ids - 5 * tokens
+    # int64 ends of 12 records in two columns; names and declarations of these in the schema, padding of the buffers
+    assert 16 * len(records) < beyond < 16 * len(records) + 2_000
+
+
+def test_lists_are_split_over_batches_before_an_end_passes_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch ends before its lists hold more values than an end can say; all records come back."""
+    monkeypatch.setattr("routeplane.stream.batches.MAX_BATCH_VALUES", 700)
+    records = [masked_record(number, tokens=40, ids=300) for number in range(5)]
+    held = [len(record.columns["sampling_mask"].values) for record in records]
+    file = io.BytesIO()
+    with new_stream(file, SPEC) as sink:
+        for record in records:
+            sink.write(record)
+    with pa.ipc.open_stream(file.getvalue()) as reader:
+        counts = [len(batch.column("sampling_mask").flatten().flatten()) for batch in reader]
+    assert (sum(held), 700) == (sum(counts), max(max(counts), 700))
+    assert len(counts) > 3
+    assert [record.checksum for record in records] == [record.checksum for record in open_stream(file.getvalue())]
+
+
+def test_lists_beyond_int32_are_refused() -> None:
+    """One record, and two in one batch, whose lists have more values than an end can say: by name, before a copy."""
+    base = record_of(call_of([[7]], [7]))
+    kind = ColumnType(dtype="int8", ragged=True, aligned="fed", axes=("entries",))
+
+    def lists(values: int) -> RouteRecord:
+        # pages that are only read stay one page of zeros
+        offsets_S1 = frozen_view(np.asarray([0, 0, 0, values], dtype=np.int64))
+        huge = AlignedColumn(type=kind, values=frozen_view(np.zeros(values, dtype=np.int8)), offsets=offsets_S1)
+        return replace(base, columns={"huge": huge}, checksum=None)
+
+    sink = new_stream(io.BytesIO(), SPEC)
+    with pytest.raises(DataError, match="at most 2147483647 values in the lists of 'huge', got 2147483648 @ sample"):
+        sink.write(lists(2**31))
+    sink.abort()
+    with pytest.raises(DataError, match="of column 'huge' of one batch, got 2147483648"):
+        write_batch([lists(2**30), lists(2**30)], SPEC, encoding="plain")

@@ -102,6 +102,51 @@ def test_a_selection_keeps_its_layers(data: st.DataObject) -> None:
 
 
 @given(records())
+def test_attached_columns_are_cut_with_the_tokens(record: RouteRecord) -> None:
+    """A trainer's column travels as any other, under a checksum of its own; a name that is taken is refused."""
+    own = np.arange(len(record.token_ids), dtype=np.float32)
+    attached = record.attach_columns({"advantages": own})
+
+    assert attached.verify().checksum != record.checksum
+    assert record.columns.keys() | {"advantages"} == attached.columns.keys()
+    start = record.routes_start if record.routes_start < record.num_tokens else 0
+    part = attached.slice(start, record.num_tokens)
+    assert own[max(start - record.tokens_start, 0) :].tolist() == part.columns["advantages"].values.tolist()
+    with pytest.raises(UsageError, match=r"does not have, got \['advantages'\]"):
+        attached.attach_columns({"advantages": own})
+    with pytest.raises(DataError):
+        record.attach_columns({"advantages": own[1:]})
+
+
+VERSIONS: dict[str, tuple[tuple[int | None, ...], int | None]] = {
+    "one": ((5,), 5),
+    "several": ((7, 5, 6), 5),
+    "one unknown": ((7, None), None),
+    "nothing sampled": ((), None),
+}
+
+
+@pytest.mark.parametrize(("versions", "oldest"), VERSIONS.values(), ids=VERSIONS)
+def test_the_oldest_version_is_of_sampled_tokens(versions: tuple[int | None, ...], oldest: int | None) -> None:
+    """Prompts have no version, and an unknown one hides the others."""
+    edges = [(0, 6 - len(versions)), *((at, at + 1) for at in range(6 - len(versions), 6))]
+    found = [None, *versions]
+    spans = tuple(
+        Span(start=a, stop=b, kind="generation" if at else "prompt", call="c", weights_version=found[at])
+        for at, (a, b) in enumerate(edges)
+    )
+    captures = (
+        Capture(start=0, stop=5, call="c", weights_version=1, state="captured"),
+        Capture(start=5, stop=6, call="c", weights_version=None, state="not_fed"),
+    )
+    if not versions:  # all was fed
+        captures = (Capture(start=0, stop=6, call="c", weights_version=1, state="captured"),)
+    record = watermarked_record(3, num_tokens=6, spec=SPEC, last_token_fed=not versions)
+
+    assert oldest == replace(record, spans=spans, captures=captures, logprobs=None, checksum=None).oldest_version
+
+
+@given(records())
 def test_without_routes_nothing_but_rows_is_lost(record: RouteRecord) -> None:
     """Rows become MISSING and their state lost; every other column stays."""
     bare = record.without_routes()

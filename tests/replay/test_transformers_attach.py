@@ -9,6 +9,7 @@ import copy
 import pickle
 import re
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from routeplane.errors import ErrorKind, ReplayError, RouteplaneError, UsageError
+from routeplane.replay import NoReplay, ReplayHandle
 from routeplane.replay import transformers as gates
 from tests.replay.plain_batch import PlainBatch, random_routes
 from tests.replay.tiny_models import (
@@ -37,6 +39,19 @@ each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fam
 main_families = pytest.mark.parametrize("family", MAIN_FAMILIES, ids=lambda family: family.name)
 QWEN3 = MAIN_FAMILIES[0]
 GPT_OSS = MAIN_FAMILIES[4]
+
+
+def test_where_replay_is_off_one_loop_runs_live() -> None:
+    """What stands for the handle has its methods, with its parameters; the model answers as if it were alone."""
+    names = [name for name in dir(NoReplay) if not name.startswith("_")]
+    for name in names:
+        assert [*signature(getattr(ReplayHandle, name)).parameters] == [*signature(getattr(NoReplay, name)).parameters]
+    assert ["detach", "replaying", "report"] == names
+    model = QWEN3.build()
+    alone = logits_of(model)
+    with NoReplay() as replay, replay.replaying(None):
+        assert torch.equal(alone, logits_of(model))
+    assert (0, 0.0) == (replay.report().microbatches, replay.report().scalars()["routeplane/replay_rows_forced"])
 
 
 # ---- what the model is ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from routeplane.errors import DataError, ErrorKind, ReplayError
+from routeplane.errors import DataError, ErrorKind, ReplayError, UsageError
 from routeplane.replay import transformers as gates
 from routeplane.testing.contracts.replay_contract import feature
 from tests.replay.plain_batch import random_routes
@@ -82,6 +82,26 @@ def test_compiled_blocks_follow() -> None:
                 assert torch.equal(logits_of(model), logits_of(compiled))
     assert plain.report() == traced.report()
     assert min(gate.flipped_rows for gate in plain.report().gates) > 0
+
+
+@torch.no_grad()
+def test_a_report_since_another_counts_one_step() -> None:
+    """Reports of steps add up to the whole; a report of other gates, or of a later time, is refused."""
+    model = QWEN3.build()
+    with gates.attach(model, QWEN3.spec) as handle:
+        steps = [handle.report()]
+        whole = steps[0]
+        for seed in (5, 6):
+            before = handle.report()
+            with handle.replaying(random_routes(QWEN3.spec, NUM_ROWS, seed=seed, missing=0.3)):
+                logits_of(model)
+            steps.append(handle.report(since=before))
+            whole = whole.merge(steps[-1])
+        assert handle.report() == whole
+        assert [0, 1, 1] == [step.microbatches for step in steps]
+        for wrong in (replace(whole, gates=whole.gates[1:]), whole.merge(whole)):
+            with pytest.raises(UsageError, match="expected an earlier report of this handle"):
+                handle.report(since=wrong)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ FORGED_SCHEMAS: dict[str, tuple[Callable[[list[pa.Field]], list[pa.Field]], str]
     "a scalar column more": (lambda fields: [*fields, pa.field("reward", pa.float32())], "token_column"),
     "a text token column": (lambda fields: [*fields, pa.field("w", pa.large_list(pa.utf8()))], "token_column"),
     "a nested token column": (
-        lambda fields: [*fields, pa.field("w", pa.large_list(pa.large_list(pa.int8())))],
+        lambda fields: [*fields, pa.field("w", pa.large_list(pa.list_(pa.int8())))],
         "token_column",
     ),
     "a token column in 32-bit lists": (lambda fields: [*fields, pa.field("w", pa.list_(pa.int8()))], "token_column"),
@@ -149,6 +149,16 @@ def test_forged_declarations(name: str) -> None:
     base = arrow_schema(SPEC, "plain", columns=[("x", ColumnType(dtype="int8"))])
     schema = base.with_metadata({**base.metadata, b"routeplane.columns": FORGED_DECLARATIONS[name]})
     found = refusal(forge([], trailer=None, schema=schema))
+
+    assert (FormatError, ErrorKind.TOKEN_COLUMN) == (type(found), found.kind)
+
+
+def test_lists_end_at_int32() -> None:
+    """A column of lists whose ends are int64 is another type, although it can say the same."""
+    kind = ColumnType(dtype="int8", ragged=True, aligned="fed", axes=("a",))
+    base = arrow_schema(SPEC, "plain", columns=[("x", kind)])
+    wide = base.set(len(base) - 1, pa.field("x", pa.large_list(pa.large_list(pa.int8()))))
+    found = refusal(forge([], trailer=None, schema=wide))
 
     assert (FormatError, ErrorKind.TOKEN_COLUMN) == (type(found), found.kind)
 

@@ -9,31 +9,16 @@ Server-sent events are taken apart at empty lines, whatever pieces they come in.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from routeplane.errors import ErrorKind, UsageError
 
-__all__ = ["EngineAnswers", "EventStream", "metrics_text"]
+__all__ = ["EngineAnswers", "EventStream"]
 
 _KEY = "routeplane"
-
-
-def metrics_text(scalars: Mapping[str, float]) -> str:
-    """Write counts as Prometheus' text format.
-
-    Args:
-        scalars: Counts by name, as a report's ``scalars`` gives them.
-
-    Returns:
-        A gauge for each.
-
-    >>> metrics_text({"routeplane/engine_lost": 2.0})
-    '# TYPE routeplane_engine_lost gauge\\nrouteplane_engine_lost 2.0\\n'
-    """
-    names = {name.replace("/", "_"): value for name, value in scalars.items()}
-    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in names.items())
 
 
 class EngineAnswers:
@@ -41,6 +26,9 @@ class EngineAnswers:
 
     Args:
         app: The server's application, whose ``state`` has vLLM's configuration and engine client.
+
+    Every data-parallel rank has a writer, and is asked: ``collective_rpc`` of vLLM's client reaches all of them, but
+    returns the first one's answer alone.
 
     Raises:
         UsageError: The engine has no writer.
@@ -61,22 +49,36 @@ class EngineAnswers:
         self._client: Any = getattr(state, "engine_client", None)
 
     async def scalars(self) -> dict[str, float]:
-        """Ask the engine for its counts."""
-        [found, *_] = await self._client.collective_rpc("routeplane_report")
-        return dict(found)
+        """Ask the engine for its counts, labelled by data-parallel rank as vLLM's own metrics are."""
+        ranks = await self._ask("routeplane_report")
+        return {f'{name}{{engine="{at}"}}': found[name] for name in ranks[0] for at, found in enumerate(ranks)}
 
-    async def tickets(self, response_id: str, *, choices: int) -> dict[int, str]:
+    async def tickets(self, response_id: str, *, choices: int, last: int = 0) -> dict[int, str]:
         """Ask the engine for the tickets of a response.
 
         Args:
             response_id: The ``id`` of the response, or of a chunk of its stream.
             choices: The request's ``n``.
+            last: The highest index of a choice that is asked for.
 
         Returns:
             The choices' ``index`` -> ticket as JSON, of those that have ended.
         """
-        [found, *_] = await self._client.collective_rpc("routeplane_tickets", args=(response_id,))
-        return {_index(name, choices): ticket for name, ticket in found.items()}
+        ranks = await self._ask("routeplane_tickets", response_id, prompts=last // choices + 1)
+        return {_index(name, choices): ticket for found in ranks for name, ticket in found.items()}
+
+    async def _ask(self, command: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The answers of all data-parallel ranks that this front end serves."""
+        core = getattr(self._client, "engine_core", None)
+        ranks = getattr(core, "core_engines", ())
+        if len(ranks) < 2:
+            answers = [await self._client.collective_rpc(command, args=args, kwargs=kwargs)]
+        else:
+            ask = core._call_utility_async  # vLLM has no other call to a rank; ``interface`` names it
+            answers = await asyncio.gather(
+                *(ask("collective_rpc", command, None, args, kwargs, engine=rank) for rank in ranks)
+            )
+        return [answer[0] for answer in answers]
 
     async def put_tickets(self, document: MutableMapping[str, Any], *, choices: int) -> int:
         """Put a ticket on every choice of a response that has ended.
@@ -92,8 +94,9 @@ class EngineAnswers:
         if not ended:
             return 0
         known = _tickets_of(document)
-        if any(int(choice.get("index", 0)) not in known for choice in ended):
-            known |= await self.tickets(str(document.get("id")), choices=choices)
+        indices = [int(choice.get("index", 0)) for choice in ended]
+        if not known.keys() >= set(indices):
+            known |= await self.tickets(str(document.get("id")), choices=choices, last=max(indices))
         for choice in ended:
             at = int(choice.get("index", 0))
             if at in known:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from routeplane.capture import wire
 from routeplane.capture.choices import DEFAULTS, WHY_ABSENT, CaptureOptions
 from routeplane.capture.http import openai
-from routeplane.capture.http.engine_answers import EngineAnswers, EventStream, metrics_text
+from routeplane.capture.http.engine_answers import EngineAnswers, EventStream
 from routeplane.capture.http.tickets import issue_ticket
 from routeplane.errors import CaptureError, ErrorKind, RouteplaneError, TransportError, UsageError, refused
-from routeplane.record.counts import Counts
+from routeplane.record.counts import Counts, metrics_text
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:

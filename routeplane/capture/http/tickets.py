@@ -81,8 +81,11 @@ def ticket_of_record(record: RouteRecord, call: ModelCall, *, stream: str) -> Ro
     >>> ticket_of_record(record_of_call(call, spec, sample_id="s"), call, stream="rollouts").key
     RecordKey(sample_id='s', attempt=0, segment=0)
     """
-    behind = _call_behind(record, call.call_id, start=call.first_row, stop=call.rows_stop)
-    if call.layer_ids is None:
+    if _is_plain(call, record):
+        behind = call
+    else:
+        behind = _call_behind(record, call.call_id, start=call.first_row, stop=call.rows_stop)
+    if call.layer_ids is None and behind is not call:
         # a call need not name the layers where they are the spec's; ``call_of_ticket`` looks for both
         behind = replace(behind, layer_ids=None, checksum=None)
     return RouteTicket(
@@ -92,6 +95,23 @@ def ticket_of_record(record: RouteRecord, call: ModelCall, *, stream: str) -> Ro
         start=behind.first_row,
         stop=behind.rows_stop,
         checksum=behind.checksum,
+    )
+
+
+def _is_plain(call: ModelCall, record: RouteRecord) -> bool:
+    """Whether ``_call_behind`` would make the very call: nearly always, and it costs a second call to see it.
+
+    The call is whole, of one version, with the rows of all layers; the record's captures still say the same.
+    """
+    if call.loss or call.first_row or call.versions or call.columns or call.rows != "but_last":
+        return False
+    if call.routes is None or not len(call.generation_ids) or call.layer_ids not in (None, record.spec.layer_ids):
+        return False
+    version = call.weights_version
+    expected = [("cached", call.cached, None)] if call.cached else []
+    expected += [("captured", call.rows_stop, version), ("not_fed", call.num_tokens, None)]
+    return expected == [(one.state, one.stop, one.weights_version) for one in record.captures] and all(
+        one.weights_version == version for one in record.spans if one.kind == "generation"
     )
 
 

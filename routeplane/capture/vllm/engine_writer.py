@@ -136,6 +136,8 @@ class RunningSequence:
     def layers(self) -> NDArray[Any] | None:
         """Join all rows that came, ``[R, D, K]``; None where none did."""
         parts = [*self.joined, *self.rows]
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else None
 
     def drop_rows(self) -> None:
@@ -255,11 +257,12 @@ class EngineWriter:
             return dict(said)
         return {**said, f"{KEY}_choices": {str(index): ticket for index, ticket in sorted(known.items())}}
 
-    def tickets_of(self, external_id: str) -> dict[str, str]:
+    def tickets_of(self, external_id: str, *, prompts: int = 1) -> dict[str, str]:
         """Find the tickets of a request that ended.
 
         Args:
             external_id: The id that the request came with.
+            prompts: How many prompts it has at least; another data-parallel rank may have had some of them.
 
         Returns:
             Choice -> ticket as JSON; a request of several prompts (``{id}-0``, ``{id}-1``) has them as
@@ -268,9 +271,9 @@ class EngineWriter:
         found = {str(choice): ticket for choice, ticket in self._tickets.get(external_id, {}).items()}
         for prompt in range(_REMEMBERED):
             several = self._tickets.get(f"{external_id}-{prompt}")
-            if several is None:
+            if several is None and prompt >= prompts:
                 break
-            found |= {f"{prompt}.{choice}": ticket for choice, ticket in several.items()}
+            found |= {f"{prompt}.{choice}": ticket for choice, ticket in (several or {}).items()}
         return found
 
     # ---- the thread ---------------------------------------------------------------------------------------------
@@ -487,7 +490,8 @@ class _RecordBuilder:
 class _BlockThread:
     """The thread between the engine and the carrier: a bounded queue in, answers out.
 
-    Everything that is queued while a block is being sealed goes into the next one, so that one fsync serves many.
+    Everything that is queued while a block is being sealed goes into the next one, so that one fsync serves many; so
+    does what ended in the same step as the sequence that woke the thread, and came while its record was made.
     Records of the block that is being filled are kept until it is sealed: a carrier that fails is opened again, and
     gets them again.
     """
@@ -584,8 +588,9 @@ class _BlockThread:
 
     def _run(self) -> None:
         while True:
-            jobs = self._next_jobs()
-            for job in jobs:
+            for job in self._next_jobs():
+                self._write(job)
+            for job in self._queued_jobs():
                 self._write(job)
             if self._unsealed and (self._must_seal() or self._closing):
                 self._seal()
@@ -595,14 +600,21 @@ class _BlockThread:
         self._end()
 
     def _next_jobs(self) -> list[_Job]:
-        """Take jobs up to the size of a block; waits for the first, or until a block is old."""
+        """Wait for a job, or until a block is old; take jobs up to the size of a block."""
         with self._changed:
             if not self._jobs and not self._unsealed:
                 self._flush_wanted = False  # there is nothing to seal: what was asked for is done
             if not self._jobs and not self._closing and not self._flush_wanted:
                 self._changed.wait(self._config.block_age_s / 4 if self._unsealed else _LOG_EVERY_S)
-            taken: list[_Job] = []
-            size = 0
+        return self._queued_jobs()
+
+    def _queued_jobs(self) -> list[_Job]:
+        """Take what is queued, up to the size of a block."""
+        taken: list[_Job] = []
+        if not self._jobs:
+            return taken
+        size = sum(record.nbytes for _, _, record in self._unsealed)
+        with self._changed:
             while self._jobs and size < self._config.block_bytes:
                 taken.append(self._jobs.popleft())
                 size += taken[-1].sequence.nbytes

@@ -133,6 +133,8 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.v1.executor.abstract:Executor.execute_model": ("scheduler_output", "non_block"),
         "vllm.v1.executor.abstract:Executor.sample_tokens": ("grammar_output",),
         "vllm.v1.engine.core:EngineCore.collective_rpc": ("method", "timeout", "args", "kwargs"),
+        # how the middleware asks each data-parallel rank (``http.engine_answers``)
+        "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async": ("method", "engine"),
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request": ("tokenizer", "request"),
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer.update": ("new_token_ids", "stop_terminated"),
         "vllm.v1.request:Request.__init__": (
@@ -158,6 +160,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "routed_experts",
         ),
         "vllm.v1.engine:EngineCoreOutputs": ("outputs",),
+        "vllm.v1.engine.core_client:MPClient": ("core_engines",),
         "vllm.sampling_params:SamplingParams": ("routed_experts_prompt_start", "extra_args", "stop"),
         "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED", "PAUSED_ALL"),
         "vllm.v1.request:RequestStatus": ("FINISHED_LENGTH_CAPPED",),

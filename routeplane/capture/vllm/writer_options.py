@@ -84,7 +84,7 @@ class WriterConfig:
     place: str
     run: str
     carrier: str = "routeplane.stream.folder.open_writer"
-    options: Mapping[str, Any] = field(default_factory=_no_options)
+    options: Mapping[str, Any] = field(default_factory=_no_options, repr=False)
     limits: Mapping[str, Any] = field(default_factory=_no_options)
     producer: str = "engine"
     block_bytes: int = 2**26
@@ -127,7 +127,7 @@ class WriterConfig:
         """
         given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
         if given is None:
-            raise refused(f"additional_config={{{KEY!r}: {{'place': ..., 'run': ...}}}}", repr(additional_config))
+            raise refused(f"additional_config={{{KEY!r}: {{'place': ..., 'run': ...}}}}", _keys_of(additional_config))
         return cls(**_known(cls, given, "additional_config", required={"place", "run"}))
 
     def producer_of(self, *, rank: int) -> str:
@@ -253,8 +253,13 @@ def _known(
     names = [item.name for item in fields(cls)]
     unknown = sorted(set(given) - set(names)) if isinstance(given, Mapping) else [given]
     if not isinstance(given, Mapping) or unknown or not required <= set(given):
-        raise refused(f"{where}[{KEY!r}] with keys of {names}", repr(given)[:200])
+        raise refused(f"{where}[{KEY!r}] with keys of {names}", _keys_of(given))
     return dict(given)
+
+
+def _keys_of(given: object) -> str:
+    """Names and no values: a carrier's options may hold secrets, and errors are logged."""
+    return f"the keys {sorted(map(str, given))}"[:200] if isinstance(given, Mapping) else repr(given)[:80]
 
 
 def _check_seconds(name: str, value: object, *, optional: bool) -> None:
