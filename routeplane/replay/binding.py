@@ -233,7 +233,7 @@ class GateHook:
             handle.remove()
         self._forward.remove()
 
-    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the gate's forward under its rows, also where compiled code passed over the hooks."""
         if self.wiring.thread.entered is self:
             self.wiring.thread.entered = None
@@ -292,7 +292,7 @@ class _EagerForward(ForwardStandIn):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hook.call(self.original, args, kwargs)
+        return self.hook.call(self.original, *args, **kwargs)
 
 
 class InertHook:
