@@ -181,10 +181,12 @@ def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encodin
         flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
     else:
         dtype: Any = np.uint8 if encoding == "narrow" else np.int16
-        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        # Arrow's pool keeps freed pages; fresh ones from numpy cost five times the copy into them
+        memory = pa.allocate_buffer(int(offsets_B1[-1]) * width * np.dtype(dtype).itemsize)
+        flat_TW = np.frombuffer(memory, dtype=dtype).reshape(-1, width)
         for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
             # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
-            flat_TW[start:stop] = array.reshape(-1, width).astype(dtype, copy=False)
+            np.copyto(flat_TW[start:stop], array.reshape(-1, width), casting="unsafe")
     storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_TW.reshape(-1)), width)
     rows = pa.ExtensionArray.from_storage(row_type(spec, encoding), storage)
     return pa.LargeListArray.from_arrays(pa.array(offsets_B1.astype(np.int64), pa.int64()), rows)
