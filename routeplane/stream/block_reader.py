@@ -365,9 +365,6 @@ class BlockRecords(IpcReader):
         self.leans = parse_leans(self.trailer_metadata)
 
     def _arrive(self) -> Iterator[RouteRecord]:
-        if self.leans is None:
-            yield from super()._arrive()
-            return
         for stored in super()._arrive():
             try:
                 whole = self._joined(stored)
@@ -376,7 +373,9 @@ class BlockRecords(IpcReader):
                     raise
                 self._report = replace(self._report, skipped_records=self._report.skipped_records + 1)
                 continue
-            self._bases[stored.key] = (stored, whole)
+            # without leans no record is a delta: one that is, under a damaged trailer, has no base and was refused
+            if self.leans is not None:
+                self._bases[stored.key] = (stored, whole)
             yield whole
 
     def _joined(self, record: RouteRecord) -> RouteRecord:

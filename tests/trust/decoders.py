@@ -406,7 +406,7 @@ def positions(home: Home) -> Iterator[Input]:
         (parts, lambda given: BlockPart.from_json(given)),
         ("[0, 1, 2]", lambda given: parse_leans({LEANS_KEY: given})),
         (trailer, lambda given: Trailer.from_json(given)),
-        (json.dumps(manifest), lambda given: Manifest.from_document(_document(given), spec_type=RouteSpec)),
+        (json.dumps(manifest), lambda given: Manifest.from_document(_document(given))),
         (SPEC.to_json(), lambda given: RouteSpec.from_json(given)),
         (json.dumps(column), lambda given: ColumnType.from_document(_document(given))),
     )
@@ -488,11 +488,11 @@ def schemas(home: Home) -> Iterator[Input]:
         yield Input(data=schema.metadata[key], read=read, edit=_plain)
 
 
-class _LyingServer(flight._FolderServer):
+class _LyingServer(flight.Server):
     """A server of Flight whose answers are not those of its folder: ``lies``, by what is asked."""
 
     def __init__(self, manifest: Manifest, root: Path) -> None:
-        super().__init__(root, "grpc://127.0.0.1:0", max_block_bytes=2**20)
+        super().__init__(root, max_block_bytes=2**20)
         good: dict[str, Any] = {"manifest": manifest.to_document(), "producers": ["p"], "state": "sealed"}
         good |= {"last_number": 7, "position": Position(place=manifest.place).to_json(), "block": [3, [[2, 10, [1]]]]}
         self.good = {name: _plain(answer) for name, answer in good.items()}

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from routeplane.errors import RouteplaneError
+from routeplane.errors import DataError, ErrorKind, RouteplaneError
 from routeplane.inspect.audit import load_batch
 from routeplane.record.aligned import ColumnType
 from routeplane.record.interfaces import Position, RouteTicket
-from routeplane.record.spec import RouteSpec
 from routeplane.stream import folder
-from routeplane.stream.blocks import Manifest, ReadOptions
-from routeplane.testing.builders import SPEC, sample
+from routeplane.stream.blocks import LEANS_KEY, BlockLimits, Manifest, ReadOptions
+from routeplane.testing.builders import SPEC, sample, turns_of
 from tests.trust.decoders import CONTROL, PAYLOAD
 from tests.trust.measure import BOUNDS, MORE_BYTES, SECONDS, measured
 
@@ -54,11 +53,9 @@ CASES: dict[str, Callable[[], object]] = {
     "a position that is a number": lambda: Position.from_json(5),  # type: ignore[arg-type]
     "a position that is an object": lambda: Position.from_json({}),  # type: ignore[arg-type]
     "a ticket that is a number": lambda: RouteTicket.from_json(1.5),  # type: ignore[arg-type]
-    "a manifest that is a list": lambda: Manifest.from_document([[]], spec_type=RouteSpec),  # type: ignore[arg-type]
-    "a manifest of another encoding": lambda: Manifest.from_document({**MANIFEST, "encoding": []}, spec_type=RouteSpec),
-    "a manifest whose groups are text": lambda: Manifest.from_document(
-        {**MANIFEST, "groups": "ab"}, spec_type=RouteSpec
-    ),
+    "a manifest that is a list": lambda: Manifest.from_document([[]]),  # type: ignore[arg-type]
+    "a manifest of another encoding": lambda: Manifest.from_document({**MANIFEST, "encoding": []}),
+    "a manifest whose groups are text": lambda: Manifest.from_document({**MANIFEST, "groups": "ab"}),
 }
 
 
@@ -119,3 +116,18 @@ def test_batches_that_are_damaged(tmp_path: Path, name: str, data: bytes) -> Non
     (tmp_path / name).write_bytes(data)
     with pytest.raises(RouteplaneError, match="expected a whole"):
         load_batch(tmp_path / name)
+
+
+def test_a_trailer_that_lost_its_leans(tmp_path: Path) -> None:
+    """A delta whose block names no others any more (a bit of the key's name) is refused, never read as it is."""
+    place, turns = tmp_path / "place", turns_of(3, tokens=30)
+    limits = BlockLimits(block_bytes=1, sync=False)
+    with folder.open_writer(place, turns[0].spec, run="run", producer="p", limits=limits) as writer:
+        for record in turns:
+            writer.write(record)
+    last = sorted((place / "producers" / "p").glob("*.arrows"))[-1]
+    assert LEANS_KEY.encode() in last.read_bytes()
+    last.write_bytes(last.read_bytes().replace(LEANS_KEY.encode(), LEANS_KEY.replace("leans", "lfans").encode()))
+    with folder.open_reader(place, producers=1) as reader, pytest.raises(DataError) as caught:
+        list(reader)
+    assert ErrorKind.PREFIX is caught.value.kind
