@@ -179,12 +179,17 @@ def pick_layers(stored_SLK: NDArray[Any], slots: Sequence[int]) -> NDArray[Any]:
     return out_SLK
 
 
-def canonical_blocks(legal_SLK: NDArray[Any], spec: RouteSpec) -> Iterator[NDArray[np.int16]]:
-    """Legal rows as int16, in C-contiguous parts of whole tokens, in order; narrow ones widened a part at a time."""
+def canonical_blocks(
+    legal_SLK: NDArray[Any], spec: RouteSpec, *, kernels: ModuleType | None = None
+) -> Iterator[NDArray[np.int16]]:
+    """Legal rows as int16, in C-contiguous parts of whole tokens, in order; narrow ones widened a part at a time.
+
+    ``kernels``: for a caller whose rows are a part of more; by default those that these rows are worth.
+    """
     if legal_SLK.dtype != np.uint8:
         yield legal_SLK
         return
-    kernels = kernels_for(legal_SLK, spec)
+    kernels = kernels_for(legal_SLK, spec) if kernels is None else kernels
     for start, stop in _blocks(legal_SLK, spec, nbytes=_WIDE_BYTES):
         yield _widened(legal_SLK[start:stop], spec, kernels)
 

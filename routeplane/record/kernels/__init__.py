@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from routeplane.record.kernels.first_look import shows_enough
+from routeplane.record.kernels import vectors
 from routeplane.record.kernels.vectors import (
     ASIDE_ALIGN,
     MAX_TOP_K,
@@ -30,7 +30,16 @@ from routeplane.record.kernels.vectors import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MAX_TOP_K", "count_present", "lay_rows", "move_rows", "rows_are_legal", "shows_enough"]
+__all__ = [
+    "MAX_TOP_K",
+    "count_present",
+    "lay_rows",
+    "move_rows",
+    "present_parts",
+    "quiet_records",
+    "rows_are_legal",
+    "shows_enough",
+]
 
 
 def rows_are_legal(rows: NDArray[Any], widths: tuple[int, ...]) -> bool:
@@ -69,6 +78,87 @@ def count_present(rows: NDArray[Any], widths: tuple[int, ...], *, first: int, mo
     address = rows.ctypes.data + first * top_k * rows.itemsize
     done = int(present_steps((address, steps, how.address, how.period, first % how.period), how.row))
     return done * how.step, done < steps
+
+
+def present_parts(
+    flat: NDArray[Any],
+    widths: tuple[int, ...],
+    *,
+    top_k: int,
+    first: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    absent: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Which parts hold ``rows`` legal rows that are there, and ``absent`` MISSING ones behind them: fresh bool.
+
+    ``flat``: ids of all rows, int16 or narrow, aligned, read-only; a part begins at its row ``first``, counted over
+    tokens and layers, with layer 0 at row 0. ``widths``, ``top_k``: as in ``rows_are_legal``. The caller has checked
+    all that.
+    """
+    how = _plan(widths, top_k, flat.dtype.char)
+    right = np.empty(len(first), dtype=np.bool_)
+    missing = -1 if flat.dtype == np.int16 else 0xFF
+    arrays = (flat, how.limits.reshape(-1), flat.ctypes.data, how.address)
+    vectors.present_rows((*arrays, how.period, how.spare, missing, first, rows, absent, right), how.row)
+    return right
+
+
+def quiet_records(
+    flat: NDArray[Any],
+    token_ids: NDArray[np.int32],
+    *,
+    shape: tuple[int, int],
+    first: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    how: tuple[int, int, int, int, int],
+) -> NDArray[np.bool_]:
+    """``shows_enough`` of several records at once, without rows that are MISSING: fresh bool.
+
+    ``flat``: as in ``present_parts``, of ``shape`` layers and slots a token; ``token_ids``: read-only. A record has
+    ``tokens`` rows, from token ``first`` of ``flat`` and token ``ids`` of ``token_ids`` on. ``how``: layer, width,
+    step, least_rows and looks. The caller has checked all that.
+    """
+    quiet = np.empty(len(first), dtype=np.bool_)
+    vectors.quiet_records((flat, *shape, token_ids, first, ids, tokens, _NO_TOKENS, quiet), how)
+    return quiet
+
+
+def shows_enough(
+    rows: NDArray[Any],
+    *,
+    absent: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    layer: int,
+    width: int,
+    step: int,
+    least_rows: int,
+    looks: int,
+) -> bool:
+    """Whether nothing is suspect in the rows of a first look for alarms. False says nothing.
+
+    Looks at the very rows that ``alarms`` looks at first; what an alarm is, and the last word on it, are ``alarms``'s.
+    Two dozen calls of numpy, each with its own way into the caches, take longer than all of it.
+
+    ``rows``: int16 or narrow ``[S, L, K]``, C-contiguous. ``absent``: tokens to leave out, in ascending order;
+    ``token_ids``: ``[S]``, or none: tokens that repeat the one before are left out too. Of what is kept, no two
+    neighbours of every ``step``-th row may be equal in the layer at slot ``layer``; and from ``least_rows`` kept rows
+    on, ``looks`` evenly spaced ones must use more than K + 1 experts in each layer, counted by how often two choices
+    agree. ``width``: E of the widest layer; an id outside is suspect. The caller has checked types and lengths.
+    """
+    # one type each, so that no second version is compiled
+    rows, absent, token_ids = _frozen(rows), _frozen(absent), _frozen(token_ids)
+    return bool(vectors.shows_enough((rows, absent, token_ids), (layer, width, step, least_rows, looks)))
+
+
+def _frozen(values: NDArray[Any]) -> NDArray[Any]:
+    if values.flags.writeable:
+        values = values.view()
+        values.flags.writeable = False
+    return values
+
+
+_NO_TOKENS = _frozen(np.empty(0, dtype=np.int64))
 
 
 def lay_rows(rows: NDArray[Any], slots: tuple[int, ...], *, out: NDArray[np.int16], past_caches: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Loops over rows in vector registers: the row rule, at about the rate at which memory is read, and laying rows out.
+"""Loops over rows: the row rule, at about the rate at which memory is read, laying rows out, the first look for alarms.
 
 Compilers do not vectorise the rule, so an ``@intrinsic`` says it as LLVM vectors and LLVM picks the instructions
 (AVX-512, AVX2, NEON). Takes addresses, and believes its caller, which is ``kernels`` alone.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -33,7 +34,10 @@ __all__ = [
     "compiled",
     "lay",
     "move",
+    "present_rows",
     "present_steps",
+    "quiet_records",
+    "shows_enough",
     "steps_are_legal",
 ]
 
@@ -100,6 +104,113 @@ def present_steps(work: tuple[int, int, int, int, int], row: tuple[Any, ...]) ->
         if phase >= period:
             phase -= period
     return steps
+
+
+@compiled
+def present_rows(work: tuple[Any, ...], row: tuple[Any, ...]) -> None:
+    """Which parts of some rows are legal and there, but for some at their ends that are MISSING. ``row``: as above.
+
+    ``work``: all ids, flat, and the largest legal id of each lane, flat; the addresses of both, the period of the
+    limits in rows, how many rows a vector reads beyond its own, and the id of MISSING; of each part the first row, how
+    many are there, and how many are MISSING behind, int64; and where each verdict is written, bool.
+    """
+    flat, limits, address, limits_address, period, spare, missing, first_N, count_N, absent_N, right = work
+    step, row_bytes, top_k = _step_rows(row), _row_bytes(row), len(row)
+    for part in range(len(first_N)):
+        at, end = first_N[part], first_N[part] + count_N[part]
+        steps = max(0, (end - at - spare) // step)
+        good = present_steps((address + at * row_bytes, steps, limits_address, period, at % period), row) == steps
+        at += steps * step
+        if good and steps and at < end - spare:
+            at = end - spare - step  # looks at some rows once more, rather than at the last ones one by one
+            good = present_steps((address + at * row_bytes, 1, limits_address, period, at % period), row) == 1
+            at += step
+        while good and at < end:
+            good = _is_present(flat, at * top_k, limits, at % period * top_k, top_k)
+            at += 1
+        for place in range(end * top_k, (end + absent_N[part]) * top_k):
+            good &= flat[place] == missing
+        right[part] = good
+
+
+@compiled
+def _is_present(flat: Any, at: int, limits: Any, limits_at: int, top_k: int) -> bool:
+    """Whether the ids at ``at`` are in range and pairwise distinct."""
+    good = True
+    for slot in range(top_k):
+        expert = flat[at + slot]
+        good &= 0 <= expert <= limits[limits_at + slot]
+        for other in range(slot):
+            good &= flat[at + other] != expert
+    return good
+
+
+@compiled
+def quiet_records(work: tuple[Any, ...], how: tuple[int, int, int, int, int]) -> None:
+    """Whether nothing is suspect in the first look at each of some records. ``how``: as in ``shows_enough``.
+
+    ``work``: all ids, flat, how many layers and slots, and all token ids; of each record its first token in both, and
+    how many tokens have rows, int64; no token, int64; and where each verdict is written, bool.
+    """
+    flat, layers, top_k, token_ids, first_N, ids_N, count_N, none, quiet = work
+    for part in range(len(first_N)):
+        first, stop = first_N[part], first_N[part] + count_N[part]
+        rows = flat[first * layers * top_k : stop * layers * top_k].reshape(stop - first, layers, top_k)
+        own = token_ids[ids_N[part] : ids_N[part] + count_N[part]]
+        quiet[part] = shows_enough((rows, none, own), how)
+
+
+@compiled
+def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, int]) -> bool:
+    """Whether nothing is suspect in a first look for alarms.
+
+    ``record``: rows, absent and token_ids, ``how``: layer, width, step, least_rows and looks, as in
+    ``kernels.shows_enough``.
+    """
+    rows, absent, token_ids = record
+    layer, width, step, least_rows, looks = how
+    tokens, layers, top_k = rows.shape
+    kept = np.empty(tokens, dtype=np.int64)
+    count = next_absent = 0
+    for token in range(tokens):
+        if next_absent < len(absent) and absent[next_absent] == token:
+            next_absent += 1
+        elif token == 0 or len(token_ids) == 0 or token_ids[token] != token_ids[token - 1]:
+            kept[count] = token
+            count += 1
+    for at in range(step, count, step):
+        here, before, differs = kept[at], kept[at - step], False
+        for slot in range(top_k):
+            differs |= rows[here, layer, slot] != rows[before, layer, slot]
+        if not differs:
+            return False
+    if count < least_rows:
+        return True
+    looks = min(looks, count)
+    draws = looks * top_k
+    load_E = np.zeros(width, dtype=np.int32)
+    for place in range(layers):
+        agreeing, seen = 0, 0
+        while seen < looks:
+            token = kept[seen * (count - 1) // max(1, looks - 1)]
+            for slot in range(top_k):
+                expert = rows[token, place, slot]
+                if expert < 0 or expert >= width:
+                    return False
+                # the sum of squares grows by this much when a load grows by one
+                agreeing += 2 * load_E[expert] + 1
+                load_E[expert] += 1
+            seen += 1
+            # no later row can add more than one that repeats all before it
+            if draws * draws >= (top_k + 1) * (agreeing + top_k * (looks * looks - seen * seen)):
+                break
+        if draws * draws < (top_k + 1) * agreeing:
+            return False
+        for look in range(seen):
+            token = kept[look * (count - 1) // max(1, looks - 1)]
+            for slot in range(top_k):
+                load_E[rows[token, place, slot]] = 0
+    return True
 
 
 @compiled
