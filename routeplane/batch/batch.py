@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.batch.columns import CHANGED_LOGITS, NO_STATE, USES, MaskCounts, count_states, settle_states
-from routeplane.batch.layouts import Fill, balanced_rows, check_fill, take_rows
+from routeplane.batch.layouts import Fill, StackLayout, balanced_rows, check_fill, read_layout, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.shard import ContextLayout, RankOf, Shard
@@ -214,10 +214,54 @@ class RouteBatch:
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
         plan = plan_of_rows(token_ids, lengths=lengths, cu_seqlens=cu_seqlens, pad_mask=pad_mask)
         rows, absent = _own_rows(routes, spec, plan, captured)
+        return cls._of_rows(rows, absent, token_ids, generation_mask, spec, plan, excluded=captured is not None)
+
+    @classmethod
+    def from_layout(
+        cls,
+        batch: Any,
+        spec: RouteSpec,
+        *,
+        layout: str | StackLayout,
+        decoder_layers: int | None = None,
+        captured: Any = None,
+    ) -> RouteBatch:
+        """Check a batch in the layout of another stack and make a packed batch of it, for ``replaying``.
+
+        Arguments and errors as in the function ``from_layout``; each row is copied and checked once. Sequences follow
+        one another in the container's order, without its padding. Returns a batch on the CPU that owns its tensors.
+
+        >>> import numpy as np
+        >>> from routeplane import RouteSpec
+        >>> from routeplane.batch import RouteBatch
+        >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
+        >>> sample = {"tokens": [5, 6, 7], "loss_mask": [1, 1], "routed_experts": np.array([[[0, 0], [3, 5]]] * 2)}
+        >>> batch = RouteBatch.from_layout([sample], spec, layout="vllm", decoder_layers=2)
+        >>> batch.layer(1).tolist(), batch.coverage().rows["not_fed"]
+        ([[3, 5], [3, 5], [-1, -1]], 1)
+        """
+        laid, absent = read_layout(batch, spec, layout=layout, decoder_layers=decoder_layers, captured=captured)
+        plan = TokenPlan.from_cu_seqlens(laid.offsets)
+        ids, generated = owned_tensor(laid.token_ids), owned_tensor(laid.generated)
+        return cls._of_rows(owned_tensor(laid.routes), absent, ids, generated, spec, plan, excluded=True)
+
+    @classmethod
+    def _of_rows(
+        cls,
+        rows: torch.Tensor,
+        absent: NDArray[np.int64],
+        token_ids: torch.Tensor,
+        generation_mask: torch.Tensor | None,
+        spec: RouteSpec,
+        plan: TokenPlan,
+        *,
+        excluded: bool,
+    ) -> RouteBatch:
+        """The batch of rows that were checked; ``absent``: those that lack a layer."""
         real = torch.from_numpy(~plan.padding()).to(rows.device)
         generated = torch.zeros_like(real) if generation_mask is None else generation_mask.bool() & real
         ends = _sampled_ends(generated.reshape(-1).cpu().numpy(), plan)
-        states = _own_states(rows, absent, spec, plan, fed=ends, excluded=captured is not None)
+        states = _own_states(rows, absent, spec, plan, fed=ends, excluded=excluded)
         return cls(
             spec=spec,
             plan=plan,

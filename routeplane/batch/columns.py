@@ -136,10 +136,7 @@ def column_fill(name: str, kind: ColumnType) -> float:
 
 def generated_tokens(record: RouteRecord) -> NDArray[np.bool_]:
     """Whether the policy sampled each token: bool ``[S]``."""
-    mask_S = np.zeros(record.num_tokens, dtype=np.bool_)
-    for span in record.spans:
-        mask_S[span.start : span.stop] = span.kind == "generation"
-    return mask_S
+    return record.sampled_tokens()
 
 
 def stored_rows(records: Sequence[RouteRecord]) -> list[NDArray[Any]]:
@@ -177,8 +174,8 @@ def scores(records: Sequence[RouteRecord]) -> list[NDArray[np.float32]] | None:
 def states_of(record: RouteRecord) -> NDArray[np.int8]:
     """Capture state of each token, as its place in ``spans.STATES``: int8 ``[S]``."""
     states_S = np.empty(record.num_tokens, dtype=np.int8)
-    for capture in record.captures:
-        states_S[capture.start : capture.stop] = STATES.index(capture.state)
+    for start, stop, state in record.capture_intervals():
+        states_S[start:stop] = STATES.index(state)
     return states_S
 
 

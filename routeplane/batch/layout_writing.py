@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from routeplane.batch.layouts import Filler, LayoutBatch, StackLayout, check_legal, layout_of, put_rows
+from routeplane.batch.layouts import LayoutBatch, StackLayout, check_legal, fill_rows, filler_row, layout_of, put_rows
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
 from routeplane.record.rows import absent_tokens, survey
 from routeplane.record.spec import MISSING, RouteSpec
@@ -59,31 +59,24 @@ def to_layout(
     """
     kind = layout_of(layout)
     depth = _depth(batch.spec, kind, decoder_layers)
-    lost = _lost(batch, kind)
+    if on_lost not in ("raise", "drop_sample", "mask"):
+        raise refused("on_lost of ('raise', 'drop_sample', 'mask')", repr(on_lost))
+    widths = (prompt_len, response_len, pad_to_multiple_of)
+    if kind.container in ("samples", "jagged") and widths != (None, None, 1):
+        raise refused(f"no widths for the {kind.container} container of {kind.name}", "some")
+    writer = _Writer(kind, batch.spec, depth, batch.routes)
+    parts = [_Part.of(batch, at) for at in range(len(batch.names))]
+    content = writer.write(parts, *widths)
+    # most batches lost nothing: rows are checked while they are written, and written again where they may not stand
+    lost = _lost(batch, kind, writer.absent(parts))
+    dropped, masked = (), ()
     if len(lost) and not kind.spells_missing:
         _check_lost(batch, lost, kind, on_lost)
-    else:
-        lost, on_lost = lost[:0], "raise"
-    kept = [at for at in range(len(batch.names)) if not (on_lost == "drop_sample" and at in lost)]
-    parts = [_Part.of(batch, at, masked=on_lost == "mask" and at in lost) for at in kept]
-    if not parts:
-        raise DataError("expected a sample without lost rows, got none", kind=ErrorKind.ROUTES_MISSING)
-    writer = _Writer(kind, batch.spec, depth, batch.routes)
-    content: Any
-    if kind.container == "padded":
-        content = writer.padded(parts, prompt_len=prompt_len, response_len=response_len, multiple=pad_to_multiple_of)
-    elif kind.container == "packed":
-        content = writer.packed(parts, multiple=pad_to_multiple_of)
-    else:
-        if prompt_len is not None or response_len is not None or pad_to_multiple_of != 1:
-            raise refused(f"no widths for the {kind.container} container of {kind.name}", "some")
-        content = writer.samples(parts) if kind.container == "samples" else writer.jagged(parts)
-    names = [batch.names[at] for at in lost.tolist()]
-    return NativeBatch(
-        content=content,
-        dropped=tuple(names) if on_lost == "drop_sample" else (),
-        masked=tuple(names) if on_lost == "mask" else (),
-    )
+        names = tuple(batch.names[at] for at in lost.tolist())
+        dropped, masked = (names, ()) if on_lost == "drop_sample" else ((), names)
+        parts = [part.masking() if at in lost else part for at, part in enumerate(parts)]
+        content = writer.write([part for part in parts if not (dropped and part.masked)], *widths)
+    return NativeBatch(content=content, dropped=dropped, masked=masked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +96,13 @@ def _depth(spec: RouteSpec, kind: StackLayout, decoder_layers: int | None) -> in
     return decoder_layers
 
 
-def _lost(batch: LayoutBatch, kind: StackLayout) -> NDArray[np.int64]:
-    """The sequences in which a row that was fed is not there in some layer; raises DataError for an illegal row."""
-    absent = survey(batch.routes, batch.spec)
+def _lost(batch: LayoutBatch, kind: StackLayout, absent: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """The sequences in which a row that was fed is not there in some layer; raises DataError for an illegal row.
+
+    ``absent``: the tokens that lack a row in some layer; None where that is not known.
+    """
+    if absent is None:
+        absent = survey(batch.routes, batch.spec)
     if absent is None:
         check_legal(batch, what=f"illegal routes for a batch of {kind.name}")
         absent = absent_tokens(batch.routes)
@@ -116,9 +113,9 @@ def _lost(batch: LayoutBatch, kind: StackLayout) -> NDArray[np.int64]:
 
 
 def _check_lost(batch: LayoutBatch, lost: NDArray[np.int64], kind: StackLayout, on_lost: str) -> None:
-    if on_lost not in ("raise", "drop_sample", "mask"):
-        raise refused("on_lost of ('raise', 'drop_sample', 'mask')", repr(on_lost))
     if on_lost != "raise":
+        if on_lost == "drop_sample" and len(lost) == len(batch.names):
+            raise DataError("expected a sample without lost rows, got none", kind=ErrorKind.ROUTES_MISSING)
         return
     problems = []
     for at in lost.tolist():
@@ -147,18 +144,22 @@ class _Part:
     masked: bool
 
     @classmethod
-    def of(cls, batch: LayoutBatch, at: int, *, masked: bool) -> _Part:
+    def of(cls, batch: LayoutBatch, at: int) -> _Part:
         start, stop = int(batch.offsets[at]), int(batch.offsets[at + 1])
         generated = batch.generated[start:stop]
         return cls(
             name=batch.names[at],
             token_ids=batch.token_ids[start:stop],
-            generated=np.zeros_like(generated) if masked else generated,
+            generated=generated,
             prompt=int(np.argmax(generated)) if generated.any() else stop - start,
             rows=slice(start, stop),
             captured=int(batch.captured[at]),
-            masked=masked,
+            masked=False,
         )
+
+    def masking(self) -> _Part:
+        """The part with filler where a row was lost, and nothing to train on."""
+        return replace(self, generated=np.zeros_like(self.generated), masked=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -169,41 +170,57 @@ class _Writer:
 
     def __init__(self, kind: StackLayout, spec: RouteSpec, depth: int, routes: NDArray[np.int16]) -> None:
         self._kind, self._spec, self._depth, self._routes = kind, spec, depth, routes
+        self._absent: list[NDArray[np.int64] | None] = []
         own = range(depth) if kind.axis == "captured" else spec.layer_ids
         first, last = own[0], own[-1]
         self._slots = slice(first, last + 1) if last + 1 - first == len(own) else list(own)
-        self._others = sorted(set(range(depth)) - set(own))
         self._dtype = np.dtype(np.int32 if kind.dtype == "base64" else kind.dtype if kind.dtype != "narrow" else "i2")
         if kind.dtype == "narrow":
             fits = kind.wide != "uint16" or max(spec.experts_per_layer) <= 256
-            largest = int(routes.max(initial=0)) if kind.wide == "int16" else 0
+            # no legal id of 256 experts needs more than a byte, so that only wider models are looked at
+            chosen = kind.wide == "int16" and max(spec.experts_per_layer) > 256
+            largest = int(routes.max(initial=0)) if chosen else 0
             self._dtype = np.dtype(np.uint8 if fits and largest < 256 else kind.wide)
+
+    def write(
+        self, parts: Sequence[_Part], prompt_len: int | None, response_len: int | None, multiple: int
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """The container of these parts, in fresh arrays."""
+        self._absent = []
+        if self._kind.container == "padded":
+            return self.padded(parts, prompt_len=prompt_len, response_len=response_len, multiple=multiple)
+        if self._kind.container == "packed":
+            return self.packed(parts, multiple=multiple)
+        return self.samples(parts) if self._kind.container == "samples" else self.jagged(parts)
+
+    def absent(self, parts: Sequence[_Part]) -> NDArray[np.int64] | None:
+        """The tokens that lack a row in some layer, of parts that were written; None where that is not known."""
+        found = list(self._absent)
+        for part in parts:  # rows that were not captured are not written
+            behind = part.rows.start + min(part.captured, len(part) - (not self._kind.last_row))
+            rest = survey(self._routes[behind : part.rows.stop], self._spec)
+            found.append(None if rest is None else rest + behind)
+        told = [each for each in found if each is not None]
+        return np.sort(np.concatenate(told)) if len(told) == len(found) else None
 
     def _empty(self, *shape: int) -> NDArray[Any]:
         # every row is written below: np.zeros would not ask the system for large pages
         return np.empty((*shape, self._depth, self._spec.top_k), dtype=self._dtype)
-
-    def _fill(self, rows: NDArray[Any], filler: Filler) -> None:
-        top_k = self._spec.top_k
-        rows[...] = np.arange(top_k, dtype=self._dtype) if filler == "arange" else {"zeros": 0, "missing": -1}[filler]
 
     def _write(self, part: _Part, out: NDArray[Any]) -> None:
         """The part's rows into ``out`` ``[R, D, K]``, and the filler where it has none."""
         kind = self._kind
         count = min(part.captured, len(out))
         rows = self._routes[part.rows][:count]
-        self._fill(out[count:], kind.filler)
-        if self._others:
-            self._fill(out[:count, self._others[0] : self._others[-1] + 1], kind.filler)
-        put_rows(rows, self._slots, out=out[:count])
+        fill_rows(out[count:], kind.filler)
+        absent = put_rows(rows, self._spec, slots=self._slots, out=out[:count], filler=kind.filler)
+        self._absent.append(None if absent is None else absent + part.rows.start)
         if not part.masked or kind.spells_missing:
             return
         token_N, slot_N = np.nonzero(rows[:, :, 0] == MISSING)
         first = self._slots.start if isinstance(self._slots, slice) else None
         place_N = slot_N + first if first is not None else np.asarray(self._slots)[slot_N]
-        filler = np.empty((len(token_N), self._spec.top_k), dtype=self._dtype)
-        self._fill(filler, kind.filler)
-        out[token_N, place_N] = filler
+        out[token_N, place_N] = filler_row(kind.filler, self._spec.top_k)
 
     def padded(
         self, parts: Sequence[_Part], *, prompt_len: int | None, response_len: int | None, multiple: int
@@ -230,9 +247,9 @@ class _Writer:
             start = {"left": width - len(part), "right": 0, "both": widths[0] - part.prompt}[kind.padding_side]
             rows = slice(start, start + len(part))
             ids[at, rows], real[at, rows], sampled[at, rows] = part.token_ids, 1, part.generated
-            self._fill(routes[at, : rows.start], kind.at_padding)
+            fill_rows(routes[at, : rows.start], kind.at_padding)
             self._write(part, routes[at, rows])
-            self._fill(routes[at, rows.stop :], kind.at_padding)
+            fill_rows(routes[at, rows.stop :], kind.at_padding)
         if kind.mask == "response" and kind.padding_side == "left":
             widths[0] = width - (longest[1] if response_len is None else response_len)
         return self._named(parts, ids, real, sampled[:, widths[0] :], routes)
@@ -267,7 +284,7 @@ class _Writer:
         for part in parts:
             self._write(part, routes[at : at + len(part)])
             at += len(part)
-        self._fill(routes[total:], kind.at_padding)
+        fill_rows(routes[total:], kind.at_padding)
         ids, sampled = np.zeros((2, len(routes)), dtype=np.int64)
         ids[:total] = np.concatenate([part.token_ids for part in parts])
         sampled[:total] = np.concatenate([part.generated for part in parts])

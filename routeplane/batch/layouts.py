@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from routeplane.batch.columns import check_whole, generated_tokens, layer_slots
 from routeplane.batch.slots import running_sum
 from routeplane.errors import DataError, ErrorKind, refused
-from routeplane.record.rows import copy_slots, survey
+from routeplane.record.rows import copy_slots, move_checked, survey
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import find_problems
 
@@ -44,11 +44,14 @@ __all__ = [
     "check_fill",
     "check_legal",
     "copy_rows",
+    "fill_rows",
+    "filler_row",
     "filler_rows",
     "from_layout",
     "layer_axis",
     "layout_of",
     "put_rows",
+    "read_layout",
     "read_sequences",
     "take_rows",
     "told_by_value",
@@ -260,8 +263,8 @@ class LayoutBatch:
 
     ``token_ids`` int32 ``[T]``, ``generated`` bool ``[T]``, ``routes`` int16 ``[T, L, K]`` with MISSING where nothing
     was captured; sequence b is ``[offsets[b], offsets[b+1])``, its first ``captured[b]`` rows were captured. ``fed[b]``
-    rows had to be: those before the last sampled token. Owns its arrays. ``RouteBatch.from_tensors`` takes them with
-    ``cu_seqlens=offsets``.
+    rows had to be: those before the last sampled token. Owns its arrays. ``RouteBatch.from_layout`` makes a batch for
+    ``replaying`` of the same container.
 
     >>> from routeplane.batch import from_layout
     >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1,))
@@ -366,17 +369,26 @@ def from_layout(
     >>> from_layout([sample], spec, layout="vllm", decoder_layers=2).routes.tolist()
     [[[3, 5]], [[3, 5]], [[-1, -1]]]
     """
+    return read_layout(batch, spec, layout=layout, decoder_layers=decoder_layers, captured=captured)[0]
+
+
+def read_layout(
+    batch: Any, spec: RouteSpec, *, layout: str | StackLayout, decoder_layers: int | None, captured: Any
+) -> tuple[LayoutBatch, NDArray[np.int64]]:
+    """As ``from_layout``; and the tokens that lack a row in some layer, int64, ascending."""
     kind = layout_of(layout)
     sequences = read_sequences(batch, kind)
     slots = layer_axis(sequences, spec, kind=kind, decoder_layers=decoder_layers)
     counts = captured_rows(sequences, kind, slots=slots, captured=captured)
     offsets = running_sum(np.asarray([len(each.token_ids) for each in sequences], dtype=np.int64))
     routes = np.empty((int(offsets[-1]), *spec.row_shape), dtype=np.int16)
+    absent: list[NDArray[np.int64]] = []
     legal = True
-    for each, start, count in zip(sequences, offsets.tolist(), counts.tolist(), strict=False):
+    for each, (start, stop), count in zip(sequences, pairwise(offsets.tolist()), counts.tolist(), strict=True):
         taken = take_rows(each.rows[:count], spec, slots=slots, out=routes[start : start + count])
         legal = legal and taken is not None
-        routes[start + count : start + len(each.token_ids)] = MISSING
+        routes[start + count : stop] = MISSING
+        absent += [] if taken is None else [taken + start, np.arange(start + count, stop)]
     found = LayoutBatch(
         spec=spec,
         names=tuple(each.name for each in sequences),
@@ -388,7 +400,7 @@ def from_layout(
     )
     if not legal:
         check_legal(found, what=f"illegal routes in a batch of {kind.name}")
-    return found
+    return found, np.concatenate(absent)
 
 
 def check_legal(batch: LayoutBatch, *, what: str) -> None:
@@ -565,9 +577,9 @@ def told_by_value(spec: RouteSpec, kind: StackLayout) -> bool:
 
 def filler_rows(rows: NDArray[Any], filler: Filler) -> NDArray[np.bool_]:
     """Which rows ``[R, L, K]`` hold the filler in every layer: bool ``[R]``."""
-    pattern = np.arange(rows.shape[2]) if filler == "arange" else {"zeros": 0, "missing": MISSING}[filler]
-    # most rows differ in their first id
-    found_R: NDArray[np.bool_] = rows[:, 0, -1] == np.asarray(pattern).reshape(-1)[-1]
+    pattern = filler_row(filler, rows.shape[2])
+    # most rows differ in their last id
+    found_R: NDArray[np.bool_] = rows[:, 0, -1] == pattern[-1]
     suspects = np.flatnonzero(found_R)
     found_R[suspects] = (rows[suspects] == pattern).all(axis=(1, 2))
     return found_R
@@ -578,6 +590,8 @@ def filler_rows(rows: NDArray[Any], filler: Filler) -> NDArray[np.bool_]:
 # Rows between two that are taken are checked along with them up to so many bytes: shorter stretches would be checked
 # one by one, and the compiled check is asked about larger ones alone.
 _GAP_BYTES = 2**18
+# Bytes of rows that numpy copies before it checks them: they are still in the caches.
+_BLOCK_BYTES = 2**20
 
 
 def take_rows(
@@ -620,18 +634,23 @@ def _take_stretch(
     out: NDArray[np.int16],
     gaps: NDArray[np.int64] | None,
 ) -> NDArray[np.int64] | None:
-    done = 0
-
-    def write(start: int, stop: int) -> None:
-        nonlocal done
-        inside = None if gaps is None else gaps[slice(*np.searchsorted(gaps, (start, stop)))] - start
-        copy_rows(rows[start:stop], slots, out=out[start:stop], gaps=inside)
-        done = stop
-
-    found = survey(out, spec, write=write)
-    if done < len(rows):
-        write(done, len(rows))
-    return found
+    at = range(rows.shape[1])[slots] if isinstance(slots, slice) else slots
+    moved = move_checked(rows, out, spec=spec, slots=at, into=range(spec.num_layers), gaps=gaps)
+    if moved is not None:
+        if gaps is None:
+            return moved
+        out[gaps] = MISSING
+        return np.union1d(moved, gaps)
+    step = max(1, _BLOCK_BYTES // (spec.num_layers * spec.top_k * 2))
+    absent: list[NDArray[np.int64] | None] = []
+    for start in range(0, len(rows), step):
+        inside = None if gaps is None else gaps[slice(*np.searchsorted(gaps, (start, start + step)))] - start
+        part = out[start : start + step]
+        copy_rows(rows[start : start + step], slots, out=part, gaps=inside)
+        found = survey(part, spec)
+        absent.append(None if found is None else found + start)
+    found_S = [each for each in absent if each is not None]
+    return np.concatenate(found_S) if len(found_S) == len(absent) else None
 
 
 def _stretches(count: int, kept: NDArray[np.bool_] | None, spec: RouteSpec) -> list[tuple[int, int]]:
@@ -672,12 +691,42 @@ def _fits(rows: NDArray[Any]) -> bool:
     return rows.size == 0 or (int(rows.min()) >= -(2**15) and int(rows.max()) < 2**15)
 
 
-def put_rows(rows: NDArray[np.int16], slots: slice | list[int], *, out: NDArray[Any]) -> None:
-    """Write rows ``[R, L, K]`` to some layers of ``out`` ``[R, D, K]``, C-contiguous; its type holds the ids."""
+def put_rows(
+    rows: NDArray[np.int16], spec: RouteSpec, *, slots: slice | list[int], out: NDArray[Any], filler: Filler
+) -> NDArray[np.int64] | None:
+    """Write rows ``[R, L, K]`` to some layers of ``out`` ``[R, D, K]``, and the filler to all others.
+
+    ``out``: C-contiguous; its type holds the ids. Returns the rows that lack a layer, int64, ascending; None where
+    nothing was told about them.
+    """
+    at = list(range(out.shape[1])[slots]) if isinstance(slots, slice) else slots
+    moved = move_checked(
+        rows, out, spec=spec, slots=range(spec.num_layers), into=at, filler=filler_row(filler, spec.top_k)
+    )
+    if moved is not None:
+        return moved
+    if len(at) < out.shape[1]:
+        fill_rows(out, filler)
     if rows.dtype != out.dtype or isinstance(slots, list) or not rows.flags.c_contiguous or rows.size == 0:
         out[:, slots] = rows
     else:
         _tokens(out, slots, rows.shape[1])[...] = _tokens(rows, slice(None), rows.shape[1])
+    return None
+
+
+def filler_row(filler: Filler, top_k: int) -> NDArray[np.int16]:
+    """One row of a filler, int16 ``[K]``."""
+    found = np.full(top_k, MISSING if filler == "missing" else 0, dtype=np.int16)
+    return np.arange(top_k, dtype=np.int16) if filler == "arange" else found
+
+
+def fill_rows(rows: NDArray[Any], filler: Filler) -> None:
+    """Write a filler to all rows ``[R, D, K]``, C-contiguous."""
+    if rows.size:
+        _, depth, top_k = rows.shape
+        token = np.empty((1, depth, top_k), dtype=rows.dtype)
+        token[...] = filler_row(filler, top_k)
+        _tokens(rows, slice(None), depth)[...] = _tokens(token, slice(None), depth)
 
 
 def _copy_int16(rows: NDArray[np.int16], slots: slice | list[int], out: NDArray[np.int16]) -> None:

@@ -35,7 +35,8 @@ class JoinReport(Counts):
     """What ``join`` matched and what it passed over.
 
     ``sequences`` with a record, ``dummies`` without one, ``truncated`` sequences and the ``truncated_tokens`` that they
-    lack, and ``suffix_tokens`` that the trainer appended.
+    lack, ``suffix_tokens`` that the trainer appended, and how many of these the policy sampled (``suffix_sampled``: at
+    most one a sequence, which was never fed).
     """
 
     SCOPE: ClassVar[str] = "join_"
@@ -44,6 +45,7 @@ class JoinReport(Counts):
     truncated: int = 0
     truncated_tokens: int = 0
     suffix_tokens: int = 0
+    suffix_sampled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ def join(
     lengths: Any = None,
     cu_seqlens: Any = None,
     truncated: Literal["left", "right"] | None = None,
-    suffix: Literal["raise", "allow"] = "raise",
+    sampled: Any = None,
 ) -> JoinResult:
     """Find the record of each sequence of a trainer's batch by its sample id, and check that the tokens are the same.
 
@@ -80,9 +82,12 @@ def join(
     that no sequence names are left out.
 
     ``truncated``: which end of a record the trainer may have cut: its first (``"left"``) or last tokens (``"right"``);
-    default: none may be missing. ``suffix="allow"``: the trainer may have appended tokens, such as an end of sequence.
-    Their rows become padding, and the record has to be whole: its last token was captured, or was never fed to the
-    engine, so that rows which the engine lost cannot pass as a suffix.
+    default: none may be missing. ``sampled``: tokens that the policy sampled, in the ids' form, as bool or 0 and 1:
+    with it the trainer may have appended tokens, such as an end of sequence or an environment's answer. Their rows
+    become padding, and nothing that an engine was fed hides among them: the record's last token was captured or never
+    fed, and of all that was never fed, of the record and appended, at most the first token was sampled. (A mask that
+    leaves out sampled tokens for other reasons, such as a truncated sample's, says nothing about them.) Default: no
+    token may have been appended.
 
     Returns records, plan and a report of all that was passed over; shares the records. Raises UsageError for arguments
     that disagree; DataError with all findings: TOKEN_MISMATCH, which names the sample and its first differing token,
@@ -96,18 +101,20 @@ def join(
     >>> joined.plan.token_N.tolist(), joined.report.truncated_tokens
     ([0, 1, 2, -1, -1, -1, -1, -1], 1)
     """
-    if truncated not in (None, "left", "right") or suffix not in ("raise", "allow"):
-        raise refused("truncated of (None, 'left', 'right') and suffix of ('raise', 'allow')", f"{truncated}, {suffix}")
+    if truncated not in (None, "left", "right"):
+        raise refused("truncated of (None, 'left', 'right')", f"{truncated}")
     ids, edges = _layout(batch_token_ids, cu_seqlens)
     if len(sample_ids) != len(edges) - 1:
         raise refused(f"a sample id for each of {len(edges) - 1} sequences", f"{len(sample_ids)}")
     real_N = _real_rows(ids, edges, pad_mask=pad_mask, lengths=lengths)
+    sampled_N = None if sampled is None else _mask_of(sampled, ids, "sampled")
     table = _by_id(records)
     matches: list[_Match] = []
     problems: list[Problem] = []
     for sample, (start, stop) in zip(sample_ids, pairwise(edges.tolist()), strict=True):
         rows = start + np.flatnonzero(real_N[start:stop])
-        found = _match(table, sample, ids.reshape(-1)[rows], rows=rows, truncated=truncated, suffix=suffix)
+        policy = None if sampled_N is None else sampled_N[rows]
+        found = _match(table, sample, ids.reshape(-1)[rows], rows=rows, truncated=truncated, sampled=policy)
         if isinstance(found, Problem):
             problems.append(found)
         else:
@@ -129,6 +136,7 @@ class _Match:
     first: int
     rows: NDArray[np.int64]
     appended: int
+    sampled: int
 
 
 def _match(
@@ -138,22 +146,37 @@ def _match(
     *,
     rows: NDArray[np.int64],
     truncated: str | None,
-    suffix: str,
+    sampled: NDArray[np.bool_] | None,
 ) -> _Match | Problem:
     if sample is None:
-        return _Match(record=None, first=0, rows=rows[:0], appended=0)
+        return _Match(record=None, first=0, rows=rows[:0], appended=0, sampled=0)
     record = _lookup(table, sample)
     if isinstance(record, Problem):
         return record
     ours, extra = record.num_tokens, max(len(tokens) - record.num_tokens, 0)
-    if extra and (suffix == "raise" or not _is_whole(record)):
-        return _difference(record, record.token_ids, tokens, whole=suffix == "raise")
+    if extra and (sampled is None or not _is_whole(record)):
+        return _difference(record, record.token_ids, tokens, whole=sampled is None)
     first = ours - len(tokens) if truncated == "left" and not extra else 0
     kept = record.token_ids[first : first + len(tokens)] if truncated else record.token_ids
     shown = tokens[: len(tokens) - extra]
     if len(kept) != len(shown) or len(shown) == 0 or np.any(kept != shown):
         return _difference(record, kept, shown, first=first)
-    return _Match(record=record, first=first, rows=rows[: len(shown)], appended=extra)
+    policy = np.flatnonzero(sampled[ours:]) if extra and sampled is not None else rows[:0]
+    # the last sampled token alone was not fed, and it is the first one that was not
+    if len(policy) > 1 or (len(policy) == 1 and (policy[0] > 0 or record.captures[-1].state == "not_fed")):
+        return _hidden(record, int(policy[-1]))
+    return _Match(record=record, first=first, rows=rows[: len(shown)], appended=extra, sampled=len(policy))
+
+
+def _hidden(record: RouteRecord, offset: int) -> Problem:
+    """A token that was sampled behind the record's end, so that tokens before it were fed."""
+    message = (
+        f"expected appended tokens that no policy sampled behind record {record.key}, got a sampled one {offset + 1} "
+        f"behind a last token that is {record.captures[-1].state}: rows before it were fed and lost"
+    )
+    return Problem(
+        kind=ErrorKind.ROUTES_MISSING, message=message, sample=record.sample_id, token=record.num_tokens + offset
+    )
 
 
 def _is_whole(record: RouteRecord) -> bool:
@@ -180,6 +203,7 @@ def _report(matches: Sequence[_Match]) -> JoinReport:
         truncated=sum(count > 0 for count in lacking),
         truncated_tokens=sum(lacking),
         suffix_tokens=sum(match.appended for match in matches),
+        suffix_sampled=sum(match.sampled for match in matches),
     )
 
 
@@ -225,12 +249,7 @@ def _real_rows(ids: NDArray[Any], edges: NDArray[np.int64], *, pad_mask: Any, le
     if pad_mask is not None and lengths is not None:
         raise refused("pad_mask or lengths", "both")
     if pad_mask is not None:
-        mask = np.asarray(pad_mask)
-        if mask.shape != ids.shape or not (
-            mask.dtype == np.bool_ or (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all())
-        ):
-            raise refused(f"pad_mask as bool, or 0 and 1, {list(ids.shape)}", f"{mask.dtype} {list(mask.shape)}")
-        return np.asarray(mask.reshape(-1) == 0)
+        return ~_mask_of(pad_mask, ids, "pad_mask")
     if lengths is None:
         return np.ones(ids.size, dtype=np.bool_)
     counts, widths = np.asarray(lengths), np.diff(edges)
@@ -239,6 +258,20 @@ def _real_rows(ids: NDArray[Any], edges: NDArray[np.int64], *, pad_mask: Any, le
     offset_N = np.arange(ids.size) - np.repeat(edges[:-1], widths)
     real_N: NDArray[np.bool_] = offset_N < np.repeat(counts, widths)
     return real_N
+
+
+def _mask_of(given: Any, ids: NDArray[Any], name: str) -> NDArray[np.bool_]:
+    """A mask of the ids' form, as bool ``[N]``."""
+    if getattr(given, "is_nested", False):
+        given = given.values()
+    elif isinstance(given, list | tuple) and ids.ndim == 1 and len(given) and np.ndim(given[0]):
+        given = np.concatenate(given)
+    mask = np.asarray(given)
+    if mask.shape != ids.shape or not (
+        mask.dtype == np.bool_ or (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all())
+    ):
+        raise refused(f"{name} as bool, or 0 and 1, {list(ids.shape)}", f"{mask.dtype} {list(mask.shape)}")
+    return np.asarray(mask.reshape(-1) != 0)
 
 
 def _by_id(records: Iterable[RouteRecord]) -> Mapping[str, list[RouteRecord]]:

@@ -60,6 +60,9 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     report.add_argument("sources", nargs="+", metavar="SOURCE", help=f"{_SOURCE}; several are parts of one report")
     report.add_argument("--against", metavar="SOURCE", help="another capture of the same samples, to find causes")
     report.add_argument("--out", type=Path, default=Path("routes.html"), help="the file to write")
+    report.add_argument(
+        "--attribute", action="store_true", help="with --against: how much of the mismatch each factor makes"
+    )
     report.add_argument("--png", type=Path, metavar="FOLDER", help="draw each chart as a PNG file too")
     report.set_defaults(run=_report)
     for command in (stats, diff, explain, report):
@@ -181,17 +184,20 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    pictures, damage, findings = _write_report(options)
+    pictures, damage, overview = _write_report(options)
     document = {
         "report": str(options.out),
         "bytes": options.out.stat().st_size,
         "pictures": list(map(str, pictures)),
-        "findings": [finding.to_dict() for finding in findings],
+        "findings": [finding.to_dict() for finding in overview.findings],
+        "attribution": None if overview.attribution is None else overview.attribution.to_dict(),
         "damage": _damage_documents(damage),
     }
     from routeplane.cli.output import format_findings
 
-    show(options, document, lines=[*_damage_lines(damage), *format_findings(findings), f"wrote {options.out}"])
+    lines = [*_damage_lines(damage), *format_findings(overview.findings)]
+    lines += [] if overview.attribution is None else overview.attribution.lines()
+    show(options, document, lines=[*lines, f"wrote {options.out}"])
     return 1 if damage else 0
 
 
@@ -202,6 +208,7 @@ def write_comparison(source: str, against: str, *, out: Path) -> None:
         argparse.Namespace(
             sources=[source],
             against=against,
+            attribute=False,
             out=out,
             png=None,
             layer=None,
@@ -224,9 +231,11 @@ def require_report() -> Any:
     return report
 
 
-def _write_report(options: argparse.Namespace) -> tuple[list[Path], list[tuple[str, Problem]], Sequence[Any]]:
+def _write_report(options: argparse.Namespace) -> tuple[list[Path], list[tuple[str, Problem]], Overview]:
     from routeplane.inspect.overview import Overview
 
+    if options.attribute and options.against is None:
+        raise refused("--against with --attribute, the side that scored with and without", "none")
     report = require_report()
     count_on_ray = _ray() if options.ray else None
     sources = _sources(options.sources, options)
@@ -243,12 +252,13 @@ def _write_report(options: argparse.Namespace) -> tuple[list[Path], list[tuple[s
         notes=[
             f"from {_few(sources.paths)}",
             *([f"against {_few(against.paths)}"] if against else []),
+            *([] if overview.attribution is None else overview.attribution.lines()),
         ],
         damage=_damage_lines(damage),
     )
     report.write_report(options.out, page)
     pictures = list(report.write_charts(options.png, overview)) if options.png else []
-    return pictures, damage, overview.findings
+    return pictures, damage, overview
 
 
 def _survey(
@@ -274,6 +284,7 @@ def _survey(
             _spec(sources, options),
             against=None if against is None else lookup if lookup is not None else records(against),
             against_spec=None if against is None else _spec(against, options),
+            attribute=options.attribute,
         )
     return overview, [entry for part in read for entry in part.damage]
 

@@ -496,6 +496,7 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
         check_setup(plan.setup)
     run = _Run(plan, on_change)
     tasks = [asyncio.create_task(run.carry_out(task), name=task.name) for task in run.ordered]
+    failed: dict[str, BaseException] = {}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         await _end(tasks)
@@ -508,6 +509,8 @@ async def start_async(plan: Plan, *, on_change: Callable[[Timeline], object] | N
         for task in tasks:
             if not task.done():
                 error.add_note(f"task {task.get_name()} did not end within {_END_SECONDS} s of its cancellation")
+            elif not failed and not task.cancelled() and (own := task.exception()) is not None:
+                error.add_note(f"task {task.get_name()} failed meanwhile: {type(own).__name__}: {own}")
         _note(error, await run.closers.take_down_in_loop())
         raise
     return Fleet(run.results, run.timeline(), closers=run.closers)

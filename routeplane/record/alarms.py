@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["find_alarms"]
+__all__ = ["find_alarms", "first_look"]
 
 # Rows of the first look at a layer. Few draws show fewer effective experts than there are, never more on average, so a
 # layer that shows enough has them; one that does not is looked at in full.
 _FIRST_LOOK = 16
+# More tokens than this with the same rows are an alarm; and layers are looked at from so many rows on.
+_LONGEST_RUN, _LEAST_ROWS = 32, 64
 _NO_TOKENS = frozen_view(np.empty(0, dtype=np.int32))
 
 
@@ -42,8 +44,8 @@ def find_alarms(
     token_ids: NDArray[np.int32] | None = None,
     first_token: int = 0,
     sample: str | None = None,
-    longest_run: int = 32,
-    least_rows: int = 64,
+    longest_run: int = _LONGEST_RUN,
+    least_rows: int = _LEAST_ROWS,
 ) -> list[Problem]:
     """Statistics of legal ``routes`` ``[S, L, K]``, int16 or narrow, that point at a broken capture, as ``alarm``
     problems.
@@ -97,6 +99,17 @@ def find_alarms(
         for slot in sorted(_suspects(routes[kept[spaced]], spec) & set(choosing)):
             found += _layer_alarms(routes[kept, slot], spec, spec.layer_ids[slot])
     return [_placed(problem, first_token=first_token, sample=sample) for problem in found]
+
+
+def first_look(spec: RouteSpec) -> tuple[int, int, int, int, int] | None:
+    """How ``kernels.quiet_records`` looks for the alarms of ``find_alarms``: layer, width, step, least rows, looks.
+
+    None where there is nothing to look for.
+    """
+    choosing = _choosing(spec)
+    if not choosing:
+        return None
+    return choosing[0], max(spec.experts_per_layer), _step(_LONGEST_RUN), _LEAST_ROWS, _FIRST_LOOK
 
 
 @lru_cache(maxsize=64)

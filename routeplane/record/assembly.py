@@ -155,7 +155,7 @@ def assemble(
                 fill.add(position, keep_last=overlap == "keep_last")
             captures = fill.captures()
             if on_missing == "raise":
-                _refuse_missing(captures, key.sample_id)
+                _refuse_missing(captures)
             record = RouteRecord(
                 sample_id=key.sample_id,
                 attempt=key.attempt,
@@ -435,12 +435,12 @@ def _rank(routes_RLK: NDArray[np.int16]) -> NDArray[np.int8]:
     return np.where(missing_RL.all(axis=1), _ABSENT, np.where(missing_RL.any(axis=1), _SOME, _WHOLE)).astype(np.int8)
 
 
-def _refuse_missing(captures: Iterable[Capture], sample_id: str) -> None:
+def _refuse_missing(captures: Iterable[Capture]) -> None:
     for capture in captures:
         if capture.state not in ("captured", "cached", "not_fed"):
             raise DataError(
                 f"expected rows for tokens [{capture.start}, {capture.stop}), got none: {capture.state} "
-                f"in call {capture.call} @ sample {sample_id}",
+                f"@ call {capture.call}",
                 kind=ErrorKind.ROUTES_MISSING,
             )
 

@@ -20,7 +20,20 @@ from routeplane.errors import ChecksumError, ErrorKind, Problem
 if TYPE_CHECKING:
     from routeplane.record.spans import Capture, Prefix, Sampling, Span
 
-__all__ = ["CanonicalHash", "digest_of", "hash_captures", "hash_prefix", "hash_sampling", "hash_spans", "require_equal"]
+__all__ = [
+    "CanonicalHash",
+    "array_heads",
+    "capture_end",
+    "digest_of",
+    "hash_captures",
+    "hash_prefix",
+    "hash_sampling",
+    "hash_spans",
+    "item_head",
+    "number_items",
+    "require_equal",
+    "span_end",
+]
 
 
 _U64 = struct.Struct("<Q")
@@ -59,6 +72,19 @@ class CanonicalHash:
         self._hash.update(b"".join(self._small))
         self._small = []
 
+    def raw(self, piece: bytes) -> None:
+        """Canonical bytes that were made before: whole items."""
+        self._small.append(piece)
+
+    def feed(self, values: NDArray[Any]) -> None:
+        """Values that are canonical as they are."""
+        self._flush()
+        self._hash.update(values)
+
+    def small_bytes(self) -> bytes:
+        """What was given since the last array, the spec's digest included where there was none."""
+        return b"".join(self._small)
+
     def null(self, name: str) -> None:
         """A null column: name and flag, nothing more."""
         self._small.append(_head(name, b"\x01"))
@@ -68,18 +94,18 @@ class CanonicalHash:
         if value is None:
             return self.null(name)
         data = value.encode()
-        self._small += (_head(name, b"\x00"), _U64.pack(len(data)), data)
+        self._small += (item_head(name), _U64.pack(len(data)), data)
         return None
 
     def int32(self, name: str, value: int) -> None:
         """An int32 column."""
-        self._small += (_head(name, b"\x00"), _LENGTH_4, _I32.pack(value))
+        self._small += (item_head(name), _LENGTH_4, _I32.pack(value))
 
     def int64(self, name: str, value: int | None) -> None:
         """An int64 column."""
         if value is None:
             return self.null(name)
-        self._small += (_head(name, b"\x00"), _LENGTH_8, _I64.pack(value))
+        self._small += (item_head(name), _LENGTH_8, _I64.pack(value))
         return None
 
     def interval(self, start: int, stop: int) -> None:
@@ -90,20 +116,20 @@ class CanonicalHash:
         """A float64 column."""
         if value is None:
             return self.null(name)
-        self._small += (_head(name, b"\x00"), _LENGTH_8, _F64.pack(value))
+        self._small += (item_head(name), _LENGTH_8, _F64.pack(value))
         return None
 
     def uint64(self, name: str, value: int) -> None:
         """A uint64 column."""
-        self._small += (_head(name, b"\x00"), _LENGTH_8, _U64.pack(value))
+        self._small += (item_head(name), _LENGTH_8, _U64.pack(value))
 
     def begin_list(self, name: str, count: int) -> None:
         """A list or struct column: the number of entries; the caller then gives each entry's fields."""
-        self._small += (_head(name, b"\x00"), _U64.pack(count))
+        self._small += (item_head(name), _U64.pack(count))
 
     def begin_array(self, name: str, nbytes: int) -> None:
         """A fixed-width column whose values come by ``part``, ``nbytes`` of them in all."""
-        self._small += (_head(name, b"\x00"), _U64.pack(nbytes))
+        self._small += (item_head(name), _U64.pack(nbytes))
 
     def part(self, values: NDArray[Any]) -> None:
         """Some values of a fixed-width column: little endian, NaN in its canonical spelling, bool as one byte."""
@@ -148,7 +174,35 @@ def _head(name: str, flag: bytes) -> bytes:
     return _U64.pack(len(data)) + data + flag
 
 
-_START, _STOP = (_head(name, b"\x00") + _LENGTH_8 for name in ("start", "stop"))
+def item_head(name: str) -> bytes:
+    """How an item that is not null begins: its name and its flag."""
+    return _head(name, b"\x00")
+
+
+_START, _STOP = (item_head(name) + _LENGTH_8 for name in ("start", "stop"))
+
+
+def number_items(**columns: NDArray[Any]) -> list[bytes]:
+    """The items of columns of numbers, int32 or int64, one after the other: bytes for each entry.
+
+    What ``CanonicalHash.int32`` and ``int64`` give of one.
+    """
+    parts = [(item_head(name) + _U64.pack(values.itemsize), values) for name, values in columns.items()]
+    return _rows_of_bytes(parts)
+
+
+def array_heads(name: str, nbytes: NDArray[np.int64]) -> list[bytes]:
+    """How a fixed-width column of each entry begins: what ``CanonicalHash.begin_array`` gives of one."""
+    return _rows_of_bytes([(item_head(name), nbytes)])
+
+
+def _rows_of_bytes(parts: list[tuple[bytes, NDArray[Any]]]) -> list[bytes]:
+    kinds = [kind for head, values in parts for kind in (f"V{len(head)}", values.dtype.newbyteorder("<"))]
+    block = np.empty(len(parts[0][1]), dtype=[(str(place), kind) for place, kind in enumerate(kinds)])
+    for place, (head, values) in enumerate(parts):
+        block[str(2 * place)], block[str(2 * place + 1)] = np.void(head), values
+    data, width = block.tobytes(), block.itemsize
+    return [data[at : at + width] for at in range(0, len(data), width)]
 
 
 def _canonical_array(values: NDArray[Any]) -> NDArray[Any]:
@@ -184,12 +238,24 @@ def hash_spans(out: CanonicalHash, spans: tuple[Span, ...]) -> None:
     out.begin_list("spans", len(spans))
     for span in spans:
         out.interval(span.start, span.stop)
-        out.text("kind", span.kind)
-        out.text("role", span.role)
-        out.text("call", span.call)
-        out.int64("weights_version", span.weights_version)
+        out.raw(span_end((span.kind, span.role, span.call, span.weights_version)))
         if span.sampling is not None:
             hash_sampling(out, span.sampling)
+
+
+@lru_cache(maxsize=1024)
+def span_end(members: tuple[str, str | None, str, int | None]) -> bytes:
+    """The items of a span between its interval and its sampling: those of a call repeat from record to record.
+
+    ``members``: kind, role, call, weights_version.
+    """
+    kind, role, call, weights_version = members
+    out = CanonicalHash(0)
+    out.text("kind", kind)
+    out.text("role", role)
+    out.text("call", call)
+    out.int64("weights_version", weights_version)
+    return out.small_bytes()[8:]
 
 
 def hash_sampling(out: CanonicalHash, sampling: Sampling) -> None:
@@ -215,6 +281,15 @@ def hash_captures(out: CanonicalHash, captures: tuple[Capture, ...]) -> None:
     out.begin_list("captures", len(captures))
     for capture in captures:
         out.interval(capture.start, capture.stop)
-        out.text("state", capture.state)
-        out.text("call", capture.call)
-        out.int64("weights_version", capture.weights_version)
+        out.raw(capture_end((capture.state, capture.call, capture.weights_version)))
+
+
+@lru_cache(maxsize=1024)
+def capture_end(members: tuple[str, str, int | None]) -> bytes:
+    """The items of a capture behind its interval; ``members``: state, call, weights_version."""
+    state, call, weights_version = members
+    out = CanonicalHash(0)
+    out.text("state", state)
+    out.text("call", call)
+    out.int64("weights_version", weights_version)
+    return out.small_bytes()[8:]

@@ -16,7 +16,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
-from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns, read_column
+from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns
+from routeplane.record.columnar import Aligned, CheckedBatch, Ragged, RaggedRoutes, Stored
 from routeplane.record.coverage import lose_rows, unfed_start
 from routeplane.record.record import Prefix, RouteRecord, read_record
 from routeplane.record.rows import widen
@@ -180,10 +181,12 @@ def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encodin
         flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
     else:
         dtype: Any = np.uint8 if encoding == "narrow" else np.int16
-        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        # Arrow's pool keeps freed pages; fresh ones from numpy cost five times the copy into them
+        memory = pa.allocate_buffer(int(offsets_B1[-1]) * width * np.dtype(dtype).itemsize)
+        flat_TW = np.frombuffer(memory, dtype=dtype).reshape(-1, width)
         for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
             # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
-            flat_TW[start:stop] = array.reshape(-1, width).astype(dtype, copy=False)
+            np.copyto(flat_TW[start:stop], array.reshape(-1, width), casting="unsafe")
     storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_TW.reshape(-1)), width)
     rows = pa.ExtensionArray.from_storage(row_type(spec, encoding), storage)
     return pa.LargeListArray.from_arrays(pa.array(offsets_B1.astype(np.int64), pa.int64()), rows)
@@ -206,29 +209,49 @@ def _prefix_entry(prefix: Prefix | None) -> dict[str, object] | None:
 
 
 def read_records(
-    batch: pa.RecordBatch, header: StreamHeader, *, verify: bool = False, select: RouteSpec | None = None
+    batch: pa.RecordBatch,
+    header: StreamHeader,
+    *,
+    verify: bool = False,
+    select: RouteSpec | None = None,
+    alarms: bool = False,
+    columnar: bool = True,
 ) -> Iterator[RouteRecord | DataError]:
     """The records of a validated batch, one by one; an illegal one comes as its DataError, so that a caller may go on.
 
     Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
     once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
-    layers to keep, copied before their rows are checked, as only these are.
+    layers to keep, copied before their rows are checked, as only these are. ``alarms``: look for alarms in the pass
+    over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first, where it
+    is worth it; what comes is the same.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count and name not in ("group", "prefix", "logprobs"):
             raise FormatError(f"expected no nulls in column {name}, got {column.null_count}", kind=ErrorKind.SCHEMA)
-    small = {name: batch.column(name).to_pylist() for name in _SMALL}
-    tokens = _Ragged(batch.column("token_ids"))
-    logprobs = _Ragged(batch.column("logprobs"))
-    routes = _RaggedRoutes(batch.column("routes"), header)
-    extra = {name: _Aligned(batch.column(name), kind, name) for name, kind in header.columns}
+    stored = Stored(
+        tokens=Ragged(batch.column("token_ids")),
+        logprobs=Ragged(batch.column("logprobs")),
+        routes=RaggedRoutes(batch.column("routes"), header),
+    )
+    extra = {name: Aligned(batch.column(name), kind, name=name) for name, kind in header.columns}
+    checked = CheckedBatch.of(batch, header, stored=stored) if columnar and select is None else None
+    small: dict[str, list[Any]] = {}
     for index in range(batch.num_rows):
-        row = {name: values[index] for name, values in small.items()}
         columns = {name: column[index] for name, column in extra.items()}
+        found = None if checked is None else checked.record(index, columns, verify=verify, alarms=alarms)
+        if found is not None:
+            yield found
+            continue
+        small = small or {name: batch.column(name).to_pylist() for name in _SMALL}
         arrays = _Arrays(
-            token_ids=tokens[index], routes=routes.stored(index), logprobs=logprobs[index], columns=columns
+            token_ids=stored.tokens[index],
+            routes=stored.routes.stored(index),
+            logprobs=stored.logprobs[index],
+            columns=columns,
         )
-        yield _build(row, header, arrays, verify=verify, select=select)
+        yield _build(
+            {name: values[index] for name, values in small.items()}, header, arrays, verify=verify, select=select
+        )
 
 
 _SMALL = (
@@ -252,7 +275,7 @@ def stored_rows(one_row: bytes, *, header: StreamHeader) -> tuple[int, NDArray[n
     ``one_row``: an Arrow IPC stream of its one row, from a batch that was validated.
     """
     batch = pa.ipc.open_stream(one_row).read_next_batch()
-    return batch.column("routes_start")[0].as_py(), _RaggedRoutes(batch.column("routes"), header)[0]
+    return batch.column("routes_start")[0].as_py(), RaggedRoutes(batch.column("routes"), header)[0]
 
 
 def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> RouteRecord | None:
@@ -263,7 +286,7 @@ def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> Route
     """
     one = batch.slice(index, 1)
     row = {name: one.column(name).to_pylist()[0] for name in _SMALL}
-    tokens, start = _Ragged(one.column("token_ids"))[0], row["routes_start"]
+    tokens, start = Ragged(one.column("token_ids"))[0], row["routes_start"]
     rows = _own_rows(row, len(tokens))
     if rows is None:
         return None  # before anything of that size is allocated
@@ -272,13 +295,13 @@ def salvage(batch: pa.RecordBatch, index: int, *, header: StreamHeader) -> Route
     row["attributes"] = [*kept, ("quarantined", "true")]
     row["checksum"] = None
     try:
-        extra = {name: _Aligned(one.column(name), kind, name)[0] for name, kind in header.columns}
+        extra = {name: Aligned(one.column(name), kind, name=name)[0] for name, kind in header.columns}
     except (DataError, FormatError):
         return None
     arrays = _Arrays(
         token_ids=tokens,
         routes=header.spec.missing_rows(rows),
-        logprobs=_Ragged(one.column("logprobs"))[0],
+        logprobs=Ragged(one.column("logprobs"))[0],
         columns=dict(blank_weights(extra, own=min(rows, len(tokens)))),
     )
     read = _build(row, header, arrays, verify=False)
@@ -352,93 +375,3 @@ def _build(
         )
     except DataError as error:
         return error
-
-
-class _Ragged:
-    """A large_list column as one flat numpy array and offsets; item i is a view."""
-
-    def __init__(self, column: pa.LargeListArray) -> None:
-        # .values of a sliced list array is the parent's whole buffer; flatten() honours the slice.
-        self._valid = column.is_valid().to_numpy(zero_copy_only=False)
-        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.flat = _without_nulls(column.flatten())
-        if isinstance(self.flat, pa.ExtensionArray):
-            # flattening drops null rows, so they are looked for before and after
-            self.flat = _without_nulls(_without_nulls(self.flat.storage).flatten())
-        self._values = self.flat.to_numpy(zero_copy_only=False)
-
-    def __getitem__(self, index: int) -> Any:
-        """A view ``[rows]``, or None where the entry is null."""
-        if not self._valid[index]:
-            return None
-        return self._values[self.offsets_B1[index] : self.offsets_B1[index + 1]]
-
-
-class _Aligned:
-    """One aligned column of a batch; item i is the column of record i, a view where no entry is null."""
-
-    def __init__(self, column: pa.LargeListArray, kind: ColumnType, name: str) -> None:
-        self._kind, self._name = kind, name
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-        self._tokens_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        entries = column.flatten()
-        storage = entries.storage if isinstance(entries, pa.ExtensionArray) else entries
-        if storage.null_count and not kind.nullable:
-            raise FormatError(
-                f"expected no nulls inside column {name}, got {storage.null_count}", kind=ErrorKind.TOKEN_COLUMN
-            )
-        self._valid = storage.is_valid().to_numpy(zero_copy_only=False) if kind.nullable else None
-        self._offsets = None
-        if kind.ragged:
-            sizes = storage.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-            self._offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
-            self._values = _plain_values(_without_nulls(storage.flatten()))
-        elif kind.shape:
-            width = int(np.prod(kind.shape))
-            inner = storage.values.slice(storage.offset * width, len(storage) * width)
-            self._values = _plain_values(_without_nulls(inner)).reshape(-1, *kind.shape)
-        else:
-            self._values = _plain_values(storage)
-
-    def __getitem__(self, index: int) -> AlignedColumn:
-        start, stop = self._tokens_B1[index], self._tokens_B1[index + 1]
-        valid = None if self._valid is None else self._valid[start:stop]
-        if self._offsets is None:
-            return read_column(self._kind, self._values[start:stop], offsets=None, valid=valid, name=self._name)
-        first, last = self._offsets[start], self._offsets[stop]
-        offsets = self._offsets[start : stop + 1] - first
-        return read_column(self._kind, self._values[first:last], offsets=offsets, valid=valid, name=self._name)
-
-
-def _plain_values(array: pa.Array) -> NDArray[Any]:
-    """The values of a flat array, those of null entries as they lie there."""
-    if array.null_count:
-        array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], offset=array.offset)
-    return np.asarray(array.to_numpy(zero_copy_only=False))
-
-
-def _without_nulls(array: pa.Array) -> pa.Array:
-    if array.null_count:
-        raise FormatError(f"expected no nulls inside lists, got {array.null_count}", kind=ErrorKind.SCHEMA)
-    return array
-
-
-class _RaggedRoutes:
-    """The routes column; item i is int16 ``[rows, L, K]``: a view of plain routes, a fresh array of narrow ones."""
-
-    def __init__(self, column: pa.LargeListArray, header: StreamHeader) -> None:
-        self._ragged = _Ragged(column)
-        self._header = header
-        self._values = self._ragged.flat.to_numpy(zero_copy_only=True)
-
-    def stored(self, index: int) -> NDArray[Any]:
-        """Item i as it is stored, a view."""
-        layers, top_k = self._header.spec.row_shape
-        start, stop = self._ragged.offsets_B1[index : index + 2] * (layers * top_k)
-        stored_SLK: NDArray[Any] = self._values[start:stop].reshape(-1, layers, top_k)
-        return stored_SLK
-
-    def __getitem__(self, index: int) -> NDArray[np.int16]:
-        stored_SLK = self.stored(index)
-        return stored_SLK if self._header.encoding == "plain" else widen(stored_SLK, self._header.spec)

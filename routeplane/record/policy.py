@@ -186,8 +186,8 @@ class RecordCounts:
         """Count one record."""
         self.records += 1
         self.tokens += record.num_tokens
-        for capture in record.captures:
-            self._rows[capture.state] += capture.stop - capture.start
+        for start, stop, state in record.capture_intervals():
+            self._rows[state] += stop - start
 
     def coverage(self) -> Coverage:
         """Rows by capture state."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 
@@ -44,9 +44,19 @@ from routeplane.record.validate import find_problems, missing_rows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from routeplane.record.spans import CaptureState, SpanKind
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["Prefix", "RecordKey", "RouteRecord", "cut_record", "read_record"]
+__all__ = [
+    "Prefix",
+    "RecordKey",
+    "RecordSource",
+    "RouteRecord",
+    "cut_record",
+    "read_record",
+    "text_map",
+    "view_record",
+]
 
 _SLICE = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 
@@ -101,6 +111,7 @@ class RouteRecord:
 
     if TYPE_CHECKING:  # no field: what construction leaves behind
         _rows: ClassVar[StoredRows]
+        _source: ClassVar[tuple[RecordSource, int]]
 
     def __post_init__(self) -> None:
         self._construct(as_integers(self.routes, np.int16, what="routes", ndim=3))
@@ -112,7 +123,7 @@ class RouteRecord:
         """
         self._check_identity()
         settle(self, token_ids=as_integers(self.token_ids, np.int32, what="token_ids", ndim=1))
-        settle(self, spans=tuple(self.spans), captures=tuple(self.captures), attributes=_text_map(self.attributes))
+        settle(self, spans=tuple(self.spans), captures=tuple(self.captures), attributes=text_map(self.attributes))
         self._check_lengths(len(stored_SLK))
         own = len(self.token_ids)
         if self.logprobs is not None:
@@ -120,14 +131,14 @@ class RouteRecord:
         settle(self, columns=aligned_columns(self.columns, own))
         if select is not None:
             stored_SLK = self._take_layers(select, stored_SLK)
-        out = self._hash_until_routes(stored_SLK.size) if verify or self.checksum is None else None
+        out = self.hash_until_routes(stored_SLK.size) if verify or self.checksum is None else None
         rows = StoredRows.check(stored_SLK, self.spec, feed=None if out is None else out.part)
         if rows is None:
             self._refuse_rows(stored_SLK)
         self._hold(rows)
         self._check_content(rows)
         if out is not None:
-            self._hash_from_routes_on(out)
+            self.hash_from_routes_on(out)
             if self.checksum is None:
                 settle(self, checksum=out.value())
         check_count(self.checksum, "checksum", below=2**64)
@@ -225,11 +236,17 @@ class RouteRecord:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # narrow rows are widened when they are first asked for, which reading into a batch never does
-            if name != "routes" or "_rows" not in vars(self):
+            # narrow rows are widened when they are first asked for, which reading into a batch never does; a record of
+            # a reader's batch is made without the objects that reading into a batch does not need
+            own = vars(self)
+            if name == "routes" and "_rows" in own:
+                own[name] = own["_rows"].widened()
+            elif name in ("routes", "spans", "captures", "_rows") and "_source" in own:
+                source, index = own["_source"]
+                own[name] = source.part(name, index)
+            else:
                 raise AttributeError(f"expected an attribute of RouteRecord, got {name!r}")
-            settle(self, routes=self._rows.widened())
-            return vars(self)[name]
+            return own[name]
 
     @property
     def stored_routes(self) -> NDArray[Any]:
@@ -238,7 +255,8 @@ class RouteRecord:
 
         A record of a narrow stream widens its rows, into memory of its own, when ``routes`` is first asked for.
         """
-        return self._rows.stored
+        held = vars(self).get("_source")
+        return self._rows.stored if held is None else held[0].part("stored", held[1])
 
     @property
     def absent_tokens(self) -> NDArray[np.int64]:
@@ -253,7 +271,8 @@ class RouteRecord:
     @property
     def num_tokens(self) -> int:
         """S, tokens that stand in the prefix's record included."""
-        return self.captures[-1].stop
+        held = vars(self).get("_source")
+        return self.captures[-1].stop if held is None else held[0].length(held[1])
 
     @property
     def tokens_start(self) -> int:
@@ -274,9 +293,30 @@ class RouteRecord:
     def sampled_tokens(self) -> NDArray[np.bool_]:
         """Which tokens a policy sampled: a fresh bool array ``[S]``."""
         mask_S = np.zeros(self.num_tokens, dtype=np.bool_)
-        for span in self.spans:
-            mask_S[span.start : span.stop] = span.kind == "generation"
+        for start, stop, kind in self.span_intervals():
+            if kind == "generation":
+                mask_S[start:stop] = True
         return mask_S
+
+    def span_intervals(self) -> Iterable[tuple[int, int, SpanKind]]:
+        """``(start, stop, kind)`` of each span, for readers that need no more of it."""
+        held = vars(self).get("_source")
+        if held is not None:
+            return held[0].span_intervals(held[1])
+        return ((span.start, span.stop, span.kind) for span in self.spans)
+
+    def capture_intervals(self) -> Iterable[tuple[int, int, CaptureState]]:
+        """``(start, stop, state)`` of each capture, for readers that need no more of it."""
+        held = vars(self).get("_source")
+        if held is not None:
+            return held[0].capture_intervals(held[1])
+        return ((capture.start, capture.stop, capture.state) for capture in self.captures)
+
+    @property
+    def seen_quiet(self) -> bool:
+        """Whether its reader has looked for alarms, and found nothing suspect."""
+        held = vars(self).get("_source")
+        return held is not None and held[0].quiet(held[1])
 
     @property
     def oldest_version(self) -> int | None:
@@ -336,13 +376,13 @@ class RouteRecord:
 
     def compute_checksum(self) -> int:
         """xxh3-64 of the canonical bytes of this content, whatever ``checksum`` says."""
-        out = self._hash_until_routes(self._rows.stored.size)
+        out = self.hash_until_routes(self._rows.stored.size)
         for part_SLK in canonical_blocks(self._rows.stored, self.spec):
             out.part(part_SLK)
-        self._hash_from_routes_on(out)
+        self.hash_from_routes_on(out)
         return out.value()
 
-    def _hash_until_routes(self, ids: int) -> CanonicalHash:
+    def hash_until_routes(self, ids: int) -> CanonicalHash:
         """A hash of the columns before the routes, which come next, ``ids`` of them as int16, by ``part``."""
         out = CanonicalHash(self.spec.digest)
         out.text("sample_id", self.sample_id)
@@ -354,10 +394,15 @@ class RouteRecord:
         out.begin_array("routes", int(ids) * 2)
         return out
 
-    def _hash_from_routes_on(self, out: CanonicalHash) -> None:
+    def hash_from_routes_on(self, out: CanonicalHash) -> None:
+        """Add the columns behind the routes."""
         hash_prefix(out, self.prefix)
-        hash_spans(out, self.spans)
-        hash_captures(out, self.captures)
+        held = vars(self).get("_source")
+        if held is not None:
+            held[0].hash_intervals(out, held[1])
+        else:
+            hash_spans(out, self.spans)
+            hash_captures(out, self.captures)
         out.array("logprobs", self.logprobs)
         out.text_map("attributes", self.attributes)
         hash_columns(out, self.columns)
@@ -439,7 +484,8 @@ class RouteRecord:
     def _derived(self, rows: StoredRows, **changes: Any) -> RouteRecord:
         """This record with rows that were checked, and fields that follow from its own; the checksum is new."""
         made = object.__new__(RouteRecord)
-        settle(made, **{**vars(self), **changes})
+        settle(made, **{item.name: getattr(self, item.name) for item in fields(self) if item.name != "routes"})
+        settle(made, **changes)
         made._hold(rows)
         settle(made, checksum=made.compute_checksum())
         return made
@@ -469,6 +515,47 @@ def read_record(stored: NDArray[Any], *, verify: bool, select: RouteSpec | None 
     return record
 
 
+class RecordSource(Protocol):
+    """A reader's batch whose records it has checked: what they are made of, when it is asked for."""
+
+    def part(self, name: str, index: int) -> Any:
+        """``spans``, ``captures``, ``routes``, ``_rows`` of a record, or its rows as they are ``stored``."""
+
+    def length(self, index: int) -> int:
+        """Its tokens."""
+
+    def quiet(self, index: int) -> bool:
+        """Whether it was looked at for alarms, and nothing was suspect."""
+
+    def span_intervals(self, index: int) -> Iterable[tuple[int, int, SpanKind]]:
+        """Start, stop and kind of its spans."""
+
+    def capture_intervals(self, index: int) -> Iterable[tuple[int, int, CaptureState]]:
+        """Start, stop and state of its captures."""
+
+    def hash_intervals(self, out: CanonicalHash, index: int) -> None:
+        """Add the items of its spans and captures."""
+
+
+def view_record(
+    source: RecordSource, index: int, *, columns: Mapping[str, AlignedColumn], **content: Any
+) -> RouteRecord:
+    """A record of a batch that checked all of it but ``columns``; without a prefix, ``content`` the other fields.
+
+    Raises DataError for columns that a record cannot have.
+    """
+    record = object.__new__(RouteRecord)
+    vars(record).update(content, columns=_NO_COLUMNS, _source=(source, index))
+    if columns:
+        settle(record, columns=aligned_columns(columns, record.num_tokens))
+        if have_rules(columns):
+            record._check_columns(record._rows)
+    return record
+
+
+_NO_COLUMNS: Mapping[str, AlignedColumn] = MappingProxyType({})
+
+
 def cut_record(
     record: RouteRecord, *, tokens: tuple[int, int] | None = None, spec: RouteSpec | None = None
 ) -> RouteRecord:
@@ -484,7 +571,8 @@ def _rebuild(content: dict[str, Any]) -> RouteRecord:
     return RouteRecord(**content)
 
 
-def _text_map(entries: Mapping[str, str] | None) -> Mapping[str, str]:
+def text_map(entries: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Attributes, checked, as a read-only copy. Raises DataError."""
     checked = dict(entries or {})
     for key, value in checked.items():
         check_text(key, "an attribute's name")

@@ -16,7 +16,7 @@ import numpy as np
 
 from routeplane.record.parse import frozen_view
 from routeplane.record.spec import MISSING, NARROW_MISSING
-from routeplane.record.validate import all_legal, kernels_for, missing_rows
+from routeplane.record.validate import all_legal, kernels_for, kernels_for_bytes, missing_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +32,7 @@ __all__ = [
     "canonical_blocks",
     "copy_slots",
     "lay_out",
+    "move_checked",
     "pick_layers",
     "survey",
     "widen",
@@ -43,6 +44,8 @@ __all__ = [
 _BLOCK_BYTES = 2**20
 # Tokens that are looked at closely where a row is not there; four times as many each time that the next is not either.
 _FEW_TOKENS = 16
+# Marked tokens that are judged together: most often there are few, and their rows are copied.
+_MARKED_TOKENS = 4_096
 # Of narrow rows, as int16. These are written first, into memory that malloc hands out again and again up to this size.
 _WIDE_BYTES = 2**16
 
@@ -98,13 +101,12 @@ def survey(
     spec: RouteSpec,
     *,
     feed: Callable[[NDArray[np.int16]], object] | None = None,
-    write: Callable[[int, int], object] | None = None,
 ) -> NDArray[np.int64] | None:
     """The tokens that lack a row in some layer, where every row is legal; None where one is not, or none can be told.
 
     ``stored_SLK``: int16 or narrow bytes; C-contiguous and of the spec's shape, or nothing can be told. Indices are
     int64, ascending, fresh. ``feed`` is given the rows as int16, in C-contiguous parts of whole tokens, in order: all
-    of them, unless the answer is None. ``write`` puts the tokens ``[a, b)`` there before they are looked at, in order.
+    of them, unless the answer is None.
 
     >>> from routeplane import RouteSpec
     >>> rows = np.asarray([[[3, 5]], [[-1, -1]]], dtype=np.int16)
@@ -120,8 +122,6 @@ def survey(
     absent: list[NDArray[np.int64]] = []
     known = 0  # the rows before this one were looked at
     for start, stop in _blocks(stored_SLK, spec, nbytes=_WIDE_BYTES if wide else _BLOCK_BYTES):
-        if write is not None:
-            write(start, stop)
         met, few = True, _FEW_TOKENS
         while met and known < stop * layers:
             if kernels is not None:
@@ -179,12 +179,17 @@ def pick_layers(stored_SLK: NDArray[Any], slots: Sequence[int]) -> NDArray[Any]:
     return out_SLK
 
 
-def canonical_blocks(legal_SLK: NDArray[Any], spec: RouteSpec) -> Iterator[NDArray[np.int16]]:
-    """Legal rows as int16, in C-contiguous parts of whole tokens, in order; narrow ones widened a part at a time."""
+def canonical_blocks(
+    legal_SLK: NDArray[Any], spec: RouteSpec, *, kernels: ModuleType | None = None
+) -> Iterator[NDArray[np.int16]]:
+    """Legal rows as int16, in C-contiguous parts of whole tokens, in order; narrow ones widened a part at a time.
+
+    ``kernels``: for a caller whose rows are a part of more; by default those that these rows are worth.
+    """
     if legal_SLK.dtype != np.uint8:
         yield legal_SLK
         return
-    kernels = kernels_for(legal_SLK, spec)
+    kernels = kernels_for(legal_SLK, spec) if kernels is None else kernels
     for start, stop in _blocks(legal_SLK, spec, nbytes=_WIDE_BYTES):
         yield _widened(legal_SLK[start:stop], spec, kernels)
 
@@ -218,6 +223,54 @@ def lay_out(
         for start, stop in _blocks(part_SLK, spec, nbytes=_BLOCK_BYTES):
             some_SLK = part_SLK[start:stop]
             _widen_into(out[start:stop], some_SLK if whole else pick_layers(some_SLK, slots), spec=spec)
+
+
+def move_checked(
+    rows: NDArray[Any],
+    out: NDArray[Any],
+    *,
+    spec: RouteSpec,
+    slots: Sequence[int],
+    into: Sequence[int],
+    gaps: NDArray[np.int64] | None = None,
+    filler: NDArray[np.int16] | None = None,
+) -> NDArray[np.int64] | None:
+    """``out[:, into] = rows[:, slots]``, checked while each row is in registers: the tokens that lack a row.
+
+    ``rows``, ``out``: integers of any width, ``[S, D, K]`` with a D of its own each; slots exist. ``gaps``: tokens,
+    int64, ascending, whose rows may be anything; they are not among those returned. ``filler``: ``[K]``, what all other
+    layers of ``out`` become; default: they stay as they are.
+
+    Returns int64, ascending; None where nothing can be told, since a row is not legal, or the compiled loop is not
+    there, or not for such arrays: then ``out`` may hold anything, and numpy has the last word.
+
+    >>> rows = np.ones((2, 1, 1), dtype=np.int64)
+    >>> from routeplane import RouteSpec
+    >>> spec = RouteSpec(num_experts=8, top_k=1, layer_ids=(0,))
+    >>> move_checked(rows, rows.astype(np.int16), spec=spec, slots=(0,), into=(0,)) is None  # too few to load it for
+    True
+    """
+    kernels = kernels_for_bytes(len(rows) * spec.num_layers * spec.top_k * 2, spec)
+    if kernels is None or not (_is_side_by_side(rows) and _is_side_by_side(out)):
+        return None
+    marks_S = kernels.move_rows(
+        rows, out, widths=spec.experts_per_layer, slots=tuple(slots), into=tuple(into), filler=filler
+    )
+    if gaps is not None:
+        marks_S[gaps] = False
+    marked, absent = np.flatnonzero(marks_S), []
+    for start in range(0, len(marked), _MARKED_TOKENS):
+        some = marked[start : start + _MARKED_TOKENS]
+        some_SLK = rows[some[:, None], np.asarray(slots)]
+        if not all_legal(some_SLK, spec):
+            return None
+        absent.append(some[(some_SLK[:, :, 0] == MISSING).any(axis=1)])
+    return np.concatenate(absent) if absent else marked
+
+
+def _is_side_by_side(rows: NDArray[Any]) -> bool:
+    """Whether the rows of each token follow one another in memory, as integers in native order."""
+    return rows.dtype.kind in "iu" and rows.dtype.isnative and rows[:1].flags.c_contiguous
 
 
 def copy_slots(part_SLK: NDArray[Any], slots: Sequence[int] | NDArray[np.int64], *, out: NDArray[Any]) -> None:

@@ -201,7 +201,7 @@ class RecordReader(ABC):
 
     def _watch(self, record: RouteRecord) -> None:
         """Look for statistics that a healthy capture does not show; count them, or raise by choice."""
-        if self._policy.on_alarm == "ignore":
+        if self._policy.on_alarm == "ignore" or record.seen_quiet:
             return
         found = find_alarms(
             record.stored_routes,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["all_legal", "check_routes", "find_problems", "kernels_for", "missing_rows"]
+__all__ = ["all_legal", "check_routes", "find_problems", "kernels_for", "kernels_for_bytes", "missing_rows"]
 
 # Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
 _BLOCK_ROWS = 32_768
@@ -105,9 +105,14 @@ def kernels_for(rows: NDArray[Any], spec: RouteSpec) -> ModuleType | None:
 
     Rows it takes are C-contiguous int16, or narrow bytes, with a top-k that a vector holds.
     """
-    if rows.nbytes < _KERNEL_BYTES or rows.dtype not in _KERNEL_TYPES or spec.top_k > _KERNEL_TOP_K:
+    if rows.dtype not in _KERNEL_TYPES or not rows.flags.c_contiguous:
         return None
-    return _kernels() if rows.flags.c_contiguous else None
+    return kernels_for_bytes(rows.nbytes, spec)
+
+
+def kernels_for_bytes(nbytes: int, spec: RouteSpec) -> ModuleType | None:
+    """The module ``kernels`` where so many bytes of rows are enough to load it for, and a vector holds their top-k."""
+    return None if nbytes < _KERNEL_BYTES or spec.top_k > _KERNEL_TOP_K else _kernels()
 
 
 def _kernel_says_legal(routes_SLK: NDArray[Any], spec: RouteSpec) -> bool:

@@ -228,7 +228,8 @@ class BatchRecords:
         """
         checksums = batch.column("checksum").to_pylist()
         tokens = batch.column("token_ids").value_lengths().to_pylist()
-        reads = read_records(batch, self._header, verify=self._policy.verify, select=select)
+        alarms = self._policy.on_alarm != "ignore"
+        reads = read_records(batch, self._header, verify=self._policy.verify, select=select, alarms=alarms)
         for index, read in enumerate(reads):
             if seen is not None:
                 seen(checksums[index], tokens[index])

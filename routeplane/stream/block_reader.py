@@ -6,15 +6,16 @@ A carrier adds a ``BlockStore``: where blocks lie, and what is known of a produc
 from __future__ import annotations
 
 import json
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from routeplane.errors import DataError, ErrorKind, FormatError, TransportError, TruncatedError, refused
+from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError, UsageError, refused
 from routeplane.record.interfaces import BlockName, KeyMemory, Position
 from routeplane.record.policy import Quarantine, ReadPolicy
 from routeplane.record.prefixes import join_prefix
@@ -30,6 +31,7 @@ from routeplane.stream.blocks import (
     ReadOptions,
     SealedBlock,
     check_name,
+    wait_until,
 )
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
@@ -47,16 +49,12 @@ __all__ = [
     "sealed_cut",
 ]
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
-
 
 class BlockStore(ABC):
     """Where the blocks of a place lie, for one reader; carriers implement it. Pickles; a copy holds no group."""
 
-    @property
-    @abstractmethod
-    def manifest(self) -> Manifest:
-        """What the place declares."""
+    #: What the place declares.
+    manifest: Manifest
 
     @abstractmethod
     def producers(self) -> list[str]:
@@ -88,7 +86,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def save_position(self, position: Position) -> None:
-        """Store what the group acknowledged. Raises UsageError in a copy that does not hold the group."""
+        """Store what the group acknowledged; a copy is never asked to."""
 
     @abstractmethod
     def release(self) -> None:
@@ -116,6 +114,7 @@ class BlockReader(RecordReader):
         options: ReadOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._store, self._follow, self._options = store, follow, options
+        self._pid: int | None = os.getpid()
         try:
             super().__init__(store.manifest.spec, policy)
             self._expected = _expected_producers(producers)
@@ -124,6 +123,9 @@ class BlockReader(RecordReader):
             store.release()
             raise
         self._keys = KeyMemory(self._acknowledged.keys)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pid": None}
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -139,8 +141,13 @@ class BlockReader(RecordReader):
     def acknowledge(self, position: Position) -> None:
         """State that everything before a position is done with; blocks that no group needs may be deleted.
 
-        Raises UsageError for a position of another place, beyond what exists, or before what was acknowledged.
+        Raises UsageError for a position of another place, beyond what exists, or before what was acknowledged, and in a
+        copy.
         """
+        if self._closed or self._pid != os.getpid():
+            raise UsageError(
+                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
+            )
         self._check_position(position)
         if any(position.number(name) < number for name, number in self._acknowledged.next.items()):
             raise refused(f"a position behind {self._acknowledged.to_json()}", position.to_json())
@@ -265,19 +272,15 @@ class _Turns:
 
         ``in_turn``: the order that the position decides; otherwise whichever is sealed first.
         """
-        began, wait = time.monotonic(), _FIRST_WAIT_S
-        while True:
+        found: list[BlockName] = []
+
+        def look() -> bool:
             name = self._look(position, in_turn=in_turn)
-            if name is not None or self.complete or not self._follow:
-                return name
-            limit = self._options.timeout_s
-            if limit is not None and time.monotonic() - began > limit:
-                raise TransportError(
-                    f"expected a block within {limit} s, got none of {self._producers() or 'any producer'}",
-                    kind=ErrorKind.TIMED_OUT,
-                )
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_S)
+            found.extend([] if name is None else [name])
+            return name is not None or self.complete or not self._follow
+
+        wait_until(look, self._options.timeout_s, expected=lambda: f"a block of {self._producers() or 'any producer'}")
+        return found[0] if found else None
 
     def _look(self, position: Position, *, in_turn: bool) -> BlockName | None:
         producers = self._producers()

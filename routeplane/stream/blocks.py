@@ -10,28 +10,28 @@ its block's trailer names the blocks that it leans on. Those are kept for as lon
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from routeplane.errors import ErrorKind, FormatError, UsageError, refused
+from routeplane.errors import ErrorKind, FormatError, TransportError, UsageError, refused
 from routeplane.record.codec import column_types, write_batch
 from routeplane.record.interfaces import BlockName
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.prefixes import verified_delta
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, choose_encoding
+from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordWriter
 from routeplane.stream.batches import TRAILER_KEY, TrailerCounter, trailer_batch
-
-if TYPE_CHECKING:
-    from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "DEFAULT_GROUP",
@@ -48,6 +48,10 @@ __all__ = [
     "Retention",
     "SealedBlock",
     "check_name",
+    "group_taken",
+    "producer_closed",
+    "producer_taken",
+    "wait_until",
 ]
 
 #: The group of a place that declares no others.
@@ -63,6 +67,8 @@ _PLACE_VERSION = "1"
 _BASE_BYTES = 2**27
 #: Of a producer's byte bound, the part that blocks may take which one block leans on.
 _LEAN_SHARE = 8
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -171,7 +177,7 @@ class Manifest:
         }
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any], *, spec_type: type[RouteSpec]) -> Manifest:
+    def from_document(cls, document: Mapping[str, Any]) -> Manifest:
         """Parse ``to_document``. Raises FormatError for another version or other content."""
         version = document.get("version") if isinstance(document, Mapping) else document
         if version != _PLACE_VERSION:
@@ -185,7 +191,7 @@ class Manifest:
                 place=str(document["place"]),
                 run=check_name(document["run"], "run"),
                 groups=tuple(check_name(group, "group") for group in document["groups"]),
-                spec=spec_type.from_json(json.dumps(document["spec"])),
+                spec=RouteSpec.from_json(json.dumps(document["spec"])),
                 encoding=document["encoding"],
             )
         except (KeyError, TypeError, UsageError) as error:
@@ -208,6 +214,44 @@ class Manifest:
         """Raise UsageError for a group that was not declared."""
         if group not in self.groups:
             raise refused(f"one of the declared groups {list(self.groups)}", repr(group))
+
+
+# -- what carriers wait for and refuse ---------------------------------------------------------------------------------
+
+
+def wait_until(ready: Callable[[], bool], timeout_s: float | None, *, expected: Callable[[], str]) -> None:
+    """Ask until something is ready, less and less often. Raises TransportError (TIMED_OUT) that says what was expected.
+
+    >>> wait_until(lambda: True, 0.0, expected=lambda: "the truth")
+    """
+    end, wait = None if timeout_s is None else time.monotonic() + timeout_s, _FIRST_WAIT_S
+    while not ready():
+        if end is not None and time.monotonic() >= end:
+            raise TransportError(f"expected {expected()} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+def producer_taken(producer: str, where: Any) -> UsageError:
+    """The error for a second writer under the name of a living one."""
+    message = f"expected no living writer of producer {producer!r}, got one @ {where}"
+    return UsageError(message, kind=ErrorKind.PRODUCER_TAKEN)
+
+
+def producer_closed(producer: str, where: Any) -> UsageError:
+    """The error for a writer under a name that was closed."""
+    return refused(
+        f"a producer that has not closed (start a new name, or a new place) @ {where}", f"{producer!r}, which has"
+    )
+
+
+def group_taken(group: str, where: Any) -> UsageError:
+    """The error for a second reader of a group."""
+    return UsageError(
+        f"expected no living reader of group {group!r}, got one @ {where}: data-parallel ranks use a group each, or "
+        "one reader and a shard",
+        kind=ErrorKind.GROUP_TAKEN,
+    )
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -336,7 +380,7 @@ class BlockWriter(RecordWriter):
 
     def __init__(self, slot: ProducerSlot, manifest: Manifest, *, limits: BlockLimits) -> None:
         super().__init__(manifest.spec, max_bytes=limits.block_bytes, max_keys=_WRITTEN_KEYS)
-        self._slot, self._encoding = slot, manifest.encoding
+        self._slot, self._encoding, self._pid = slot, manifest.encoding, os.getpid()
         self._held: list[RouteRecord] = []
         self._held_bytes = self._base_bytes = 0
         self._columns: Any = None
@@ -392,6 +436,11 @@ class BlockWriter(RecordWriter):
             self._base_bytes -= self._bases.popitem(last=False)[1].whole.nbytes
 
     def _seal(self) -> BlockName | None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                "expected the process that opened the writer, got a forked child: open a writer of its own",
+                kind=ErrorKind.CLOSED,
+            )
         if not self._held:
             return None
         leans = None if self._leans is None else tuple(sorted(self._leans))
@@ -407,10 +456,11 @@ class BlockWriter(RecordWriter):
         self._slot.release()
 
     def _discard(self) -> None:
-        self._held = []
-        self._slot.end("aborted")
-        self._slot.release()
+        if self._pid == os.getpid():  # a forked child's copy ends nothing
+            self._slot.end("aborted")
+        self._fail()
 
     def _fail(self) -> None:
         self._held = []
-        self._slot.release()  # not an end: a restarted producer goes on
+        if self._pid == os.getpid():
+            self._slot.release()  # not an end: a restarted producer goes on

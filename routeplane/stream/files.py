@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file, salvaged_frames
+from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
 
 __all__ = ["BufferPool", "CallersFile", "PublishedPath", "Target", "frames_of", "target_of"]
 
@@ -143,14 +143,14 @@ def frames_of(source: Any, *, salvage: bool = False) -> tuple[Iterator[Frame], b
     that is not a regular file, are read as pipes (one copy). ``salvage``: damaged parts of what is walkable become
     frames of kind ``damaged``; a pipe cannot be searched. Raises FileNotFoundError, UsageError for anything else.
     """
-    walk = salvaged_frames if salvage else frames_of_buffer
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         if stat.S_ISREG(path.stat().st_mode):
-            return walk(_mapped(path)), True
+            return frames_of_buffer(_mapped(path), salvage=salvage), True
         return _frames_of_pipe(path), False
     if isinstance(source, bytes | bytearray | memoryview | pa.Buffer):
-        return walk(source if isinstance(source, pa.Buffer) else pa.py_buffer(source)), True
+        data = source if isinstance(source, pa.Buffer) else pa.py_buffer(source)
+        return frames_of_buffer(data, salvage=salvage), True
     if hasattr(source, "read"):
         return frames_of_file(source), False
     raise UsageError(

@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -55,6 +54,7 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
+    wait_until,
 )
 from routeplane.stream.files import frames_of
 from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, producer_home
@@ -238,21 +238,18 @@ class _ServedSlot(FolderSlot):
 
     context: Any = None
 
-    def _pause(self, seconds: float) -> None:
-        if self.context is not None and self.context.is_cancelled():
+    def _has_space(self, size: int, leans: Sequence[int] | None) -> bool:
+        if self.context.is_cancelled():
             raise TransportError("expected a writer, got the end of its call", kind=ErrorKind.CONNECTION)
-        super()._pause(seconds)
+        return super()._has_space(size, leans)
 
 
-class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
+class _Calls(fl.FlightServerBase):  # type: ignore[misc]
     """The calls of Flight over one folder."""
 
-    def __init__(self, root: Path, address: str, *, max_block_bytes: int, **options: Any) -> None:
-        self._root, self._max_block_bytes = root, max_block_bytes
-        super().__init__(address, **options)
-        scheme, _, target = address.partition("://")
-        #: Where clients find it.
-        self.place = f"{scheme}://{target.rpartition(':')[0]}:{self.port}"
+    _root: Path
+    _max_block_bytes: int
+    place: str
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
@@ -260,7 +257,7 @@ class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
         try:
             document, producer, given = _parsed(descriptor.command, "manifest", "producer", "limits")
             limits = BlockLimits(**{name: given[name] for name in BlockLimits.__slots__})
-            root, found = declare_place(self._root, Manifest.from_document(document, spec_type=RouteSpec))
+            root, found = declare_place(self._root, Manifest.from_document(document))
             blocks = BlockFiles(producer_home(root, producer), sync=limits.sync)
             slot = _ServedSlot(root, blocks, groups=found.groups, limits=limits)
             slot.context = context
@@ -366,8 +363,8 @@ class _FolderServer(fl.FlightServerBase):  # type: ignore[misc]
             yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
 
 
-class Server:
-    """Serves one folder of blocks; see the module. Close it with ``shutdown()``, or leave ``with``.
+class Server(_Calls):
+    """Serves one folder of blocks; see the module. End it with ``shutdown()``, or leave ``with``.
 
     Args:
         place: the folder; created by the first writer.
@@ -399,25 +396,14 @@ class Server:
         host = target.rpartition(":")[0]
         if host not in _LOOPBACK and (tokens is None or certificate is None):
             raise refused("tokens and a certificate for an address that others reach", address)
-        middleware = None if tokens is None else {"role": _Roles(tokens)}
-        certificates = None if certificate is None else [certificate]
-        options = {"tls_certificates": certificates, "middleware": middleware}
-        self._server = _FolderServer(Path(place), address, max_block_bytes=max_block_bytes, **options)
-
-    @property
-    def place(self) -> str:
-        """Where clients find it, with the port that the system chose where 0 was asked for."""
-        return str(self._server.place)
-
-    def shutdown(self) -> None:
-        """Stop serving, once the calls that are open have ended. Idempotent."""
-        self._server.shutdown()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        self._root, self._max_block_bytes = Path(place), max_block_bytes
+        super().__init__(
+            address,
+            tls_certificates=None if certificate is None else [certificate],
+            middleware=None if tokens is None else {"role": _Roles(tokens)},
+        )
+        #: Where clients find it, with the port that the system chose where 0 was asked for.
+        self.place = f"{scheme}://{host}:{self.port}"
 
 
 def _count(value: object) -> int:
@@ -500,7 +486,7 @@ class FlightSlot(ProducerSlot):
     """One producer's call."""
 
     def __init__(self, client: _Client, asked: Mapping[str, Any], *, limits: BlockLimits) -> None:
-        self._client, self._producer, self._pid = client, str(asked["producer"]), os.getpid()
+        self._client, self._producer = client, str(asked["producer"])
         self.retention = Retention(max_bytes=limits.max_bytes)
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(json.dumps(asked).encode())
@@ -508,7 +494,7 @@ class FlightSlot(ProducerSlot):
         self._open = True
         try:
             with _answers_of(client.place):
-                self.manifest = Manifest.from_document(self._answer(), spec_type=RouteSpec)
+                self.manifest = Manifest.from_document(self._answer())
         except BaseException:
             self.release()
             raise
@@ -523,11 +509,6 @@ class FlightSlot(ProducerSlot):
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Send a block; the server waits for space."""
-        if self._pid != os.getpid():
-            raise UsageError(
-                "expected the process that opened the writer, got a forked child: open a writer of its own",
-                kind=ErrorKind.CLOSED,
-            )
         with self._client.told(self._call):
             for part in _chunks(block.to_buffer()):
                 self._call.write_batch(part)
@@ -561,8 +542,15 @@ class FlightStore(BlockStore):
 
     def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
         self._client = client
+        found: list[Any] = []
+
+        def declared() -> bool:
+            found.append(client.ask("manifest"))
+            return found[-1] is not None
+
+        wait_until(declared, timeout_s, expected=lambda: f"a place at {client.place}")
         with _answers_of(client.place):
-            self._manifest = Manifest.from_document(self._found(timeout_s), spec_type=RouteSpec)
+            self.manifest = Manifest.from_document(found[-1])
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(json.dumps({"group": group}).encode())
             self._call: Any = client.flight.do_exchange(descriptor, client.options)
@@ -572,16 +560,6 @@ class FlightStore(BlockStore):
             self.release()
             raise
 
-    def _found(self, timeout_s: float | None) -> Any:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while (document := self._client.ask("manifest")) is None:
-            if end is not None and time.monotonic() >= end:
-                raise TransportError(
-                    f"expected a place at {self._client.place} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT
-                )
-            time.sleep(0.01)
-        return document
-
     def _answer(self) -> Any:
         with self._client.told(self._call[0]):
             metadata = self._call[1].read_chunk().app_metadata
@@ -590,11 +568,6 @@ class FlightStore(BlockStore):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the place declares."""
-        return self._manifest
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
@@ -636,10 +609,6 @@ class FlightStore(BlockStore):
 
     def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
-        if self._call is None:
-            raise UsageError(
-                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
-            )
         with self._client.told(self._call[0]):
             self._call[0].write_metadata(position.to_json().encode())
         self._answer()

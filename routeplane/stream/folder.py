@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -31,15 +32,7 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import xxhash
 
-from routeplane.errors import (
-    DataError,
-    ErrorKind,
-    FormatError,
-    StoreError,
-    TransportError,
-    UsageError,
-    refused,
-)
+from routeplane.errors import DataError, ErrorKind, FormatError, StoreError, UsageError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.parse import check_count
 from routeplane.record.policy import ReadPolicy
@@ -59,6 +52,10 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
+    group_taken,
+    producer_closed,
+    producer_taken,
+    wait_until,
 )
 from routeplane.stream.files import BufferPool
 
@@ -66,7 +63,6 @@ __all__ = ["open_reader", "open_writer", "producers_of"]
 
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
-_LONGEST_WAIT_S = 0.05
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -295,7 +291,7 @@ def _declare(root: Path, manifest: Manifest) -> Manifest:
         document = _load(path)
     if document is None:
         raise FormatError(f"expected a manifest, got none @ {path}", kind=ErrorKind.MANIFEST)
-    found = Manifest.from_document(document, spec_type=RouteSpec)
+    found = Manifest.from_document(document)
     found.require_same(manifest)
     for group in found.groups:
         (root / "groups" / group).mkdir(parents=True, exist_ok=True)
@@ -305,11 +301,7 @@ def _declare(root: Path, manifest: Manifest) -> Manifest:
 def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
     """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
     path = Path(place) / "manifest.json"
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while not path.exists():
-        if end is not None and time.monotonic() >= end:
-            raise TransportError(f"expected a place, got no {path} within {timeout_s} s", kind=ErrorKind.TIMED_OUT)
-        time.sleep(0.01)
+    wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
     return path.parent
 
 
@@ -340,17 +332,11 @@ class FileLock:
             if time.monotonic() >= end:
                 raise taken()
             time.sleep(0.005)
-        self._pid = os.getpid()
         self._close = weakref.finalize(self, os.close, descriptor)
         _require_locks(path)
         # a child's copy of the descriptor would hold the lock for as long as the child lives
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _release_in_child(reference))
-
-    @property
-    def held(self) -> bool:
-        """Whether this process holds the lock."""
-        return self._close.alive and self._pid == os.getpid()
 
     def release(self) -> None:
         """Give the lock up; again is not an error."""
@@ -478,26 +464,18 @@ class FolderSlot(ProducerSlot):
     def __init__(self, root: Path, blocks: BlockFiles, *, groups: Sequence[str], limits: BlockLimits) -> None:
         self._root, self._blocks, self._groups, self._limits = root, blocks, groups, limits
         self._home, self._producer = blocks.home, blocks.home.name
-        self._lock = FileLock(self._home / "lock", taken=self._taken, tries_s=_LOCK_TRIES_S)
+        taken = partial(producer_taken, self._producer, self._home)
+        self._lock = FileLock(self._home / "lock", taken=taken, tries_s=_LOCK_TRIES_S)
         try:
             self._begin()
         except BaseException:
             self._lock.release()
             raise
 
-    def _taken(self) -> UsageError:
-        return UsageError(
-            f"expected no living writer of producer {self._producer!r}, got one @ {self._home}",
-            kind=ErrorKind.PRODUCER_TAKEN,
-        )
-
     def _begin(self) -> None:
         """Go on where the last writer of this name stood, and remove what it left half done."""
         if _end_of(self._home) == "closed":
-            raise refused(
-                f"a producer that has not closed (start a new name, or a new place) @ {self._home}",
-                f"{self._producer!r}, which has",
-            )
+            raise producer_closed(self._producer, self._home)
         numbers = _numbers(self._home) or _Numbers()
         self._next, self._void = numbers.next, list(numbers.void)
         sizes = self._blocks.held(range(self._acknowledged(), self._next))
@@ -520,15 +498,17 @@ class FolderSlot(ProducerSlot):
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Store a block; waits for space."""
-        if not self._lock.held:
-            raise UsageError(
-                "expected the process that opened the writer, got a forked child: open a writer of its own",
-                kind=ErrorKind.CLOSED,
-            )
         number = self._next
         try:
             size = self._prepared(number, block)
-            self._wait_for_space(size, block.leans)
+            wait_until(
+                lambda: self._has_space(size, block.leans),
+                self._limits.timeout_s,
+                expected=lambda: (
+                    f"space for {size} bytes (the groups {list(self._groups)} have not all acknowledged what fills "
+                    f"{self._limits.max_bytes})"
+                ),
+            )
         except OSError as error:
             self._blocks.discard(number)
             raise _full(error, self._home) from error
@@ -555,23 +535,12 @@ class FolderSlot(ProducerSlot):
             self.retention.drop(number)
         return number is not None
 
-    def _wait_for_space(self, size: int, leans: Sequence[int] | None) -> None:
-        held, timeout_s, wait = self.retention, self._limits.timeout_s, 0.001
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while not held.has_space(size):
-            if self._delete_one(leans):
-                continue
-            if end is not None and time.monotonic() >= end:
-                raise TransportError(
-                    f"expected space for a block of {size} bytes within {timeout_s} s, got {sum(held.sizes.values())} "
-                    f"of {held.max_bytes} bytes that the groups {list(self._groups)} have not all acknowledged",
-                    kind=ErrorKind.TIMED_OUT,
-                )
-            self._pause(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_S)
-
-    def _pause(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def _has_space(self, size: int, leans: Sequence[int] | None) -> bool:
+        """Whether a block fits, after what may go was deleted."""
+        while not self.retention.has_space(size):
+            if not self._delete_one(leans):
+                return False
+        return True
 
     def _acknowledged(self) -> int:
         """The number of the first block that not every group acknowledged."""
@@ -590,8 +559,7 @@ class FolderSlot(ProducerSlot):
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
-        if self._lock.held:
-            _store(self._home / "end.json", {"how": how, "blocks": self._next}, sync=self._limits.sync)
+        _store(self._home / "end.json", {"how": how, "blocks": self._next}, sync=self._limits.sync)
 
     def release(self) -> None:
         """Give the name up."""
@@ -608,31 +576,19 @@ class FolderStore(BlockStore):
         document = _load(root / "manifest.json")
         if document is None:
             raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
-        self._manifest = Manifest.from_document(document, spec_type=RouteSpec)
-        self._root, self._group, self._pool = root, group, BufferPool()
+        self.manifest = Manifest.from_document(document)
+        self._root, self._pool = root, BufferPool()
         self._lock: FileLock | None = None
         if group is not None:
-            self._manifest.require_group(group)
+            self.manifest.require_group(group)
             self._home = root / "groups" / group
-            self._lock = FileLock(self._home / "lock", taken=self._taken)
+            self._lock = FileLock(self._home / "lock", taken=partial(group_taken, group, root))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_pool": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({**state, "_pool": BufferPool()})
-
-    def _taken(self) -> UsageError:
-        return UsageError(
-            f"expected no living reader of group {self._group!r}, got one @ {self._home}: data-parallel ranks use a "
-            "group each, or one reader and a shard",
-            kind=ErrorKind.GROUP_TAKEN,
-        )
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the place declares."""
-        return self._manifest
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
@@ -681,20 +637,16 @@ class FolderStore(BlockStore):
         """What the group acknowledged."""
         position = _position(self._home)
         if position is None:
-            return Position(place=self._manifest.place)
-        if position.place != self._manifest.place:
+            return Position(place=self.manifest.place)
+        if position.place != self.manifest.place:
             raise FormatError(
-                f"expected a position in the place {self._manifest.place}, got one in {position.place} @ {self._home}",
+                f"expected a position in the place {self.manifest.place}, got one in {position.place} @ {self._home}",
                 kind=ErrorKind.MANIFEST,
             )
         return position
 
     def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
-        if self._lock is None or not self._lock.held:
-            raise UsageError(
-                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
-            )
         _store(self._home / "position.json", {"position": position.to_json()}, sync=False)
 
     def release(self) -> None:

@@ -19,7 +19,6 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
 
 __all__ = [
-    "MAX_BODY_BYTES",
     "MAX_METADATA_BYTES",
     "Frame",
     "Readable",
@@ -28,18 +27,13 @@ __all__ = [
     "frames_of_file",
     "frames_received",
     "parse_metadata",
-    "salvaged_frames",
 ]
 
 #: Largest message header accepted: a batch of 100k records has some 2 kB of it, a schema of 4,096 layers some 60 kB.
 MAX_METADATA_BYTES = 16 * 2**20
-# A body is read from a pipe in steps, so that a flipped length asks for no more memory than bytes that really come.
+# A larger body is received in steps, so that a flipped length asks for no more memory than bytes that really come.
 _READ_STEP = 16 * 2**20
-
-#: Largest body that is received: far more than a batch of ours, and a bound on what a flipped length asks for.
-MAX_BODY_BYTES = 2**36
-
-_CONTINUATION = 0xFFFFFFFF
+_CONTINUATION, _MARK = 0xFFFFFFFF, b"\xff" * 4
 _SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
 
 
@@ -64,57 +58,12 @@ class Frame:
     data: pa.Buffer
 
 
-def frames_of_buffer(buffer: pa.Buffer) -> Iterator[Frame]:
+def frames_of_buffer(buffer: pa.Buffer, *, salvage: bool = False) -> Iterator[Frame]:
     """Frames of an IPC stream in memory or a mapped file; zero copies. Ends after the end-of-stream mark.
 
-    Raises TruncatedError where the bytes end early, FormatError where they are not an Arrow stream, or go on after its
-    end.
-    """
-    view = memoryview(buffer)
-    at = 0
-    while True:
-        length, start = _prefix_of(bytes(view[at : at + 8]), at)
-        if length == 0:
-            _refuse_rest(len(view) - start)
-            return
-        if start + length > len(view):
-            raise _truncated(f"a header of {length} bytes", len(view) - start)
-        header = parse_metadata(bytes(view[start : start + length]))
-        stop = start + length + header.body_length
-        if stop > len(view):
-            raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
-        yield _frame(header, buffer.slice(at, stop - at))
-        at = stop
-
-
-def frames_of_file(source: Readable) -> Iterator[Frame]:
-    """Frames of an IPC stream from a pipe, socket or file object, each copied into memory of its own.
-
-    Reads nothing behind the end-of-stream mark. Raises as ``frames_of_buffer``.
-    """
-    at = 0
-    while True:
-        head = _read(source, 8)
-        length, start = _prefix_of(head, at)
-        if length == 0:
-            return
-        metadata = head[start - at :] + _read(source, length - (8 - (start - at)))
-        if len(metadata) < length:
-            raise _truncated(f"a header of {length} bytes", len(metadata))
-        header = parse_metadata(metadata)
-        body = _read(source, header.body_length)
-        if len(body) < header.body_length:
-            raise _truncated(f"a body of {header.body_length} bytes", len(body))
-        data = pa.py_buffer(head[: start - at] + metadata + body)
-        yield _frame(header, data)
-        at += data.size
-
-
-def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
-    """Frames of an IPC stream in memory, damaged parts passed over: each is one frame of kind ``damaged``.
-
-    Behind a damaged header, the next place at which a batch's header stands is searched for (messages begin at
-    multiples of 8 bytes). Raises FormatError for a damaged schema, TruncatedError at a cut.
+    ``salvage``: damaged parts are passed over, each as one frame of kind ``damaged``. Behind a damaged header, the next
+    place at which a batch's header stands is searched for (messages begin at multiples of 8 bytes). Raises
+    TruncatedError where the bytes end early, FormatError where they are not an Arrow stream, or go on after its end.
     """
     view = memoryview(buffer)
     at = start = 0
@@ -129,14 +78,47 @@ def salvaged_frames(buffer: pa.Buffer) -> Iterator[Frame]:
             stop = start + length + header.body_length
             if stop > len(view):
                 raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
-            yield _frame(header, buffer.slice(at, stop - at))
+            if salvage and _hides_a_batch(view, at, stop):
+                raise FormatError(f"expected a message of another length at byte {at}", kind=ErrorKind.NOT_ARROW)
+            frame = _frame(header, buffer.slice(at, stop - at))
         except FormatError as error:
-            stop = _next_batch(view, at + 8)
-            if at == 0 or (isinstance(error, TruncatedError) and stop == len(view)):
-                raise  # without a schema nothing can be read, and a cut is not a damaged batch
-            yield Frame(kind="damaged", compressed=False, rows=0, metadata={}, data=buffer.slice(at, stop - at))
+            stop = _next_batch(view, at + 8) if salvage and at > 0 else len(view)
+            # without a schema nothing can be read, and a cut is not a damaged batch
+            if not salvage or at == 0 or (isinstance(error, TruncatedError) and stop == len(view)):
+                raise
+            frame = Frame(kind="damaged", compressed=False, rows=0, metadata={}, data=buffer.slice(at, stop - at))
+        yield frame
         at = stop
     _refuse_rest(len(view) - start)
+
+
+def frames_of_file(source: Readable) -> Iterator[Frame]:
+    """Frames of an IPC stream from a pipe, socket or file object, each copied into memory of its own.
+
+    Reads nothing behind the end-of-stream mark. Raises as ``frames_of_buffer``.
+    """
+
+    def fill(memory: memoryview) -> int:
+        came = 0
+        while came < len(memory) and (part := source.read(min(len(memory) - came, _READ_STEP))):
+            if not isinstance(part, bytes | bytearray | memoryview):
+                raise UsageError(
+                    f"expected a binary file, got one that reads {type(part).__name__}", kind=ErrorKind.ARGUMENT
+                )
+            memory[came : came + len(part)] = part
+            came += len(part)
+        return came
+
+    def take(nbytes: int) -> tuple[memoryview, pa.Buffer]:
+        data = pa.allocate_buffer(nbytes)
+        return memoryview(data).cast("B"), data
+
+    return frames_received(fill, take)
+
+
+def _hides_a_batch(view: memoryview, at: int, stop: int) -> bool:
+    """Whether a message's length is damaged: no message begins where it ends, and one begins inside of it."""
+    return bytes(view[stop : stop + 4]) != _MARK and stop < len(view) and _next_batch(view, at + 8) < stop
 
 
 def _next_batch(view: memoryview, at: int) -> int:
@@ -177,10 +159,6 @@ def frames_received(
         if (came := fill(memoryview(metadata))) < length:
             raise _truncated(f"a header of {length} bytes", came)
         header = parse_metadata(bytes(metadata))
-        if header.body_length > MAX_BODY_BYTES:
-            raise FormatError(
-                f"expected a body of at most {MAX_BODY_BYTES} bytes, got {header.body_length}", kind=ErrorKind.TOO_LARGE
-            )
         if header.body_length > _READ_STEP * 4:
             data = _received_in_steps(bytes(head) + bytes(metadata), header.body_length, fill)
         else:
@@ -195,31 +173,14 @@ def frames_received(
 
 
 def _received_in_steps(head: bytes, size: int, fill: Callable[[memoryview], int]) -> pa.Buffer:
-    data = bytearray(head)
-    while size > 0:
-        step = min(size, _READ_STEP)
-        part = bytearray(step)
-        came = fill(memoryview(part))
+    data, stop = bytearray(head), len(head) + size
+    while len(data) < stop:
+        part = memoryview(bytearray(min(stop - len(data), len(data), _READ_STEP)))
+        came = fill(part)
         data += part[:came]
-        if came < step:
-            raise _truncated(f"a body of {size} more bytes", came)
-        size -= step
+        if came < len(part):
+            raise _truncated(f"a body of {size} bytes", len(data) - len(head))
     return pa.py_buffer(data)
-
-
-def _read(source: Readable, size: int) -> bytes:
-    parts: list[bytes] = []
-    while size > 0:
-        part = source.read(min(size, _READ_STEP))
-        if not part:
-            break
-        if not isinstance(part, bytes | bytearray | memoryview):
-            raise UsageError(
-                f"expected a binary file, got one that reads {type(part).__name__}", kind=ErrorKind.ARGUMENT
-            )
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def _prefix_of(head: bytes, at: int) -> tuple[int, int]:

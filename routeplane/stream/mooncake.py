@@ -240,7 +240,7 @@ class MooncakeStore(FolderStore):
         self._client = client
 
     def _blocks_of(self, producer: str) -> BlockFiles:
-        prefix = f"{self._manifest.place}/{producer}"
+        prefix = f"{self.manifest.place}/{producer}"
         return BlockObjects(producer_home(self._root, producer), self._client, prefix=prefix)
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from routeplane.errors import DataError, ErrorKind, TransportError, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, TransportError, UsageError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
@@ -46,6 +46,10 @@ from routeplane.stream.blocks import (
     Retention,
     SealedBlock,
     check_name,
+    group_taken,
+    producer_closed,
+    producer_taken,
+    wait_until,
 )
 
 __all__ = ["delete_place", "open_reader", "open_writer"]
@@ -54,7 +58,8 @@ __all__ = ["delete_place", "open_reader", "open_writer"]
 NAMESPACE = "routeplane"
 #: Seconds that a call of the place may take before it counts as lost.
 _CALL_SECONDS = 60.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
+#: Seconds that a block may take to come to the place; less, so that others' calls do not count as lost meanwhile.
+_OWN_SECONDS = 30.0
 
 
 def open_writer(
@@ -83,7 +88,7 @@ def open_writer(
     declared = Manifest.of(spec, run=run, groups=groups, encoding=encoding)
     check_name(producer, "producer")
     actor = _Place.start(place)
-    found = Manifest.from_document(actor.call("declare", declared.to_document()), spec_type=RouteSpec)
+    found = Manifest.from_document(actor.call("declare", declared.to_document()))
     found.require_same(declared)
     return BlockWriter(RaySlot(actor, producer, limits=limits, groups=found.groups), found, limits=limits)
 
@@ -183,7 +188,7 @@ def _got(reference: Any, what: str) -> Any:
         raise TransportError(f"expected {what} within {_CALL_SECONDS} s, got none", kind=ErrorKind.TIMED_OUT) from error
     except RayError as error:
         cause = getattr(error, "cause", None)
-        if isinstance(cause, DataError | UsageError):
+        if isinstance(cause, DataError | UsageError | TransportError):
             raise cause from error
         raise TransportError(
             f"expected {what}, got {type(error).__name__}: its holder or its node is gone ({error})",
@@ -200,11 +205,21 @@ _cut_task: Any = ray.remote(num_cpus=0, max_retries=1)(_cut_block)
 
 
 @dataclass(kw_only=True)
-class _Producer:
-    """What the place knows of one producer."""
+class _Name:
+    """A name of the place, and the process that holds it."""
 
     owner: Owner | None = None
     token: str = ""
+
+    def is_held(self) -> bool:
+        """Whether its holder lives."""
+        return self.owner is not None and self.owner.is_alive()
+
+
+@dataclass(kw_only=True)
+class _Producer(_Name):
+    """What the place knows of one producer."""
+
     next: int = 0
     end: Literal["closed", "aborted"] | None = None
     blocks: dict[int, Any] = field(default_factory=dict)
@@ -212,12 +227,14 @@ class _Producer:
 
 
 @dataclass(kw_only=True)
-class _Group:
+class _Group(_Name):
     """What the place knows of one group."""
 
-    owner: Owner | None = None
-    token: str = ""
     position: str | None = None
+
+    def acknowledged(self, producer: str) -> int:
+        """The number of the first block that it has not acknowledged."""
+        return 0 if self.position is None else Position.from_json(self.position).number(producer)
 
 
 class PlaceActor:
@@ -242,7 +259,7 @@ class PlaceActor:
     def open_producer(self, name: str, owner: Owner, token: str) -> str:
         """Take a producer's name: ``open``, ``taken`` or ``closed``."""
         producer = self._producers.setdefault(name, _Producer())
-        if producer.owner is not None and Owner(*producer.owner).is_alive():
+        if producer.is_held():
             return "taken"
         if producer.end == "closed":
             return "closed"
@@ -257,9 +274,8 @@ class PlaceActor:
         held = producer.retention
         if producer.token != token:
             return -1, held
-        owned, came = _own_task.remote(holder[0])
-        size, held.max_bytes = int(ray.get(came)), limit
-        below = min(self._acknowledged(group, name) for group in self._groups.values())
+        (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
+        below = min(group.acknowledged(name) for group in self._groups.values())
         while not held.has_space(size):
             number = held.next_to_delete(below=below, leans=leans)
             if number is None:
@@ -270,8 +286,21 @@ class PlaceActor:
         producer.next += 1
         return producer.next - 1, held
 
-    def _acknowledged(self, group: _Group, producer: str) -> int:
-        return 0 if group.position is None else Position.from_json(group.position).number(producer)
+    def _owned(self, block: Any, producer: _Producer) -> tuple[Any, int]:
+        """A reference of this process to a block, and its size.
+
+        A task whose argument's owner was killed may wait for ever, and with it every call of the place: it is cancelled
+        once the producer is dead, or took too long.
+        """
+        owned, came = _own_task.remote(block)
+        end = time.monotonic() + _OWN_SECONDS
+        while not ray.wait([came], timeout=1.0)[0]:
+            if not producer.is_held() or time.monotonic() >= end:
+                ray.cancel(came, force=True)
+                raise TransportError(
+                    "expected a block of a living producer, got none in time", kind=ErrorKind.TIMED_OUT
+                )
+        return owned, int(ray.get(came))
 
     def end(self, name: str, token: str, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
@@ -281,7 +310,7 @@ class PlaceActor:
 
     def release(self, kind: Literal["producer", "group"], name: str, token: str) -> None:
         """Give a name up."""
-        held: _Producer | _Group = self._producers[name] if kind == "producer" else self._groups[name]
+        held: _Name = self._producers[name] if kind == "producer" else self._groups[name]
         if held.token == token:
             held.owner, held.token = None, ""
 
@@ -300,7 +329,7 @@ class PlaceActor:
             return "expired"
         if producer.end is not None:
             return producer.end
-        return "waiting" if producer.owner is not None and Owner(*producer.owner).is_alive() else "vanished"
+        return "waiting" if producer.is_held() else "vanished"
 
     def last_number(self, name: str) -> int:
         """The number behind the last block."""
@@ -317,7 +346,7 @@ class PlaceActor:
     def open_group(self, name: str, owner: Owner, token: str) -> bool:
         """Take a group; False where its reader lives."""
         group = self._groups[name]
-        if group.owner is not None and Owner(*group.owner).is_alive():
+        if group.is_held():
             return False
         group.owner, group.token = owner, token
         return True
@@ -365,25 +394,12 @@ class _Place:
             found.append(place)
             return place.call("manifest") is not None
 
-        if not _wait(look, timeout_s):
-            raise TransportError(f"expected a place {name!r} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
+        wait_until(look, timeout_s, expected=lambda: f"a place {name!r}")
         return found[-1]
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the actor."""
         return _got(getattr(self._actor, method).remote(*arguments), f"an answer of the place {self.name!r}")
-
-
-def _wait(ready: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Ask again and again, less and less often; whether it became ready in time."""
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    wait = _FIRST_WAIT_S
-    while not ready():
-        if end is not None and time.monotonic() >= end:
-            return False
-        time.sleep(wait)
-        wait = min(2 * wait, _LONGEST_WAIT_S)
-    return True
 
 
 # -- the writer's side -------------------------------------------------------------------------------------------------
@@ -394,52 +410,34 @@ class RaySlot(ProducerSlot):
 
     def __init__(self, place: _Place, producer: str, *, limits: BlockLimits, groups: Sequence[str]) -> None:
         self._place, self._producer, self._limits, self._groups = place, producer, limits, groups
-        self._token, self._pid = secrets.token_hex(8), os.getpid()
+        self._token = secrets.token_hex(8)
         self.retention = Retention(max_bytes=limits.max_bytes)
         answer = place.call("open_producer", producer, Owner.here(), self._token)
-        if answer == "taken":
-            raise UsageError(
-                f"expected no living writer of producer {producer!r}, got one @ place {place.name!r}",
-                kind=ErrorKind.PRODUCER_TAKEN,
-            )
-        if answer == "closed":
-            raise refused(
-                f"a producer that has not closed (start a new name, or a new place) @ place {place.name!r}",
-                f"{producer!r}, which has",
-            )
+        if answer != "open":
+            raise (producer_taken if answer == "taken" else producer_closed)(producer, f"place {place.name!r}")
 
     def publish(self, block: SealedBlock) -> BlockName:
         """Store a block; waits for space."""
-        if self._pid != os.getpid():
-            raise UsageError(
-                "expected the process that opened the writer, got a forked child: open a writer of its own",
-                kind=ErrorKind.CLOSED,
-            )
         reference = ray.put(np.frombuffer(block.to_buffer(), dtype=np.uint8))
-        numbers: list[int] = []
+        arguments = (self._producer, self._token, [reference], block.leans, self._limits.max_bytes)
+        answers: list[tuple[int, Retention] | None] = []
 
         def published() -> bool:
-            answer = self._place.call(
-                "publish", self._producer, self._token, [reference], block.leans, self._limits.max_bytes
-            )
-            if answer is None:
-                return False
-            numbers.append(answer[0])
-            self.retention = answer[1]
-            return True
+            answers.append(self._place.call("publish", *arguments))
+            return answers[-1] is not None
 
-        if not _wait(published, self._limits.timeout_s):
-            raise TransportError(
-                f"expected space for a block within {self._limits.timeout_s} s, got none of {self._limits.max_bytes} "
-                f"bytes that the groups {list(self._groups)} have all acknowledged",
-                kind=ErrorKind.TIMED_OUT,
-            )
-        if numbers[0] < 0:
-            raise UsageError(
-                f"expected to hold producer {self._producer!r}, got another writer in its place",
-                kind=ErrorKind.PRODUCER_TAKEN,
-            )
-        return BlockName(self._producer, numbers[0])
+        wait_until(
+            published,
+            self._limits.timeout_s,
+            expected=lambda: (
+                f"space for a block (the groups {list(self._groups)} have not all acknowledged what fills "
+                f"{self._limits.max_bytes} bytes)"
+            ),
+        )
+        number, self.retention = answers[-1] or (-1, self.retention)
+        if number < 0:
+            raise producer_taken(self._producer, f"place {self._place.name!r}")
+        return BlockName(self._producer, number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
@@ -459,22 +457,13 @@ class RayStore(BlockStore):
     def __init__(self, place: _Place, *, group: str) -> None:
         self._place, self._group = place, group
         self._token: str | None = secrets.token_hex(8)
-        self._manifest = Manifest.from_document(place.call("manifest"), spec_type=RouteSpec)
-        self._manifest.require_group(group)
+        self.manifest = Manifest.from_document(place.call("manifest"))
+        self.manifest.require_group(group)
         if not place.call("open_group", group, Owner.here(), self._token):
-            raise UsageError(
-                f"expected no living reader of group {group!r}, got one @ place {place.name!r}: data-parallel ranks "
-                "use a group each, or one reader and a shard",
-                kind=ErrorKind.GROUP_TAKEN,
-            )
+            raise group_taken(group, f"place {place.name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_token": None}
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the place declares."""
-        return self._manifest
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
@@ -506,21 +495,19 @@ class RayStore(BlockStore):
         alone crosses the network, and comes into this process.
         """
         (_, block), *leans = self._references(name)
-        cut = _cut_task.remote(block, leans, part.to_json(), self._manifest.encoding)
+        cut = _cut_task.remote(block, leans, part.to_json(), self.manifest.encoding)
         data = pa.py_buffer(_got(cut, f"the cut of block {name}"))
         return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
 
     def load_position(self) -> Position:
         """What the group acknowledged."""
         text = self._place.call("load_position", self._group)
-        return Position(place=self._manifest.place) if text is None else Position.from_json(text)
+        return Position(place=self.manifest.place) if text is None else Position.from_json(text)
 
     def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
-        if self._token is None or not self._place.call("save_position", self._group, self._token, position.to_json()):
-            raise UsageError(
-                "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
-            )
+        if not self._place.call("save_position", self._group, self._token, position.to_json()):
+            raise group_taken(self._group, f"place {self._place.name!r}")
 
     def release(self) -> None:
         """Give the group up."""

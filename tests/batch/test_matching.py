@@ -199,7 +199,8 @@ def test_truncated_rows_get_the_routes_of_their_tokens(lengths: list[int], limit
     packed = [np.asarray(row) for row in [*rows, [7, 7]]]
 
     names = [*(record.sample_id for record in records), None]
-    found = join(packed, records, sample_ids=names, truncated=side, suffix="allow")
+    unsampled = [np.zeros(len(row), dtype=np.int64) for row in packed]
+    found = join(packed, records, sample_ids=names, truncated=side, sampled=unsampled)
     batch = collate(found.records, SPEC, plan=found.plan)
     routes, pads = batch.routes.view(-1, *SPEC.row_shape), batch.pad_mask.view(-1)
 
@@ -234,13 +235,32 @@ def test_a_suffix_does_not_hide_rows_that_were_lost(state: CaptureState) -> None
     """A record that ends in rows the engine lost is not whole: what follows may be the tokens that are lost too."""
     cut = ending((4, "captured"), (6, state))
     with pytest.raises(DataError, match=f"whose last token is {state} can have no suffix"):
-        join([[1, 2, 3, 4, 5, 6, 7]], [cut], sample_ids=["sample-0"], suffix="allow")
+        join([[1, 2, 3, 4, 5, 6, 7]], [cut], sample_ids=["sample-0"], sampled=[[0] * 7])
+
+
+def test_a_token_that_was_sampled_behind_the_record_shows_lost_rows() -> None:
+    """Behind a last token that was captured one sampled token may follow, at once, which was never fed; behind one that
+    was not fed none may: what came before a sampled token was fed."""
+    captured, unfed = ending((6, "captured")), ending((5, "captured"), (6, "not_fed"))
+    ids = [[1, 2, 3, 4, 5, 6, 7, 8]]
+    inside = [0, 0, 1, 1, 1, 1]
+
+    for record, allowed in ((captured, ([0, 0], [1, 0])), (unfed, ([0, 0],))):
+        for behind in ([0, 0], [1, 0], [0, 1], [1, 1]):
+            if behind in allowed:
+                report = join(ids, [record], sample_ids=["sample-0"], sampled=[inside + behind]).report
+                assert (2, sum(behind)) == (report.suffix_tokens, report.suffix_sampled)
+            else:
+                with pytest.raises(DataError, match="rows before it were fed and lost") as caught:
+                    join(ids, [record], sample_ids=["sample-0"], sampled=[inside + behind])
+                token = 6 + max(at for at, one in enumerate(behind) if one)
+                assert [(ErrorKind.ROUTES_MISSING, token)] == [(e.kind, e.token) for e in caught.value.problems]
 
 
 def test_what_was_never_fed_may_have_a_suffix_and_interior_loss_stays_counted() -> None:
     """The last sampled token was never fed: tokens may follow; a row that was lost before it counts as before."""
     record = ending((3, "captured"), (4, "lost"), (5, "captured"), (6, "not_fed"))
-    found = join([[1, 2, 3, 4, 5, 6, 7, 8]], [record], sample_ids=["sample-0"], suffix="allow")
+    found = join([[1, 2, 3, 4, 5, 6, 7, 8]], [record], sample_ids=["sample-0"], sampled=[[0] * 8])
     batch = collate(found.records, SPEC, plan=found.plan)
 
     assert 2 == found.report.suffix_tokens
@@ -292,7 +312,9 @@ REFUSED: dict[str, tuple[Callable[[], object], Kind, str]] = {
     "offsets": (lambda: joined([1, 2, 3], cu_seqlens=[0, 2]), ARGUMENT, "rising from 0 to 3"),
     "mask": (lambda: joined(pad_mask=[[0, 0, 2]]), ARGUMENT, "pad_mask as bool"),
     "cut_elsewhere": (lambda: joined([[2, 3]], truncated="right"), MISMATCH, "id 1 .* got id 2"),
-    "suffix": (lambda: joined([[1, 2, 9, 4]], suffix="allow"), MISMATCH, "id 3 .* got id 9"),
+    "suffix": (lambda: joined([[1, 2, 9, 4]], sampled=[[0] * 4]), MISMATCH, "id 3 .* got id 9"),
+    "appended": (lambda: joined([[1, 2, 3, 4]]), MISMATCH, "an end after 3 tokens"),
+    "sampled": (lambda: joined(sampled=[[0, 0]]), ARGUMENT, "sampled as bool"),
     "policy": (lambda: joined(truncated="outer"), ARGUMENT, "outer"),
     "nested_offsets": (lambda: joined([[1, 2, 3], [4]], cu_seqlens=[0, 3, 4]), ARGUMENT, "its own"),
     "both": (lambda: joined(pad_mask=[[False] * 3], lengths=[3]), ARGUMENT, "got both"),

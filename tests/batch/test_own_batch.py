@@ -6,6 +6,7 @@ Axes: B sequences, S positions, T packed rows, L layers, K top-k slots.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from routeplane import ErrorKind, RouteSpec
 from routeplane.batch import BatchOptions, RouteBatch, collate
+from routeplane.batch.layouts import take_rows
 from routeplane.errors import DataError, RouteplaneError, UsageError
+from routeplane.record import validate
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 if TYPE_CHECKING:
@@ -178,3 +181,31 @@ def test_own_batches_allocate_their_routes() -> None:
 
     assert np.all(routes.numpy() == rows(2, 3).numpy())
     assert batch.routes.data_ptr() != routes.data_ptr()
+
+
+@given(data=st.data(), top_k=st.sampled_from((1, 3, 8)), kind=st.sampled_from(("uint8", "int16", "int64")))
+def test_the_compiled_loop_takes_what_numpy_takes(data: st.DataObject, top_k: int, kind: str) -> None:
+    """Rows, the tokens that lack some, verdicts and errors: the same with the kernel and without it."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    depth, tokens = 6, data.draw(st.integers(1, 40))
+    layers = data.draw(st.sampled_from(((0, 1, 2, 3, 4, 5), (2, 3, 4, 5), (0, 2, 5))))
+    spec = RouteSpec(num_experts=40, top_k=top_k, layer_ids=layers)
+    given_rows = rng.random((tokens, depth, 40)).argsort(axis=2)[:, :, :top_k]
+    if kind != "uint8":
+        given_rows[rng.random((tokens, depth)) < data.draw(st.sampled_from((0.0, 0.2)))] = -1
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = tuple(rng.integers(0, (tokens, depth, top_k)))
+        given_rows[at] = data.draw(st.sampled_from((40, 200, 7, -1, -5, 2**15, 2**20)))
+    kept = None if data.draw(st.booleans()) else rng.random(tokens) < 0.6
+    slots: Any = slice(2, 6) if layers == (2, 3, 4, 5) else list(layers) if len(layers) == 3 else None
+
+    def taken(from_bytes: int) -> Any:
+        out = np.empty((tokens, *spec.row_shape), dtype=np.int16)
+        with mock.patch.object(validate, "_KERNEL_BYTES", from_bytes):
+            try:
+                absent = take_rows(given_rows.astype(kind), spec, out=out, slots=slots, kept=kept)
+            except DataError as error:
+                return error.kind, str(error)
+        return out.tolist(), None if absent is None else absent.tolist()
+
+    assert taken(2**62) == taken(0)

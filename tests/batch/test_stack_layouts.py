@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from routeplane import ErrorKind
 from routeplane.batch import LAYOUTS, LayoutBatch, RouteBatch, from_layout, to_layout
 from routeplane.errors import DataError, RouteplaneError, UsageError
+from routeplane.record import validate
 from tests.batch.native import BUILDERS, DEPTH, FAMILIES, Sample, engine_samples, families, vary
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def same(expected: Any, got: Any) -> bool:
         return expected.shape == found.shape and expected.dtype == found.dtype and expected.tobytes() == found.tobytes()
     if isinstance(expected, dict):
         return set(expected) <= set(got) and all(same(value, got[name]) for name, value in expected.items())
-    if isinstance(expected, list) and expected and isinstance(expected[0], dict):
+    if isinstance(expected, list):
         return len(expected) == len(got) and all(same(*pair) for pair in zip(expected, got, strict=True))
     return bool(expected == got)
 
@@ -76,6 +78,28 @@ def test_a_batch_means_what_the_engine_returned(layout: str, family: str) -> Non
             assert bool((rows[captured:] == -1).all())
 
 
+@each_layout
+def test_the_compiled_loop_reads_and_writes_the_same(layout: str) -> None:
+    """Batches that are large enough for the kernel mean the same, and become the same bytes."""
+    for family in ("qwen3_dense_first",):
+        spec, _ = families()[family]
+        native = BUILDERS[layout](draw(family, 11), spec)
+        depth = _depth(layout)
+        found = []
+        for from_bytes in (0, 2**62):
+            with mock.patch.object(validate, "_KERNEL_BYTES", from_bytes):
+                laid = from_layout(native, spec, layout=layout, decoder_layers=depth)
+                batch = RouteBatch.from_layout(native, spec, layout=layout, decoder_layers=depth)
+                found.append((laid, batch, to_layout(laid, layout=layout, decoder_layers=depth).content))
+        (laid, batch, content), (plain, plain_batch, plain_content) = found
+
+        assert plain.routes.tobytes() == laid.routes.tobytes()
+        assert plain.captured.tolist() == laid.captured.tolist()
+        assert torch.equal(plain_batch.states, batch.states)
+        assert torch.equal(batch.routes, torch.from_numpy(laid.routes))
+        assert same(plain_content, content)
+
+
 def _depth(layout: str) -> int | None:
     return DEPTH if LAYOUTS[layout].axis == "decoder" else None
 
@@ -101,10 +125,11 @@ def test_a_batch_round_trips_byte_for_byte(layout: str, family: str) -> None:
 
 @each_layout
 def test_a_trainer_replays_what_a_layout_means(layout: str) -> None:
-    """A native batch becomes a checked RouteBatch without a copy by way of records."""
+    """A native batch becomes a checked RouteBatch without a copy by way of records: that of its tensors."""
     spec, _ = families()["olmoe"]
-    found = from_layout(BUILDERS[layout](draw("olmoe", 3), spec), spec, layout=layout)
-    batch = RouteBatch.from_tensors(
+    native = BUILDERS[layout](draw("olmoe", 3), spec)
+    found = from_layout(native, spec, layout=layout)
+    tensors = RouteBatch.from_tensors(
         torch.from_numpy(found.routes),
         torch.from_numpy(found.token_ids),
         spec=spec,
@@ -112,9 +137,13 @@ def test_a_trainer_replays_what_a_layout_means(layout: str) -> None:
         captured=found.captured,
         generation_mask=torch.from_numpy(found.generated),
     )
+    batch = RouteBatch.from_layout(native, spec, layout=layout)
 
     assert found.routes.tolist() == batch.routes.tolist()
     assert len(found.names) == len(batch.lengths)
+    for expected, got in zip(tensors.tensors(), batch.tensors(), strict=True):
+        assert torch.equal(expected, got)
+    assert tensors.coverage() == batch.coverage()
 
 
 def lost_batch() -> LayoutBatch:

@@ -2,7 +2,9 @@
 
 Read from: NeMo RL 7ea279a (packing, zigzag per sequence), slime 0.3 and miles (zigzag per sequence, padding after the
 cut; chunks of the pack under allgather_cp), prime-rl 0.5 (padding at the end, chunks of the pack), verl 0.9.1 (padding
-to twice the context-parallel world per sequence), ms-swift 3602360 (padding-free: the same, then sequence parallel).
+to twice the context-parallel world per sequence), ms-swift 3602360 (padding-free: the same, then sequence parallel),
+SkyRL 1fe8c87 (packed as Megatron wants it, or padded to the right again; then sequence parallel), tunix #2046 with
+maxtext #4826 (prompts left, completions right, one array over a mesh that cuts its batch axis).
 """
 
 from __future__ import annotations
@@ -117,6 +119,79 @@ def test_ms_swift_cuts_every_sequence_then_the_rank(
     whole = TokenPlan.from_cu_seqlens(np.cumsum([0, *counts]), cu_seqlens_padded=np.cumsum([0, *widths]))
 
     assert theirs[own * size : (own + 1) * size] == rows_of(whole.cut(shard))
+
+
+@given(lengths=lengths, worlds=st.tuples(worlds, worlds), data=st.data())
+def test_skyrl_cuts_the_pack_by_context_then_sequence(
+    lengths: list[int], worlds: tuple[int, int], data: st.DataObject
+) -> None:
+    """SkyRL with padding removed: sequences to a multiple of the tensor world (of both, twice, where context is cut),
+    zigzag of each, and then one equal part of the rank's rows."""
+    context, tensor = worlds
+    rank, own = data.draw(st.integers(0, context - 1)), data.draw(st.integers(0, tensor - 1))
+    unit = tensor * (2 * context if context > 1 else 1)
+    theirs: list[Row] = []
+    for sequence in tokens(lengths):
+        padded = sequence + [PAD] * (-len(sequence) % unit)
+        half = len(padded) // context // 2
+        front, back = half * rank, len(padded) - half * (rank + 1)
+        theirs += padded[front : front + half] + padded[back : back + half] if context > 1 else padded
+    size = len(theirs) // tensor
+
+    shard = Shard(context_parallel=(rank, context), sequence_parallel=(own, tensor))
+    ours = PlanOptions(pad_to_multiple_of=unit).plan(lengths, layout="packed", shard=shard)
+
+    assert theirs[own * size : (own + 1) * size] == rows_of(ours)
+
+
+@given(lengths=lengths, tensor=worlds, data=st.data(), width=st.integers(13, 20))
+def test_skyrl_moves_left_padding_to_the_right(
+    lengths: list[int], tensor: int, data: st.DataObject, width: int
+) -> None:
+    """SkyRL without packing: its left-padded batch, tokens first, to the longest one's multiple; each row is cut."""
+    own = data.draw(st.integers(0, tensor - 1))
+    mask = np.asarray([[0] * (width - length) + [1] * length for length in lengths]) != 0
+    left = TokenPlan.from_mask(mask)
+    aligned = max(lengths) + -max(lengths) % tensor
+    size = aligned // tensor
+    theirs: list[Row] = []
+    for sequence in range(len(lengths)):
+        row = [pair for pair in rows_of(left) if pair[0] == sequence]
+        row += [PAD] * (aligned - len(row))
+        theirs += row[own * size : (own + 1) * size]
+
+    ours = PlanOptions(pad_to_multiple_of=tensor).plan(lengths, layout="padded")
+
+    assert theirs == rows_of(ours.cut(Shard(sequence_parallel=(own, tensor))) if tensor > 1 else ours)
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 7)), min_size=1, max_size=6),
+    more=st.tuples(st.integers(0, 3), st.integers(1, 3)),
+    data=st.data(),
+)
+def test_tunix_pads_both_sides_and_cuts_the_batch(
+    shapes: list[tuple[int, int]], more: tuple[int, int], data: st.DataObject
+) -> None:
+    """tunix: prompts end and completions begin at one column; each device has equal parts of the batch axis."""
+    left, right = max(prompt for prompt, _ in shapes) + more[0], max(answer for _, answer in shapes) + more[1]
+    theirs: list[list[Row]] = []
+    for at, (prompt, answer) in enumerate(shapes):
+        row = [PAD] * (left - prompt) + [(at, token) for token in range(prompt + answer)]
+        theirs.append(row + [PAD] * (right - answer))
+    world = data.draw(st.sampled_from([count for count in (1, 2, 3) if len(shapes) % count == 0]))
+    size, rank = len(shapes) // world, data.draw(st.integers(0, world - 1))
+    part = slice(rank * size, (rank + 1) * size)
+
+    prompts, answers = zip(*shapes, strict=True)
+    whole = TokenPlan.prompt_response(prompts, answers, prompt_len=left, response_len=right)
+    own = TokenPlan.prompt_response(prompts[part], answers[part], prompt_len=left, response_len=right)
+    input_mask = np.asarray([[pair != PAD for pair in row] for row in theirs])
+
+    assert [pair for row in theirs for pair in row] == rows_of(whole) == rows_of(TokenPlan.from_mask(input_mask))
+    first = rank * size
+    moved = [(pair[0] + first if pair != PAD else -1, pair[1]) for pair in rows_of(own)]
+    assert [pair for row in theirs[part] for pair in row] == moved
 
 
 @given(lengths=lengths, multiple=st.sampled_from((1, 2, 8)))

@@ -24,6 +24,7 @@ from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.demo import rollout as demo_engine
 from routeplane.cli.demo import transformers_trainer as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
+from routeplane.cli.main import main
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 from routeplane.inspect import survey
 from routeplane.inspect.look import check as check_streams
@@ -311,6 +312,26 @@ def test_the_ablation_is_on_the_same_tokens(small: tuple[DemoOptions, dict[str, 
     # 4 bytes an id, 5 a token, those of prompts too; and an int64 in each of two columns where a record ends
     ends = 2 * 3 * 16 / found["tokens"]
     assert found["masks"]["bytes_a_token"] == pytest.approx(4 * found["masks"]["mean_ids"] + 5 * 56 / 24 + ends)
+
+
+def test_a_report_attributes_what_the_ablation_scored(
+    small: tuple[DemoOptions, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The streams of a run, read again: total and residual are those of the table, masks and routes are the rest."""
+    options, figures = small
+    rows = figures["ablation"]["treatments"]
+    for seed, run in enumerate(options.ablation_runs()):
+        command = ["report", run.stream, "--against", run.trainer_stream, "--attribute", "--json"]
+        assert 0 == main(arguments=[*command, "--out", str(tmp_path / "page.html")])
+        found = json.loads(capsys.readouterr().out)["attribution"]
+
+        assert 3 * 24 == found["tokens"]
+        assert found["total"]["mean"] == pytest.approx(rows["neither"]["k3"]["seeds"][seed], rel=1e-3)
+        assert found["residual"]["mean"] == pytest.approx(rows["both"]["k3"]["seeds"][seed], rel=1e-2, abs=1e-6)
+        parts = [effect["mean"] for effect in found["effects"].values()]
+        assert sum(parts) + found["residual"]["mean"] == pytest.approx(found["total"]["mean"])
+        assert min(parts) > 5 * found["residual"]["mean"]
+        assert {"weights", "staleness", "numerics"} == set(found["not_identifiable"])
 
 
 @pytest.mark.usefixtures("one_thread")

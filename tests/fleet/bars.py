@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def strict_inputs(config: EngineConfig) -> Figure:
         lambda: ActorOptions(venv=sys.prefix, ray={"runtime_env": {"env_vars": {"VIRTUAL_ENV": "/x"}}}),
         lambda: replace(config, hook="a:b", options={"worker_extension_cls": "a.B"}),
         lambda: EnvironmentWorker(build_config({"fali": 1}, URLS, captured=None), needs_keys).start(None),
-        *(lambda key=key: make_environment(build_config({key: 1}, URLS, captured=None)) for key in NEMO_RL_KEYS),
+        *(partial(make_environment, build_config({key: 1}, URLS, captured=None)) for key in NEMO_RL_KEYS),
     ]
     refused = 0
     for each in inputs:

@@ -23,10 +23,12 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import ray
+
 from routeplane.errors import FleetError
 from routeplane.fleet.endpoints import Endpoint, reserve
 from routeplane.fleet.startup import Plan, Task, TaskContext, start, start_async
-from routeplane.fleet.teardown import MARK, children_of, is_alive
+from routeplane.fleet.teardown import children_of, is_alive
 from tests.ray_cluster import local_cluster
 
 PORTS = (24_100, 24_140)
@@ -198,22 +200,28 @@ def dropped(_number: int, _frame: object) -> None:
 
 
 def leftovers(before: set[int]) -> dict[str, int]:
-    """Threads, processes, actors' processes and listening ports of these plans that are there now."""
+    """Threads, processes, actors and listening ports of these plans that are there now.
+
+    Ray's own workers are not among the processes: they come and go as Ray likes. One that Ray had begun for an actor
+    that is gone stays idle for a second.
+    """
     ports = 0
     for port in range(*PORTS):
         with socket.socket() as probe:
             ports += probe.connect_ex(("127.0.0.1", port)) == 0
     threads = [each for each in threading.enumerate() if each.name.startswith("routeplane-")]
     below = [each for each in children_of(os.getpid()) if each.pid not in before and is_alive(each)]
-    actors = [each.pid for each in below if is_marked(each.pid)]
-    # Ray's own workers come and go as Ray likes
-    processes = [each.pid for each in below if b"ray" not in read(f"/proc/{each.pid}/cmdline")]
-    return {"threads": len(threads), "processes": len(processes), "actors": len(actors), "ports": ports}
+    commands = [command for each in below if (command := read(f"/proc/{each.pid}/cmdline"))]
+    processes = [command for command in commands if b"ray" not in command]
+    running = [command for command in commands if command.startswith(b"ray::Idle")]
+    return {"threads": len(threads), "processes": len(processes), "actors": len(running) + alive(), "ports": ports}
 
 
-def is_marked(pid: int) -> bool:
-    """Whether a process is an actor's, or below one."""
-    return any(each.startswith(f"{MARK}=".encode()) for each in read(f"/proc/{pid}/environ").split(b"\0"))
+def alive() -> int:
+    """Actors that Ray knows of and that are not dead: those that wait for their place, too."""
+    if not ray.is_initialized():
+        return 0
+    return len([each for each in ray._private.state.actors().values() if each["State"] != "DEAD"])
 
 
 def read(path: str) -> bytes:
@@ -237,6 +245,8 @@ def main() -> None:
             found = leftovers(before)
             if any(found.values()):
                 left.append({"seed": seed, **found})
+            if actors:
+                sys.stderr.write(f"plan {seed}: {dict(outcomes)}, left by {len(left)}: {left[-1:]}\n")
     sys.stdout.write(json.dumps({"outcomes": outcomes, "left": left}) + "\n")
 
 

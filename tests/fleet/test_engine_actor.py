@@ -173,11 +173,11 @@ def test_a_hook_runs_in_each_worker_and_a_dead_core_answers_503(
             return await engine.serve()
 
         status = asyncio.run(up())
-        traces = dict(reversed(trace.name.split("-")) for trace in tmp_path.iterdir())
-        assert {str(rank) for rank in range(ranks)} == set(traces)
+        traces = [trace.name.split("-") for trace in tmp_path.iterdir()]
+        assert [str(rank) for rank in range(ranks)] == sorted(rank for _, rank in traces)
         if several == "1":
             below = children_of(engine.pid)
-            assert {int(pid) for pid in traces.values()} <= {process.pid for process in below}
+            assert {int(pid) for pid, _ in traces} <= {process.pid for process in below}
             for process in below:
                 os.kill(process.pid, signal.SIGKILL)
             before = time.monotonic()
@@ -203,6 +203,14 @@ def test_a_hook_and_a_worker_extension_exclude_each_other(model: Path) -> None:
     """The hook is one."""
     with pytest.raises(UsageError, match="worker_extension_cls"):
         replace(config_of(model, None, worker_extension_cls="a.B"), hook="a:b")
+
+
+def test_an_option_that_the_engine_does_not_have_is_refused(model: Path) -> None:
+    """A misspelt one would silently be the default."""
+    from routeplane.capture.vllm.api_server import load_engine
+
+    with pytest.raises(UsageError, match="expected arguments of vLLM's server, got max_modle_len"):
+        asyncio.run(load_engine(str(model), spec=None, served_name="policy", options={"max_modle_len": 64}))
 
 
 @pytest.mark.slow

@@ -151,7 +151,8 @@ def test_the_blocks_print_what_the_page_says(tmp_path: Path, monkeypatch: pytest
     """The text blocks are the output of the Python blocks, in order."""
     page = PAGE.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    output, namespace = io.StringIO(), {"__name__": "__main__"}
+    output = io.StringIO()
+    namespace: dict[str, object] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(output):
         for block in read_blocks(page):
             assert block.reason is None

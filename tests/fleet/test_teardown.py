@@ -36,7 +36,8 @@ def test_random_plans_leave_nothing_behind(arguments: tuple[str, ...]) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert [] == said["left"]
     assert {"up", "start_failed", "interrupted", "cancelled"} == set(said["outcomes"])
-    assert min(said["outcomes"].values()) >= 20
+    # actors take longer than most plans with them last
+    assert min(said["outcomes"].values()) >= (3 if arguments else 20)
 
 
 def test_a_thing_that_appears_after_its_task_was_cancelled_is_closed() -> None:
@@ -170,6 +171,26 @@ def test_interrupts_in_teardown_skip_no_closer() -> None:
     assert [f"{verb} {name}" for name in "cba" for verb in ("closing", "closed")] == done.stdout.splitlines()
     assert "KeyboardInterrupt" in done.stderr
     assert done.returncode in (1, -signal.SIGINT, 128 + signal.SIGINT)
+
+
+def test_a_failure_beside_a_cancellation_is_told() -> None:
+    """The start is cancelled, and a task fails while it ends: a note beside, not a task whose error is never seen."""
+
+    async def fail(context: TaskContext) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise OSError("no device") from None
+
+    async def main() -> None:
+        task = asyncio.create_task(start_async(Plan(tasks=(Task(name="a", run=fail),))))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert ["task a failed meanwhile: OSError: no device"] == caught.value.__notes__
+
+    asyncio.run(main())
 
 
 def test_cancelling_a_start_repeatedly_skips_no_closer() -> None:

@@ -65,7 +65,7 @@ _REPLAY_SUITE = ("testing.contracts.replay_contract",)
 #: is refused.
 THIRD_PARTY = {
     "numpy": ("",),
-    "pyarrow": ("record.schema", "record.codec", "stream", "archive", "inspect", "testing"),
+    "pyarrow": ("record.schema", "record.codec", "record.columnar", "stream", "archive", "inspect", "testing"),
     "xxhash": ("record.spec", "record.checksum", "stream", "archive"),
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from routeplane.errors import ErrorKind, Problem, UsageError
 from routeplane.record import validate
 from routeplane.record.alarms import find_alarms
-from routeplane.record.kernels.first_look import shows_enough
+from routeplane.record.kernels import shows_enough
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import check_routes
 from routeplane.testing.strategies import routes, specs

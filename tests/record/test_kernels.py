@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record import validate
 from routeplane.record.codec import widen
-from routeplane.record.kernels import MAX_TOP_K, count_present, rows_are_legal
+from routeplane.record.kernels import MAX_TOP_K, count_present, move_rows, rows_are_legal
 from routeplane.record.spec import MISSING, NARROW_MISSING, RouteSpec
 from routeplane.record.validate import all_legal, check_routes, find_problems
 from routeplane.testing.strategies import CORRUPTIONS, corruptions, routes, specs
@@ -117,7 +117,7 @@ def test_every_length_and_address_is_looked_at_to_its_end(top_k: int, kind: str)
 _GUARDED = """
 import ctypes, mmap
 import numpy as np
-from routeplane.record.kernels import count_present, lay_rows, rows_are_legal
+from routeplane.record.kernels import count_present, lay_rows, move_rows, rows_are_legal
 page, memory = mmap.PAGESIZE, mmap.mmap(-1, 2 * mmap.PAGESIZE)
 whole = np.frombuffer(memory, dtype=np.uint8)
 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + page), page, 0) == 0
@@ -133,6 +133,11 @@ for kind in ("int16", "uint8"):
             for past_caches in (False, True):
                 out.fill(-2)
                 lay_rows(rows, (0,), out=out, past_caches=past_caches)
+                assert (out == rows).all()
+            # whole and last vectors end where readable memory does, on both sides
+            if tokens and kind == "int16" and top_k in (1, 8, 22):
+                assert not move_rows(rows, out, widths=(64,), slots=(0,), into=(0,)).any()
+                assert not move_rows(out, rows, widths=(64,), slots=(0,), into=(0,)).any()
                 assert (out == rows).all()
 print("read nothing beyond")
 """
@@ -173,6 +178,61 @@ def test_rows_are_counted_up_to_the_first_of_another_kind(top_k: int, kind: str)
                 assert met == (
                     at - first < (3 * tokens - first - -(-64 // np.dtype(kind).itemsize // top_k)) // step * step
                 )
+
+
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+#: One side has int16 wherever rows are moved; each pair and each K is compiled once.
+PAIRS = sorted({*((kind, "int16") for kind in INTEGERS), *(("int16", kind) for kind in INTEGERS)})
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["uint8", "int16", "int64"])
+def test_rows_are_moved_and_marked(kind: str, top_k: int) -> None:
+    """Rows of some layers, out of and into arrays of other depths: equal to numpy's, nothing else is written, and a
+    token is marked where a row that was asked for is MISSING, illegal, or wider than int16."""
+    widths = (128, 100, 64, 127, 90)
+    wide_SLK = random_rows(5, top_k=top_k, tokens=23, widths=(*widths, 128, 128)).astype("int64")
+    wide_SLK[wide_SLK == MISSING] = 126 if kind == "uint8" else MISSING
+    wide_SLK[3, 1, 0], wide_SLK[7, 5, 0], wide_SLK[11, 0, -1] = (
+        127,
+        127,
+        2**40 + 1,
+    )  # of these, layer 5 is not asked for
+    rows = wide_SLK.astype(kind)
+    slots, into = (4, 0, 1, 2, 6), (0, 3, 4, 5, 1)
+    given_SLK = wide_SLK[:, slots].astype(kind)
+    spec = RouteSpec(num_experts=widths, top_k=top_k, layer_ids=range(5))
+    expected = [
+        not all_legal(given_SLK[[token]], spec) or bool((given_SLK[token] == MISSING).any()) for token in range(23)
+    ]
+    for target in ("int16", "uint8", "int32") if kind == "int16" else ("int16",):
+        out = np.full((23, 6, top_k), 77, dtype=target)
+        marks = move_rows(rows, out, widths=widths, slots=slots, into=into)
+
+        assert expected == marks.tolist()
+        ordinary = ~marks
+        assert (out[ordinary][:, into] == given_SLK[ordinary]).all()
+        assert (out[:, 2] == 77).all()
+        filled = np.full((23, 8, top_k), 77, dtype=target)
+        move_rows(rows, filled, widths=widths, slots=slots, into=into, filler=np.arange(top_k, dtype=np.int16))
+        assert (filled[:, (2, 6, 7)] == np.arange(top_k)).all()
+        assert (filled[:, into] == out[:, into]).all()
+        if kind == "int16":
+            assert out[:, into].tobytes() == given_SLK.astype(target).tobytes()
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_every_integer_becomes_every_other(source: str, target: str) -> None:
+    """Ids keep their values; those that a type of more than 16 bits holds beyond int16 are marked."""
+    rows = random_rows(6, top_k=8, tokens=9, widths=(120, 120))
+    rows = np.where(rows == MISSING, np.arange(8) + 119, rows).astype(source)
+    out = np.zeros((9, 2, 8), dtype=target)
+
+    assert not move_rows(rows, out, widths=(128, 128), slots=(0, 1), into=(0, 1)).any()
+    assert (out == rows).all()
+    if rows.itemsize > 2:
+        rows[2, 1, 0] += 2**16
+        assert [2] == np.flatnonzero(move_rows(rows, out, widths=(128, 128), slots=(0, 1), into=(0, 1))).tolist()
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 4, 7])

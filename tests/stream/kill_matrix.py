@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from routeplane.errors import RouteplaneError
 from routeplane.stream.blocks import BlockLimits, ReadOptions
@@ -37,13 +39,16 @@ from tests.stream.folder_processes import Actor, name_of
 __all__ = ["CARRIERS", "PLAN", "WAYS", "Figures", "run", "served"]
 
 WAYS = ("kill", "inside", "stop", "fork", "delete", "full")
-#: Carrier -> the ways that make sense there, and its share of the kills. Ray is not among them: a driver takes seconds
-#: to connect; ``test_ray`` kills a producer there.
+#: Carrier -> the ways that make sense there, and its share of the kills.
 CARRIERS: dict[str, tuple[tuple[str, ...], float]] = {
-    "folder": (WAYS, 0.70),
+    "folder": (WAYS, 0.625),
     "flight": (("kill", "inside", "stop", "delete"), 0.20),
     "mooncake": (("kill", "inside", "stop"), 0.10),
+    "ray": (("kill", "inside", "stop"), 0.075),
 }
+#: Longest pause between two kills, in seconds. A process of Ray takes seconds to connect; kills within them alone would
+#: show nothing.
+_PAUSES = {"inside": 0.1, "ray": 6.0}
 #: Seconds after which a run in which no process logged anything counts as stuck; far beyond what a busy machine needs.
 PATIENCE_S = 180.0
 _PRODUCERS = ("p", "q")
@@ -99,13 +104,22 @@ def PLAN(way: str, kills: int) -> Plan:
     return Plan(count=max(40, 2 * kills), tokens=400, limits=limits)
 
 
+def _connected(carrier: str, settings: dict[str, Any]) -> Any:
+    """The carrier's module, in a process that has connected to what it needs."""
+    if "cluster" in settings:
+        import ray
+
+        ray.init(settings["cluster"], namespace="kills", log_to_driver=False, logging_level="error")
+    return import_module(f"routeplane.stream.{carrier}")
+
+
 def _write(
     carrier: str, settings: dict[str, Any], producer: str, work: tuple[Plan, bool], say: Any, before: Any
 ) -> None:
     """A producer: goes on behind the last record that was logged."""
     plan, leave_child = work
     first = int(before[-1]) + 1 if before else 0
-    module = import_module(f"routeplane.stream.{carrier}")
+    module = _connected(carrier, settings)
     place, more = settings["place"], settings.get("options", {})
     options = {"run": "kills", "producer": producer, "limits": plan.limits, **more}
     with module.open_writer(place, SPEC, **options) as writer:
@@ -119,10 +133,11 @@ def _write(
 
 def _read(carrier: str, settings: dict[str, Any], say: Any, before: Any) -> None:
     """The reader: logs each record, and each position that it acknowledged."""
-    module = import_module(f"routeplane.stream.{carrier}")
+    module = _connected(carrier, settings)
     options = ReadOptions(on_vanished="wait", timeout_s=PATIENCE_S, acknowledge="call")
     more = settings.get("options", {})
     with module.open_reader(settings["place"], producers=list(_PRODUCERS), options=options, **more) as reader:
+        say("started")
         for record in reader:
             say(f"{record.verify().checksum:016x} {record.sample_id}")
             if reader.reached != reader.position():
@@ -144,7 +159,7 @@ def served(carrier: str, folder: Path) -> Iterator[Callable[[], dict[str, Any]]]
     if carrier == "folder":
         yield lambda: {"place": folder / f"place-{next(numbers)}"}
         return
-    helper = {"flight": _serve_flight, "mooncake": _serve_mooncake}[carrier]
+    helper = {"flight": _serve_flight, "mooncake": _serve_mooncake, "ray": _serve_ray}[carrier]
     with helper(folder) as fresh:
         yield lambda: fresh(next(numbers))
 
@@ -222,6 +237,32 @@ def _serve_mooncake(folder: Path) -> Iterator[Callable[[int], dict[str, Any]]]:
             process.kill()
 
 
+@contextlib.contextmanager
+def _serve_ray(folder: Path) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """A cluster in a process of its own; a token of its own lets the forked processes in.
+
+    Ray reads the token's settings when it is imported, so the process that forks must not have imported it before.
+    """
+    del folder
+    command = (
+        "import ray, sys\n"
+        "ray.init(address='local', num_cpus=2, object_store_memory=2**28, include_dashboard=False, "
+        "log_to_driver=False, logging_level='error')\n"
+        "print('cluster', ray.get_runtime_context().gcs_address, flush=True)\n"
+        "sys.stdin.read(); ray.shutdown()\n"
+    )
+    assert "ray" not in sys.modules
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with mock.patch.dict(os.environ, own):
+        with subprocess.Popen([sys.executable, "-c", command], stdout=-1, stdin=-1, text=True) as process:
+            assert process.stdout is not None
+            said = next(line.split() for line in process.stdout if line.startswith("cluster"))
+            try:
+                yield lambda number: {"place": f"kills-{number}", "cluster": said[1]}
+            finally:
+                process.communicate(timeout=60.0)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -263,7 +304,7 @@ def run(carrier: str, way: str, settings: dict[str, Any], logs: Path, *, kills: 
 def _play(
     actors: list[Actor], reader: Actor, settings: dict[str, Any], way: str, *, kills: int, dice: Any
 ) -> tuple[int, int]:
-    pause = 0.1 if way == "inside" else 0.03
+    pause = _PAUSES["ray"] if "cluster" in settings else _PAUSES.get(way, 0.03)
     hits, since, before, disk = 0, time.monotonic(), 0, settings.get("disk")
     for actor in actors:
         actor.start()
@@ -352,7 +393,9 @@ def _repeats_beyond(lines: list[str]) -> int:
     pending: list[str] = []
     beyond = 0
     for line in lines:
-        if line.startswith("acknowledged"):
+        if line == "started":
+            pending = []  # what an earlier process had yielded and not acknowledged comes again
+        elif line.startswith("acknowledged"):
             # the record that was just yielded opened the next block, and is not acknowledged yet
             safe.update(pending[:-1])
             pending = pending[-1:]

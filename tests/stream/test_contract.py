@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,35 @@ from routeplane.record.spec import RouteSpec
 from routeplane.stream import MemoryStream, folder, listen, new_stream, open_stream
 from routeplane.testing.builders import SPEC
 from routeplane.testing.contracts import CarrierContract, LiveContract, StreamContract
+
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "delivery.md"
+
+
+def clauses(page: str) -> dict[str, list[str]]:
+    """Clause -> the tests that the page's table of the contract names for it."""
+    table = page.partition("| clause | what holds | tests |\n")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[1:]]
+    return {row[0].strip(): re.findall(r"`(\w+)`", row[2]) for row in rows}
+
+
+def faults(page: str) -> list[str]:
+    """Where the table and the contract differ: lines without a test, and tests in no line, or in two, or nowhere."""
+    found = clauses(page)
+    named = sorted(name for names in found.values() for name in names)
+    tests = sorted(name.removeprefix("test_") for name in vars(CarrierContract) if name.startswith("test_"))
+    return [clause for clause, names in found.items() if not names] + [
+        name for name in {*named, *tests} if (named.count(name), tests.count(name)) != (1, 1)
+    ]
+
+
+def test_the_table_of_the_contract_is_its_tests() -> None:
+    """Each line of the page names its tests, and each test stands in one line; a changed page is found out."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert 15 <= len(clauses(page))
+    assert [] == faults(page)
+    changed = page.replace("`a_position_before_a_deleted_block_is_expired`", "").replace("`fetch_cuts_a_block`", "`x`")
+    expected = ["a_position_before_a_deleted_block_is_expired", "expired", "fetch_cuts_a_block", "x"]
+    assert expected == sorted(faults(changed))
 
 
 class TestMemory(LiveContract):

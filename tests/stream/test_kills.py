@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from routeplane.stream import folder
 from routeplane.stream.blocks import BlockLimits, ReadOptions
 from routeplane.testing.builders import SPEC, facts, sample
 from tests.stream.folder_processes import Actor, name_of, read, write
-from tests.stream.kill_matrix import CARRIERS, matrix, run
+from tests.stream.kill_matrix import CARRIERS, run
 
 COUNT = 40
 
@@ -30,9 +34,10 @@ def test_killed_processes_go_on(tmp_path: Path, way: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_thousand_kills(carrier: str) -> None:
-    """The share of one carrier in ``python -m tests.stream.kill_matrix --kills 1000``."""
-    found = matrix(1_000, carriers=(carrier,))
-    assert [] == [way for way, figures in found.items() if not figures.holds]
+    """The share of one carrier in ``python -m tests.stream.kill_matrix``, in a process that only forks."""
+    command = [sys.executable, "-m", "tests.stream.kill_matrix", "--carriers", carrier]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stdout + done.stderr[-2_000:]
 
 
 def test_a_killed_reader_is_given_it_again(tmp_path: Path) -> None:
@@ -154,6 +159,36 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, damage: str) -> No
     path.write_bytes({"flip": bytes(data), "empty": b"", "other": b'{"next": 7}'}[damage])
     with pytest.raises(RouteplaneError):
         _use(place)
+
+
+def test_a_truncated_or_rewritten_block_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    """On /dev/shm: what a trainer holds stays as it was verified, and a block that was cut is an error of its kind."""
+
+    def consume(say: Callable[[str], None], before: list[str]) -> None:
+        del before
+        with folder.open_reader(place, producers=1) as reader:
+            records = iter(reader)
+            first = next(records)
+            paths = sorted(place.rglob("*.arrows"))
+            paths[0].write_bytes(bytes(paths[0].stat().st_size))
+            os.truncate(paths[0], 10)
+            os.truncate(paths[1], paths[1].stat().st_size // 2)
+            say(f"{first.verify().checksum}")
+            try:
+                next(records)
+            except RouteplaneError as error:
+                say(f"{error.kind}")
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        place, limits = Path(name) / "place", BlockLimits(block_bytes=1, max_bytes=2**24, sync=False)
+        with folder.open_writer(place, SPEC, run="run", producer="p", limits=limits) as writer:
+            for index in range(2):
+                writer.write(sample(index, tokens=2_000))
+        reader = Actor(tmp_path / "reader", consume)
+        reader.start()
+        reader.join()
+    assert reader.is_done  # a signal would be another exit code
+    assert [f"{sample(0, tokens=2_000).checksum}", "truncated"] == reader.lines()
 
 
 def _use(place: Path) -> None:

@@ -17,7 +17,8 @@ from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError
 from routeplane.record.codec import write_batch
 from routeplane.record.interfaces import Admission
 from routeplane.record.record import Prefix, RouteRecord
-from routeplane.stream import IpcReader, StreamReport, open_stream
+from routeplane.stream import IpcReader, QuarantineOptions, StreamReport, open_stream
+from routeplane.stream.frames import frames_of_buffer
 from tests.stream.streams import (
     SPEC,
     Encoding,
@@ -317,3 +318,38 @@ def test_a_batch_of_another_stream_is_refused() -> None:
     assert [ErrorKind.SPEC_MISMATCH] == [p.kind for p in reader.admit([*found, other]).problems]
     assert [ErrorKind.DUPLICATE_KEY] == [p.kind for p in reader.admit([*found, found[0]]).problems]
     assert reader.admit(found).admitted
+
+
+def test_many_bad_records_are_kept_in_a_file_and_bounded() -> None:
+    """Hundreds of bad records: all are counted, the first few thousand listed, bytes go to a file up to its bound."""
+    many = [record(sample, 2_000) for sample in range(200)]
+    data, at = bytearray(stream_of(many)), 0
+    for one in many:
+        at = data.index(one.routes.tobytes(), at)
+        data[at] ^= 4
+    reader = open_stream(bytes(data), on_corrupt="quarantine", quarantine=QuarantineOptions(max_bytes=2**20))
+    tracemalloc.start()
+    for _ in reader:
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    kept = [reader.quarantine.raw(entry) for entry in reader.report().quarantined]
+    assert (200, 200 - reader.quarantine.dropped) == (reader.report().quarantined_count, sum(map(bool, kept)))
+    assert 0 < sum(len(raw) for raw in kept if raw is not None) <= 2**20
+    assert peak < len(data) / 3
+
+
+def test_one_flipped_bit_hides_one_batch_alone() -> None:
+    """Whatever bit of a batch is flipped, header or body: the other batches come whole, and its record is counted."""
+    data = stream_of(RECORDS, max_bytes=1)
+    schema, *batches, _ = [frame.data.size for frame in frames_of_buffer(pa.py_buffer(data))]
+    start, found = schema + batches[0], 0
+    for at in [*range(8), *range(8, batches[1], 13)]:
+        place, mask = start + at, 1 << at % 8
+        came, report = read(data[:place] + bytes([data[place] ^ mask]) + data[place + 1 :])
+        whole = [item for item in came if "quarantined" not in item.attributes]
+        assert contents([RECORDS[0], RECORDS[2]]) == contents(item for item in whole if item.key != RECORDS[1].key), at
+        assert len(whole) == 3 or 1 == report.skipped_records + report.quarantined_count, at
+        found += len(whole) == 2
+    assert found > len(batches)

@@ -6,6 +6,7 @@ Holds the arguments that make capture and serving agree. Knows no port, no proce
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -18,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from routeplane.capture.vllm.engines import SETTINGS
 from routeplane.capture.vllm.interface import require_moe, spec_from_vllm
 from routeplane.capture.vllm.probing import ProbeReport, probe_async
-from routeplane.errors import CaptureError, ErrorKind
+from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.spec import RouteSpec
 
 __all__ = ["ServedEngine", "load_engine"]
@@ -79,6 +80,7 @@ async def load_engine(
     Raises:
         SpecError: A dense model, before any weight is loaded; another geometry than the spec's (SPEC_MISMATCH).
         CaptureError: ``options`` turn capture off that the spec asks for (CAPTURE_OFF).
+        UsageError: An option that vLLM does not have (ARGUMENT).
 
     Example:
         ``served = await load_engine("path/to/model", spec=spec, served_name="policy")``
@@ -102,6 +104,9 @@ async def load_engine(
 def _server_arguments(values: Mapping[str, Any]) -> Any:
     """The server's arguments as its command line would give them, with some values set."""
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    unknown = sorted(set(values) - set(vars(arguments)) - {each.name for each in fields(AsyncEngineArgs)})
+    if unknown:
+        raise refused("arguments of vLLM's server", ", ".join(unknown))
     for name, value in values.items():
         setattr(arguments, name, value)
     return arguments

@@ -26,7 +26,7 @@ from routeplane.batch.batch import RouteBatch
 from routeplane.batch.collation import BatchOptions, microbatches
 from routeplane.batch.logprobs import Masks, label_logprobs, token_logprobs
 from routeplane.cli.demo import DemoOptions, open_source
-from routeplane.inspect.overview import REPLAY_LOGPROBS
+from routeplane.inspect.overview import REPLAY_LOGPROBS, icepop_weights, tis_weights, treatment_column
 from routeplane.record.codec import write_batch
 from routeplane.record.coverage import Coverage
 from routeplane.record.validate import missing_rows
@@ -216,10 +216,6 @@ def _counts(records: Sequence[RouteRecord], coverage: Coverage) -> dict[str, Any
 # Ablation: routes and sampling masks, each with and without, on the same tokens
 # ----------------------------------------------------------------------------------------------------------------------
 
-#: Truncated importance sampling: larger ratios count as this.
-_TIS_BOUND = 2.0
-#: IcePop-style masking: tokens of other ratios are left out of the loss.
-_ICEPOP_BAND = (0.5, 5.0)
 #: A ratio beyond this, or below its inverse, is extreme.
 _EXTREME = 2.0
 #: Student's t for two-sided 95% intervals, by the number of pairs.
@@ -243,7 +239,7 @@ def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], Tr
         with open_source(run.stream, transport=run.transport) as reader:
             records = list(reader)
             reader.admit(records).require()
-        found.append(_treatments(load(run), records))
+        found.append(_treatments(load(run), records, keep=run.trainer_stream))
         ids += sum(len(record.columns["sampling_mask"].values) for record in records)
         tokens += sum(record.num_tokens - record.spans[0].stop for record in records)
         batch = write_batch(records, records[0].spec, encoding="plain")
@@ -270,31 +266,56 @@ def score_ablation(runs: Sequence[DemoOptions], load: Callable[[DemoOptions], Tr
     }
 
 
-def _treatments(trainer: TrainerModel, records: Sequence[RouteRecord]) -> dict[str, dict[str, float]]:
-    """The figures of one seed by treatment."""
+def _treatments(trainer: TrainerModel, records: Sequence[RouteRecord], *, keep: str) -> dict[str, dict[str, float]]:
+    """The figures of one seed by treatment. Writes the trainer's side to ``keep``, for ``report --attribute``."""
     with trainer.attach(records[0].spec) as handle:
         live = _LiveRoutes(handle)
         without = _score_masks(trainer, records, live.recording)
     with trainer.attach(records[0].spec) as handle:
         followed = _score_masks(trainer, records, handle.replaying)
-    flipped = _flipped_share(records, [live.record(record) for record in records])
+    own = [live.record(record) for record in records]
+    flipped = _flipped_share(records, own)
     cells = {"neither": without["ignore"], "masks": without["apply"]}
     cells |= {"routes": followed["ignore"], "both": followed["apply"]}
-    made = {name: _ratio_figures(difference_T) for name, difference_T in cells.items()}
+    columns = {
+        treatment_column(["masks"]): without["apply"],
+        treatment_column(["routes"]): followed["ignore"],
+        treatment_column(["routes", "masks"]): followed["apply"],
+    }
+    scored = (
+        replace(
+            record,
+            logprobs=without["ignore"].logprobs[record.key],
+            columns={name: cell.logprobs[record.key] for name, cell in columns.items()},
+            checksum=None,
+        )
+        for record in own
+    )
+    _keep(keep, scored, records[0].spec)
+    made = {name: _ratio_figures(cell.difference_T) for name, cell in cells.items()}
     for name, row in made.items():
         row["flipped_share"] = flipped if name in ("neither", "masks") else 0.0
     for name in ("neither", "masks", "both"):
-        made |= {f"{name}_{how}": row for how, row in _corrections(cells[name]).items()}
+        made |= {f"{name}_{how}": row for how, row in _corrections(cells[name].difference_T).items()}
     return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scores:
+    """Trainer minus engine log-probability of every sampled token; and the trainer's by record, NaN elsewhere."""
+
+    difference_T: NDArray[np.float64]
+    logprobs: dict[RecordKey, NDArray[np.float32]]
 
 
 def _score_masks(
     trainer: TrainerModel,
     records: Sequence[RouteRecord],
     bind: Callable[[RouteBatch], AbstractContextManager[object]],
-) -> dict[Masks, NDArray[np.float64]]:
-    """Trainer minus engine log-probability of every sampled token, with masks and without, out of one forward."""
+) -> dict[Masks, _Scores]:
+    """Every sampled token with masks and without, out of one forward."""
     differences: dict[Masks, list[torch.Tensor]] = {"apply": [], "ignore": []}
+    logprobs: dict[Masks, dict[RecordKey, NDArray[np.float32]]] = {"apply": {}, "ignore": {}}
     for micro in microbatches(
         iter(records),
         tokens=_MICROBATCH_TOKENS,
@@ -312,7 +333,14 @@ def _score_masks(
         for masks, own in given.items():
             ours = label_logprobs(own, micro, masks=masks)
             differences[masks].append((ours - micro.columns["label_logprobs"])[wanted])
-    return {masks: torch.cat(parts).double().numpy() for masks, parts in differences.items()}
+            labels_T = torch.where(wanted, ours, torch.nan).float()[~micro.pad_mask].numpy()
+            # a label is the next token
+            shifted = ((key, np.append(np.float32(np.nan), row[:-1])) for key, row in _by_record(micro, labels_T))
+            logprobs[masks].update(shifted)
+    return {
+        masks: _Scores(difference_T=torch.cat(parts).double().numpy(), logprobs=logprobs[masks])
+        for masks, parts in differences.items()
+    }
 
 
 def _ratio_figures(difference_T: NDArray[np.float64]) -> dict[str, float]:
@@ -340,8 +368,7 @@ def _corrections(difference_T: NDArray[np.float64]) -> dict[str, dict[str, float
     """
     ratio_T = np.exp(difference_T)
     k3_T = ratio_T - 1.0 - difference_T
-    kept_T = (ratio_T >= _ICEPOP_BAND[0]) & (ratio_T <= _ICEPOP_BAND[1])
-    weights = {"tis": np.minimum(ratio_T, _TIS_BOUND), "icepop": np.where(kept_T, ratio_T, 0.0)}
+    weights = {"tis": tis_weights(ratio_T), "icepop": icepop_weights(ratio_T)}
     return {
         how: {
             "mean_ratio": float(weight_T.mean()),

@@ -1,4 +1,4 @@
-"""Loops over rows in vector registers: the row rule, at about the rate at which memory is read, and laying rows out.
+"""Loops over rows: the row rule, at about the rate at which memory is read, laying rows out, the first look for alarms.
 
 Compilers do not vectorise the rule, so an ``@intrinsic`` says it as LLVM vectors and LLVM picks the instructions
 (AVX-512, AVX2, NEON). Takes addresses, and believes its caller, which is ``kernels`` alone.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -32,7 +33,11 @@ __all__ = [
     "VECTOR_BYTES",
     "compiled",
     "lay",
+    "move",
+    "present_rows",
     "present_steps",
+    "quiet_records",
+    "shows_enough",
     "steps_are_legal",
 ]
 
@@ -102,6 +107,113 @@ def present_steps(work: tuple[int, int, int, int, int], row: tuple[Any, ...]) ->
 
 
 @compiled
+def present_rows(work: tuple[Any, ...], row: tuple[Any, ...]) -> None:
+    """Which parts of some rows are legal and there, but for some at their ends that are MISSING. ``row``: as above.
+
+    ``work``: all ids, flat, and the largest legal id of each lane, flat; the addresses of both, the period of the
+    limits in rows, how many rows a vector reads beyond its own, and the id of MISSING; of each part the first row, how
+    many are there, and how many are MISSING behind, int64; and where each verdict is written, bool.
+    """
+    flat, limits, address, limits_address, period, spare, missing, first_N, count_N, absent_N, right = work
+    step, row_bytes, top_k = _step_rows(row), _row_bytes(row), len(row)
+    for part in range(len(first_N)):
+        at, end = first_N[part], first_N[part] + count_N[part]
+        steps = max(0, (end - at - spare) // step)
+        good = present_steps((address + at * row_bytes, steps, limits_address, period, at % period), row) == steps
+        at += steps * step
+        if good and steps and at < end - spare:
+            at = end - spare - step  # looks at some rows once more, rather than at the last ones one by one
+            good = present_steps((address + at * row_bytes, 1, limits_address, period, at % period), row) == 1
+            at += step
+        while good and at < end:
+            good = _is_present(flat, at * top_k, limits, at % period * top_k, top_k)
+            at += 1
+        for place in range(end * top_k, (end + absent_N[part]) * top_k):
+            good &= flat[place] == missing
+        right[part] = good
+
+
+@compiled
+def _is_present(flat: Any, at: int, limits: Any, limits_at: int, top_k: int) -> bool:
+    """Whether the ids at ``at`` are in range and pairwise distinct."""
+    good = True
+    for slot in range(top_k):
+        expert = flat[at + slot]
+        good &= 0 <= expert <= limits[limits_at + slot]
+        for other in range(slot):
+            good &= flat[at + other] != expert
+    return good
+
+
+@compiled
+def quiet_records(work: tuple[Any, ...], how: tuple[int, int, int, int, int]) -> None:
+    """Whether nothing is suspect in the first look at each of some records. ``how``: as in ``shows_enough``.
+
+    ``work``: all ids, flat, how many layers and slots, and all token ids; of each record its first token in both, and
+    how many tokens have rows, int64; no token, int64; and where each verdict is written, bool.
+    """
+    flat, layers, top_k, token_ids, first_N, ids_N, count_N, none, quiet = work
+    for part in range(len(first_N)):
+        first, stop = first_N[part], first_N[part] + count_N[part]
+        rows = flat[first * layers * top_k : stop * layers * top_k].reshape(stop - first, layers, top_k)
+        own = token_ids[ids_N[part] : ids_N[part] + count_N[part]]
+        quiet[part] = shows_enough((rows, none, own), how)
+
+
+@compiled
+def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, int]) -> bool:
+    """Whether nothing is suspect in a first look for alarms.
+
+    ``record``: rows, absent and token_ids, ``how``: layer, width, step, least_rows and looks, as in
+    ``kernels.shows_enough``.
+    """
+    rows, absent, token_ids = record
+    layer, width, step, least_rows, looks = how
+    tokens, layers, top_k = rows.shape
+    kept = np.empty(tokens, dtype=np.int64)
+    count = next_absent = 0
+    for token in range(tokens):
+        if next_absent < len(absent) and absent[next_absent] == token:
+            next_absent += 1
+        elif token == 0 or len(token_ids) == 0 or token_ids[token] != token_ids[token - 1]:
+            kept[count] = token
+            count += 1
+    for at in range(step, count, step):
+        here, before, differs = kept[at], kept[at - step], False
+        for slot in range(top_k):
+            differs |= rows[here, layer, slot] != rows[before, layer, slot]
+        if not differs:
+            return False
+    if count < least_rows:
+        return True
+    looks = min(looks, count)
+    draws = looks * top_k
+    load_E = np.zeros(width, dtype=np.int32)
+    for place in range(layers):
+        agreeing, seen = 0, 0
+        while seen < looks:
+            token = kept[seen * (count - 1) // max(1, looks - 1)]
+            for slot in range(top_k):
+                expert = rows[token, place, slot]
+                if expert < 0 or expert >= width:
+                    return False
+                # the sum of squares grows by this much when a load grows by one
+                agreeing += 2 * load_E[expert] + 1
+                load_E[expert] += 1
+            seen += 1
+            # no later row can add more than one that repeats all before it
+            if draws * draws >= (top_k + 1) * (agreeing + top_k * (looks * looks - seen * seen)):
+                break
+        if draws * draws < (top_k + 1) * agreeing:
+            return False
+        for look in range(seen):
+            token = kept[look * (count - 1) // max(1, looks - 1)]
+            for slot in range(top_k):
+                load_E[rows[token, place, slot]] = 0
+    return True
+
+
+@compiled
 def lay(work: tuple[int, int, int, int, int, int, bool], row: tuple[Any, ...]) -> None:
     """Copy the same runs of layers from each of some tokens; widen to int16. ``row``: as above.
 
@@ -131,6 +243,56 @@ def lay(work: tuple[int, int, int, int, int, int, bool], row: tuple[Any, ...]) -
         source += stride
     if aside:
         _settle(row)
+
+
+@compiled
+def move(work: tuple[int, ...], kinds: tuple[Any, Any, Any]) -> None:
+    """Copy the same runs of rows of each of some tokens, from one integer type to another, and mark tokens on the way.
+
+    A token is marked by 1 where a row of it is MISSING or illegal, or holds an id that int16 does not; else by 0.
+    ``kinds``: K lanes of int16, and of both types a value each, whose type alone counts.
+
+    ``work``: the addresses of the first token's rows, of what they become, of the limits (K int16 for each row that is
+    copied, in order) and of the marks (one byte a token); the number of tokens, how many bytes they and what they
+    become are apart, the address of the runs (three int64 each: first row, first row of what they become, rows), and
+    their number; then the address of one row of int16, that of the runs of each token that become it (two int64 each:
+    first row, rows), and their number.
+    """
+    at, to, limits_address, marks_address, tokens, stride, out_stride, runs_address, runs = work[:9]
+    filler, fills_address, fills = work[9:]
+    row, source, target = kinds
+    rows, limit_bytes = _vector_rows(row), _row_bytes(row)
+    in_bytes, out_bytes = _bytes_of(source) * limit_bytes // 2, _bytes_of(target) * limit_bytes // 2
+    for token in range(tokens):
+        odd, limits = False, limits_address
+        for fill in range(fills):
+            there = to + _int64_at(fills_address + fill * 16) * out_bytes
+            for _ in range(_int64_at(fills_address + fill * 16 + 8)):
+                _move_one(filler, there, limits_address, row, row[0], target)
+                there += out_bytes
+        for run in range(runs):
+            here = at + _int64_at(runs_address + run * 24) * in_bytes
+            there = to + _int64_at(runs_address + run * 24 + 8) * out_bytes
+            count = _int64_at(runs_address + run * 24 + 16)
+            whole = count // rows
+            for _ in range(whole):
+                odd |= _move_vector(here, there, limits, row, source, target)
+                here, there, limits = here + rows * in_bytes, there + rows * out_bytes, limits + rows * limit_bytes
+            left = count - whole * rows
+            if left > 0 and whole > 0:
+                # a whole vector that ends with the run: some of its rows were copied already
+                back = rows - left
+                odd |= _move_vector(
+                    here - back * in_bytes, there - back * out_bytes, limits - back * limit_bytes, row, source, target
+                )
+                limits += left * limit_bytes
+            else:
+                for _ in range(left):
+                    odd |= _move_one(here, there, limits, row, source, target)
+                    here, there, limits = here + in_bytes, there + out_bytes, limits + limit_bytes
+        _mark(marks_address + token, odd)
+        at += stride
+        to += out_stride
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,6 +329,12 @@ def _out_bytes(context: Any, row: Any) -> Any:
 def _vector_rows(context: Any, row: Any) -> Any:
     """Whole rows of a vector."""
     return _constant(_shape_of(row)[2], row)
+
+
+@intrinsic
+def _bytes_of(context: Any, value: Any) -> Any:
+    """Bytes of one integer of this type."""
+    return _constant(value.bitwidth // 8, value)
 
 
 def _constant(value: int, row: Any) -> Any:
@@ -352,3 +520,71 @@ def _int64_at(context: Any, address: Any) -> Any:
         return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=8)
 
     return types.int64(address), generate
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows moved from one type to another
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _move_vector(context: Any, here: Any, there: Any, limits_address: Any, row: Any, source: Any, target: Any) -> Any:
+    """Copy the rows of one vector; whether one of them is MISSING, illegal or wider than int16."""
+    return _move_some((here, there, limits_address, row, source, target), _shape_of(row)[2])
+
+
+@intrinsic
+def _move_one(context: Any, here: Any, there: Any, limits_address: Any, row: Any, source: Any, target: Any) -> Any:
+    """The same of one row."""
+    return _move_some((here, there, limits_address, row, source, target), 1)
+
+
+def _move_some(signature: tuple[Any, ...], rows: int) -> Any:
+    _, _, _, row, source, target = signature
+    top_k, count = _shape_of(row)[0], rows * _shape_of(row)[0]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        given, narrow, wide = (
+            ir.VectorType(ir.IntType(bits), count) for bits in (source.bitwidth, 16, target.bitwidth)
+        )
+        loaded = builder.load(builder.inttoptr(arguments[0], given.as_pointer()), align=1)
+        limits = builder.load(builder.inttoptr(arguments[2], narrow.as_pointer()), align=1)
+        ids = _resized(builder, loaded, narrow, signed=source.signed)
+        builder.store(
+            _resized(builder, ids, wide, signed=True), builder.inttoptr(arguments[1], wide.as_pointer()), align=1
+        )
+        bad = builder.icmp_unsigned(">", ids, limits)
+        if source.bitwidth > 16:
+            bad = builder.or_(bad, builder.icmp_unsigned("!=", _resized(builder, ids, given, signed=True), loaded))
+        differences = [builder.xor(ids, _rotated(builder, ids, top_k, by)) for by in range(1, top_k // 2 + 1)]
+        if differences:
+            zeros = ir.Constant(narrow, [0] * count)
+            equal = builder.icmp_unsigned("==", _reduced(builder, differences, _smaller), zeros)
+            bad = builder.or_(bad, equal)
+        lanes = ir.IntType(count)
+        return builder.icmp_unsigned("!=", builder.bitcast(bad, lanes), ir.Constant(lanes, 0))
+
+    return types.boolean(*signature), generate
+
+
+def _resized(builder: ir.IRBuilder, ids: Any, wanted: Any, *, signed: bool) -> Any:
+    """The lanes in another width."""
+    bits, now = wanted.element.width, ids.type.element.width
+    if bits == now:
+        return ids
+    if bits < now:
+        return builder.trunc(ids, wanted)
+    return builder.sext(ids, wanted) if signed else builder.zext(ids, wanted)
+
+
+@intrinsic
+def _mark(context: Any, address: Any, odd: Any) -> Any:
+    """Write one byte, 0 or 1."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8)
+        value = builder.zext(arguments[1], byte) if arguments[1].type.width < 8 else arguments[1]
+        builder.store(value, builder.inttoptr(arguments[0], byte.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.none(address, odd), generate

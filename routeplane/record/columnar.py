@@ -1,0 +1,558 @@
+"""Records of one Arrow batch, checked column by column by compiled loops; their parts are made when asked for.
+
+Says of a record that all rules of ``record`` hold, or says nothing: ``codec`` then builds it part by part, which finds
+what is wrong and where. Every verdict here is one that the constructor of ``RouteRecord`` would give. Needs numba, and
+a batch that is worth its loops.
+
+Axes: B records of the batch, M spans or captures of all of them, S tokens of one record, L layers, K top-k slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from routeplane.errors import DataError, ErrorKind, FormatError
+from routeplane.record.alarms import first_look
+from routeplane.record.aligned import AlignedColumn, ColumnType, read_column
+from routeplane.record.checksum import (
+    CanonicalHash,
+    array_heads,
+    capture_end,
+    hash_sampling,
+    item_head,
+    number_items,
+    span_end,
+)
+from routeplane.record.parse import frozen_view
+from routeplane.record.record import RouteRecord, text_map, view_record
+from routeplane.record.rows import StoredRows, canonical_blocks, widen
+from routeplane.record.spans import PRESENT_STATES, Capture, Sampling, Span
+from routeplane.record.validate import kernels_for
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from numpy.typing import NDArray
+
+    from routeplane.record.schema import StreamHeader
+
+__all__ = ["Aligned", "CheckedBatch", "Ragged", "RaggedRoutes", "Stored"]
+
+# Bytes of rows that are checked before they are hashed: well below the size of a second-level cache.
+_BLOCK_BYTES = 2**20
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns as they are stored
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Ragged:
+    """A large_list column as one flat numpy array and offsets; item i is a view."""
+
+    def __init__(self, column: pa.LargeListArray) -> None:
+        # .values of a sliced list array is the parent's whole buffer; flatten() honours the slice.
+        self.valid = column.is_valid().to_numpy(zero_copy_only=False)
+        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.at: list[int] = self.offsets_B1.tolist()
+        flat = _without_nulls(column.flatten())
+        if isinstance(flat, pa.ExtensionArray):
+            # flattening drops null rows, so they are looked for before and after
+            flat = _without_nulls(_without_nulls(flat.storage).flatten())
+        values = flat.to_numpy(zero_copy_only=False)
+        # no values at all are Arrow's own, from a memory pool that may be the caller's
+        self.flat: NDArray[Any] = frozen_view(values if len(values) else values.copy())
+
+    def __getitem__(self, index: int) -> Any:
+        """A view ``[rows]``, or None where the entry is null."""
+        if not self.valid[index]:
+            return None
+        return self.flat[self.at[index] : self.at[index + 1]]
+
+
+class RaggedRoutes(Ragged):
+    """The routes column; item i is int16 ``[rows, L, K]``: a view of plain routes, a fresh array of narrow ones."""
+
+    def __init__(self, column: pa.LargeListArray, header: StreamHeader) -> None:
+        super().__init__(column)
+        self._header = header
+
+    def stored(self, index: int, *, tokens: tuple[int, int] | None = None) -> NDArray[Any]:
+        """The rows of item i as they are stored, those of ``tokens`` or all, a view."""
+        layers, top_k = self._header.spec.row_shape
+        first, end = self.at[index], self.at[index + 1]
+        if tokens is not None:
+            first, end = first + tokens[0], first + tokens[1]
+        stored_SLK: NDArray[Any] = self.flat[first * layers * top_k : end * layers * top_k]
+        return stored_SLK.reshape(-1, layers, top_k)
+
+    def __getitem__(self, index: int) -> NDArray[np.int16]:
+        stored_SLK = self.stored(index)
+        return stored_SLK if self._header.encoding == "plain" else widen(stored_SLK, self._header.spec)
+
+
+class Aligned:
+    """One aligned column of a batch; item i is the column of record i, a view where no entry is null."""
+
+    def __init__(self, column: pa.LargeListArray, kind: ColumnType, *, name: str) -> None:
+        self._kind, self._name = kind, name
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+        self._tokens_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        entries = column.flatten()
+        storage = entries.storage if isinstance(entries, pa.ExtensionArray) else entries
+        if storage.null_count and not kind.nullable:
+            raise FormatError(
+                f"expected no nulls inside column {name}, got {storage.null_count}", kind=ErrorKind.TOKEN_COLUMN
+            )
+        self._valid = storage.is_valid().to_numpy(zero_copy_only=False) if kind.nullable else None
+        self._offsets = None
+        if kind.ragged:
+            sizes = storage.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            self._offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+            self._values = _plain_values(_without_nulls(storage.flatten()))
+        elif kind.shape:
+            width = int(np.prod(kind.shape))
+            inner = storage.values.slice(storage.offset * width, len(storage) * width)
+            self._values = _plain_values(_without_nulls(inner)).reshape(-1, *kind.shape)
+        else:
+            self._values = _plain_values(storage)
+
+    def __getitem__(self, index: int) -> AlignedColumn:
+        start, stop = self._tokens_B1[index], self._tokens_B1[index + 1]
+        valid = None if self._valid is None else self._valid[start:stop]
+        if self._offsets is None:
+            return read_column(self._kind, self._values[start:stop], offsets=None, valid=valid, name=self._name)
+        first, last = self._offsets[start], self._offsets[stop]
+        offsets = self._offsets[start : stop + 1] - first
+        return read_column(self._kind, self._values[first:last], offsets=offsets, valid=valid, name=self._name)
+
+
+def _plain_values(array: pa.Array) -> NDArray[Any]:
+    """The values of a flat array, those of null entries as they lie there."""
+    if array.null_count:
+        array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], offset=array.offset)
+    return np.asarray(array.to_numpy(zero_copy_only=False))
+
+
+def _without_nulls(array: pa.Array) -> pa.Array:
+    if array.null_count:
+        raise FormatError(f"expected no nulls inside lists, got {array.null_count}", kind=ErrorKind.SCHEMA)
+    return array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """The columns of a batch that hold arrays."""
+
+    tokens: Ragged
+    logprobs: Ragged
+    routes: RaggedRoutes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Spans and captures of all records
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Intervals:
+    """The spans, or the captures, of all records: of each its interval, and the text that says what it is."""
+
+    def __init__(self, column: pa.ListArray, kind: str) -> None:
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+        self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.at = self.offsets_B1.tolist()
+        entries = column.flatten()
+        names = [entries.type.field(place).name for place in range(entries.type.num_fields)]
+        members = dict(zip(names, entries.flatten(), strict=True))
+        #: Whether nothing is null that must not be.
+        self.whole = not any(members[name].null_count for name in ("start", "stop", "call", kind))
+        # copies: nothing of Arrow's is kept, whose memory pool may be the caller's
+        self.starts_M, self.stops_M = (
+            np.array(members[name].fill_null(0).to_numpy(zero_copy_only=False)) for name in ("start", "stop")
+        )
+        self.kinds = _texts(members[kind])
+        self.calls = _texts(members["call"])
+        self.roles: list[str | None] = _texts(members["role"]) if "role" in members else []
+        #: How each span was sampled; None where an entry has parameters that no engine has. Format 1.0 has none.
+        self.samplings = _samplings(members["sampling"]) if "sampling" in members else [None] * len(entries)
+        versions = members["weights_version"]
+        valid = versions.is_valid().to_pylist() if versions.null_count else [True] * len(versions)
+        plain = versions.fill_null(0).to_numpy(zero_copy_only=False).tolist()
+        self.versions = [version if known else None for version, known in zip(plain, valid, strict=True)]
+        self.owner_M = np.repeat(np.arange(len(lengths)), lengths)
+        self._intervals_M = list(zip(self.starts_M.tolist(), self.stops_M.tolist(), self.kinds, strict=True))
+
+    def records_of(self, wrong_M: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The records that have such an entry: bool ``[B]``."""
+        return np.bincount(self.owner_M[wrong_M], minlength=len(self.offsets_B1) - 1) > 0
+
+    def cover(self, lengths_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each record's intervals are not empty, in order, contiguous, and cover its tokens."""
+        firsts, counts = self.offsets_B1[:-1], np.diff(self.offsets_B1)
+        expected_M = np.concatenate([[0], self.stops_M[:-1]])
+        has = counts > 0
+        expected_M[firsts[has]] = 0
+        good_B = has & ~self.records_of((self.starts_M != expected_M) | (self.starts_M >= self.stops_M))
+        good_B[has] &= self.stops_M[self.offsets_B1[1:][has] - 1] == lengths_B[has]
+        return good_B
+
+    def intervals(self, index: int) -> list[tuple[int, int, Any]]:
+        """Start, stop and kind of a record's entries."""
+        return self._intervals_M[self.at[index] : self.at[index + 1]]
+
+    def items(self, name: str, ends: Iterable[bytes]) -> list[bytes]:
+        """The canonical bytes of each record's entries; ``ends``: of each what stands behind its interval."""
+        heads = number_items(start=self.starts_M, stop=self.stops_M)
+        entries = [head + end for head, end in zip(heads, ends, strict=True)]
+        counts = array_heads(name, np.diff(self.offsets_B1))  # a list begins by its entries as an array by its bytes
+        return [
+            count + b"".join(entries[start:stop])
+            for count, start, stop in zip(counts, self.at, self.at[1:], strict=False)
+        ]
+
+
+def _texts(array: pa.Array) -> list[Any]:
+    """The values as strings, None where there is none: each distinct one is made once."""
+    encoded = array.dictionary_encode()
+    distinct = [*encoded.dictionary.to_pylist(), None]
+    return [distinct[code] for code in encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).tolist()]
+
+
+def _samplings(array: pa.StructArray) -> list[Sampling | None] | None:
+    made: list[Sampling | None] = [None] * len(array)
+    known: dict[str, Sampling] = {}
+    for place in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
+        found = array[place].as_py()
+        text = repr(found)  # tells a negative zero from a positive one
+        if text not in known:
+            names = found["processors"]
+            try:
+                known[text] = Sampling(**{**found, "processors": None if names is None else tuple(names)})
+            except DataError:
+                return None
+        made[place] = known[text]
+    return made
+
+
+def _sampling_bytes(sampling: Sampling | None) -> bytes:
+    out = CanonicalHash(0)
+    if sampling is not None:
+        hash_sampling(out, sampling)
+    return out.small_bytes()[8:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The batch
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Items:
+    """Canonical bytes of all records, but what their arrays hold: lists ``[B]``."""
+
+    names: bytes  # how each record's first item begins
+    numbers: list[bytes]
+    tokens: list[bytes]
+    rows: list[bytes]
+    spans: list[bytes]
+    captures: list[bytes]
+
+
+class CheckedBatch:
+    """A validated batch whose records are checked together, and made one by one."""
+
+    def __init__(self, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored, kernels: ModuleType) -> None:
+        self._spec, self._stored, self._kernels = header.spec, stored, kernels
+        self._spans = _Intervals(batch.column("spans"), "kind")
+        self._captures = _Intervals(batch.column("captures"), "state")
+        self._names = {name: batch.column(name).to_pylist() for name in ("sample_id", "group", "attempt", "segment")}
+        self._checksums: list[int] = batch.column("checksum").to_numpy(zero_copy_only=False).tolist()
+        self._attributes = _attributes(batch.column("attributes"))
+        self._lengths_B = np.diff(stored.tokens.offsets_B1)
+        self._unfed_B = np.zeros(batch.num_rows, dtype=np.int64)
+        self._right_B = self._check(batch)
+        self._lengths: list[int] = self._lengths_B.tolist()
+        self._unfed: list[int] = self._unfed_B.tolist()
+        self._present_B = np.zeros(batch.num_rows, dtype=np.bool_)
+        self._quiet_B = np.zeros(batch.num_rows, dtype=np.bool_)
+        self._looked_at = 0  # rows of the records before this one were looked at
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored) -> CheckedBatch | None:
+        """The batch, where it can be checked here."""
+        flat, layers = stored.routes.flat, header.spec.num_layers
+        kernels = kernels_for(flat.reshape(-1, layers, header.spec.top_k), header.spec)
+        if kernels is None or sys.byteorder != "little" or not flat.flags.aligned:
+            return None
+        made = cls(batch, header, stored=stored, kernels=kernels)
+        return made if made._spans.whole and made._captures.whole else None
+
+    # -- verdicts ------------------------------------------------------------------------------------------------------
+
+    def _check(self, batch: pa.RecordBatch) -> NDArray[np.bool_]:
+        """Of each record whether all but its rows, columns and checksum is right, as far as that is told here."""
+        lengths_B, stored = self._lengths_B, self._stored
+        zeros = [batch.column(name).to_numpy(zero_copy_only=False) for name in ("attempt", "segment")]
+        right_B = (lengths_B > 0) & (zeros[0] >= 0) & (zeros[1] >= 0)
+        right_B &= batch.column("routes_start").to_numpy(zero_copy_only=False) == 0
+        right_B &= batch.column("prefix").is_null().to_numpy(zero_copy_only=False)
+        right_B &= np.diff(stored.routes.offsets_B1) == lengths_B
+        right_B &= np.asarray([bool(name) for name in self._names["sample_id"]], dtype=np.bool_)
+        right_B &= np.asarray([name != "" for name in self._names["group"]], dtype=np.bool_)
+        right_B &= np.asarray([each is not None for each in self._attributes], dtype=np.bool_)
+        scores = stored.logprobs
+        right_B &= ~scores.valid | (np.diff(scores.offsets_B1) == lengths_B)
+        high = np.flatnonzero(scores.flat > 1e-3)
+        right_B[np.searchsorted(scores.offsets_B1, high, side="right") - 1] = False
+        return right_B & self._check_spans() & self._check_captures()
+
+    def _check_spans(self) -> NDArray[np.bool_]:
+        spans = self._spans
+        right_B = spans.cover(self._lengths_B)
+        generated_M = np.asarray([kind == "generation" for kind in spans.kinds], dtype=np.bool_)
+        prompt_M = np.asarray([kind == "prompt" for kind in spans.kinds], dtype=np.bool_)
+        if spans.samplings is None:
+            return np.zeros_like(right_B)
+        sampled_M = np.asarray([each is not None for each in spans.samplings], dtype=np.bool_)
+        right_B &= ~spans.records_of(~(generated_M | prompt_M) | (sampled_M & ~generated_M))
+        #: Where the last generated token of each record ends; 0 without any.
+        self._generated_B = np.zeros(len(right_B), dtype=np.int64)
+        self._generated_B[spans.owner_M[generated_M]] = spans.stops_M[generated_M]
+        return right_B
+
+    def _check_captures(self) -> NDArray[np.bool_]:
+        """Rows that are there, and behind them a suffix that was not fed; anything else is not told here."""
+        captures, lengths_B = self._captures, self._lengths_B
+        right_B = captures.cover(lengths_B)
+        present_M = np.asarray([state in PRESENT_STATES for state in captures.kinds], dtype=np.bool_)
+        unfed_M = np.asarray([state == "not_fed" for state in captures.kinds], dtype=np.bool_)
+        last_M = captures.stops_M == lengths_B[captures.owner_M]
+        right_B &= ~captures.records_of(~present_M & ~(unfed_M & last_M))
+        sizes_M = captures.stops_M - captures.starts_M
+        self._unfed_B[captures.owner_M[unfed_M]] = sizes_M[unfed_M]
+        ended_B = self._generated_B <= lengths_B - self._unfed_B + 1
+        right_B &= (self._unfed_B <= 1) | (ended_B & (self._generated_B > 0))
+        self._unfed_B[~right_B] = 0
+        return right_B
+
+    def _look(self, index: int) -> None:
+        """Look at the rows of the records from this one on, as many as the caches hold."""
+        layers, top_k = self._spec.row_shape
+        offsets_B1 = self._stored.routes.offsets_B1
+        block = _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize)
+        stop = max(index + 1, int(np.searchsorted(offsets_B1, offsets_B1[index] + block, side="right")) - 1)
+        own = slice(index, stop)
+        fed_N = np.where(self._right_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
+        absent_N = np.where(self._right_B[own], self._unfed_B[own], 0)
+        self._present_B[own] = self._right_B[own]
+        if stop > index + 1 or self._lengths[index] <= block:
+            self._present_B[own] &= self._hold(offsets_B1[own], fed_N, absent_N)
+        self._looked_at = stop
+
+    def _hold(
+        self, first_N: NDArray[np.int64], fed_N: NDArray[np.int64], absent_N: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether the rows of ``fed`` tokens from a token on are there, and those of ``absent`` behind them MISSING."""
+        layers, top_k = self._spec.row_shape
+        found: NDArray[np.bool_] = self._kernels.present_parts(
+            self._stored.routes.flat,
+            self._spec.experts_per_layer,
+            top_k=top_k,
+            first=first_N * layers,
+            rows=fed_N * layers,
+            absent=absent_N * layers,
+        )
+        return found
+
+    def _look_for_alarms(self, index: int, stop: int) -> None:
+        how = first_look(self._spec)
+        if how is None:
+            self._quiet_B[index:stop] = True
+            return
+        own = slice(index, stop)
+        fed_N = np.where(self._present_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
+        self._quiet_B[own] = self._kernels.quiet_records(
+            self._stored.routes.flat,
+            self._stored.tokens.flat,
+            shape=self._spec.row_shape,
+            first=self._stored.routes.offsets_B1[own],
+            ids=self._stored.tokens.offsets_B1[own],
+            tokens=fed_N,
+            how=how,
+        )
+
+    def _pieces(self, index: int) -> Iterator[NDArray[Any] | None]:
+        """The rows of a record as stored, part by part, each checked before it is given; None for one that is not."""
+        layers, top_k = self._spec.row_shape
+        block = max(1, _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize))
+        tokens, fed = self._lengths[index], self._lengths[index] - self._unfed[index]
+        if tokens <= block:
+            yield self._stored.routes.stored(index)
+            return
+        first = self._stored.routes.offsets_B1[index]
+        for start in range(0, tokens, block):
+            stop = min(start + block, tokens)
+            present = max(0, min(fed, stop) - start)
+            held = self._hold(*(np.asarray([each]) for each in (first + start, present, stop - start - present)))
+            yield self._stored.routes.stored(index, tokens=(start, stop)) if held[0] else None
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def record(
+        self, index: int, columns: Mapping[str, AlignedColumn], *, verify: bool, alarms: bool
+    ) -> RouteRecord | None:
+        """Record ``index``, where all rules hold and, with ``verify``, its checksum too; None where that is not told.
+
+        Asked in ascending order. ``alarms``: whether its rows are looked at for alarms as well.
+        """
+        if not self._right_B[index]:
+            return None
+        if index >= self._looked_at:
+            self._look(index)
+            if alarms:
+                self._look_for_alarms(index, self._looked_at)
+        if not self._present_B[index]:
+            return None
+        attributes = self._attributes[index]
+        if attributes is None:
+            return None
+        try:
+            made = view_record(
+                self,
+                index,
+                columns=columns,
+                sample_id=self._names["sample_id"][index],
+                attempt=self._names["attempt"][index],
+                segment=self._names["segment"][index],
+                group=self._names["group"][index],
+                token_ids=self._stored.tokens[index],
+                spec=self._spec,
+                logprobs=self._stored.logprobs[index],
+                attributes=attributes,
+                checksum=self._checksums[index],
+            )
+        except DataError:
+            return None
+        if not verify:
+            return made if all(piece is not None for piece in self._pieces(index)) else None
+        return made if self._verified(made, index) else None
+
+    def _verified(self, record: RouteRecord, index: int) -> bool:
+        out = CanonicalHash(self._spec.digest)
+        items = self._items
+        name = record.sample_id.encode()
+        out.raw(items.names + len(name).to_bytes(8, "little") + name + items.numbers[index])
+        out.text("group", record.group)
+        out.raw(items.tokens[index])
+        out.feed(record.token_ids)
+        out.raw(items.rows[index])
+        for piece in self._pieces(index):
+            if piece is None:
+                return False
+            for part in canonical_blocks(piece, self._spec, kernels=self._kernels):
+                out.feed(part)
+        record.hash_from_routes_on(out)
+        return out.value() == self._checksums[index]
+
+    @cached_property
+    def _items(self) -> _Items:
+        spans, captures, spec = self._spans, self._captures, self._spec
+        ends = map(span_end, zip(spans.kinds, spans.roles, spans.calls, spans.versions, strict=True))
+        samplings = spans.samplings or []
+        sampled = {id(how): _sampling_bytes(how) for how in samplings}
+        ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
+        starts_B = np.zeros(len(self._lengths), dtype=np.int64)
+        heads = array_heads("routes", self._lengths_B * (spec.num_layers * spec.top_k * 2))
+        return _Items(
+            names=item_head("sample_id"),
+            numbers=number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")}),
+            tokens=array_heads("token_ids", self._lengths_B * 4),
+            rows=[start + head for start, head in zip(number_items(routes_start=starts_B), heads, strict=True)],
+            spans=spans.items("spans", ends),
+            captures=captures.items(
+                "captures", map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
+            ),
+        )
+
+    def hash_intervals(self, out: CanonicalHash, index: int) -> None:
+        """Add the items of a record's spans and captures."""
+        out.raw(self._items.spans[index] + self._items.captures[index])
+
+    def length(self, index: int) -> int:
+        """Tokens of a record."""
+        return self._lengths[index]
+
+    def quiet(self, index: int) -> bool:
+        """Whether the first look for alarms showed nothing suspect."""
+        return bool(self._quiet_B[index])
+
+    def span_intervals(self, index: int) -> Iterable[tuple[int, int, Any]]:
+        """Start, stop and kind of a record's spans."""
+        return self._spans.intervals(index)
+
+    def capture_intervals(self, index: int) -> Iterable[tuple[int, int, Any]]:
+        """Start, stop and state of a record's captures."""
+        return self._captures.intervals(index)
+
+    def part(self, name: str, index: int) -> Any:
+        """A part of a record that it was not made with: ``spans``, ``captures``, or its rows."""
+        if name == "stored":
+            return self._stored.routes.stored(index)
+        if name == "routes":
+            return frozen_view(self._stored.routes[index])
+        if name == "spans":
+            spans = self._spans
+            return tuple(
+                Span(start=start, stop=stop, kind=kind, role=role, call=call, weights_version=version, sampling=how)
+                for (start, stop, kind), (role, call, version, how) in zip(
+                    spans.intervals(index),
+                    self._rest(spans, index, spans.roles, spans.calls, spans.versions, spans.samplings or []),
+                    strict=True,
+                )
+            )
+        if name == "captures":
+            captures = self._captures
+            return tuple(
+                Capture(start=start, stop=stop, state=state, call=call, weights_version=version)
+                for (start, stop, state), (call, version) in zip(
+                    captures.intervals(index),
+                    self._rest(captures, index, captures.calls, captures.versions),
+                    strict=True,
+                )
+            )
+        tokens = self._lengths[index]
+        absent = np.arange(tokens - self._unfed[index], tokens)
+        return StoredRows(stored=self._stored.routes.stored(index), spec=self._spec, absent=frozen_view(absent))
+
+    @staticmethod
+    def _rest(of: _Intervals, index: int, *members: list[Any]) -> Iterator[tuple[Any, ...]]:
+        own = slice(of.at[index], of.at[index + 1])
+        return zip(*(each[own] for each in members), strict=True)
+
+
+def _attributes(column: pa.MapArray) -> list[Mapping[str, str] | None]:
+    """The attributes of each record; None where they are none that a record can have."""
+    if column.offsets[0].as_py() == column.offsets[len(column)].as_py():
+        return [_NO_ATTRIBUTES] * len(column)
+    return [_attribute_map(tuple(pairs)) for pairs in column.to_pylist()]
+
+
+_NO_ATTRIBUTES: Mapping[str, str] = MappingProxyType({})
+
+
+@lru_cache(maxsize=256)
+def _attribute_map(pairs: tuple[tuple[str, str], ...]) -> Mapping[str, str] | None:
+    entries = dict(pairs)
+    try:
+        return text_map(entries) if len(entries) == len(pairs) else None
+    except DataError:
+        return None

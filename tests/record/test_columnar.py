@@ -1,0 +1,225 @@
+"""Records of a batch that is checked as a whole, against those built one by one: the same, whatever is wrong."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routeplane.errors import RouteplaneError
+from routeplane.record import validate
+from routeplane.record.aligned import AlignedColumn
+from routeplane.record.codec import read_records, write_batch
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import parse_schema
+from routeplane.record.spans import STATES, Capture, Sampling, Span
+from routeplane.record.spec import RouteSpec
+from routeplane.stream import open_stream
+from routeplane.testing.strategies import specs
+from tests.plain_columns import NARROW, column_record
+from tests.record.test_alarms import suspicious
+from tests.stream.streams import SPEC, Encoding, content, forge, record, record_lists, stream_of, trailer_of
+from tests.stream.test_ipc_columns import FORGED_COLUMNS
+
+WIDE = RouteSpec(num_experts=300, top_k=3, layer_ids=(1, 4), model="tests/columnar")
+
+
+def outcomes(batch: pa.RecordBatch, *, verify: bool, columnar: bool) -> list[Any]:
+    """Of each record what it says, or what is wrong with it; the error that ends the batch comes last."""
+    found: list[Any] = []
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0):
+        try:
+            for read in read_records(batch, parse_schema(batch.schema), verify=verify, columnar=columnar):
+                found.append(content(read) if isinstance(read, RouteRecord) else said(read))
+        except RouteplaneError as error:
+            found.append(said(error))
+    return found
+
+
+def said(error: RouteplaneError) -> tuple[Any, ...]:
+    """All of an error."""
+    return type(error), error.kind, str(error), tuple(getattr(error, "problems", ()))
+
+
+def checked_together(batch: pa.RecordBatch) -> int:
+    """How many records were not built one by one."""
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0):
+        found = list(read_records(batch, parse_schema(batch.schema), verify=True))
+    return sum("_source" in vars(each) for each in found if isinstance(each, RouteRecord))
+
+
+def require_same(batch: pa.RecordBatch) -> list[Any]:
+    """Both ways give the same, checksums compared or not."""
+    for verify in (True, False):
+        one_by_one = outcomes(batch, verify=verify, columnar=False)
+        assert one_by_one == outcomes(batch, verify=verify, columnar=True)
+    return one_by_one
+
+
+def scored_record(number: int, tokens: int, **changes: Any) -> RouteRecord:
+    """A record with all that may be there: sampling, log-probabilities, attributes, columns of every kind, masks."""
+    made = column_record(number, tokens, spec=NARROW)
+    how = Sampling(temperature=0.8, top_p=0.9, min_p=-0.0, processors=("a",), logprobs_mode="processed")
+    spans = tuple(replace(span, sampling=how if span.kind == "generation" else None) for span in made.spans)
+    sampled_S = made.sampled_tokens()
+    lists = [[int(token)] if here else [] for token, here in zip(made.token_ids, sampled_S, strict=True)]
+    masks = {
+        "sampling_mask": AlignedColumn.of_lists(lists, dtype="int32", aligned="sampled", axis="kept"),
+        "sampling_mask_state": AlignedColumn.of(sampled_S.astype(np.uint8), aligned="sampled"),
+        "loss_mask": sampled_S.astype(np.int8),
+    }
+    logprobs = np.where(sampled_S, -0.5, np.nan).astype(np.float32)
+    given: dict[str, Any] = {"logprobs": logprobs, "attributes": {"finish": "stop", "b": "é"}, "group": f"g{number}"}
+    return replace(made, spans=spans, columns={**made.columns, **masks}, checksum=None, **{**given, **changes})
+
+
+RICH = [scored_record(number, 4 + number) for number in range(4)]
+
+
+@given(record_lists(max_size=5), st.sampled_from(["plain", "narrow"]), st.data())
+def test_any_records(drawn: tuple[RouteSpec, list[RouteRecord]], encoding: Encoding, data: st.DataObject) -> None:
+    """Every kind of record that can be written, in any slice of a batch."""
+    spec, found = drawn
+    batch = write_batch(found, spec, encoding=encoding)
+    start = data.draw(st.integers(0, len(found)))
+    require_same(batch.slice(start))
+
+
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+def test_usual_records_are_checked_together(encoding: Encoding) -> None:
+    """Not only by the builder behind: prompts and answers, and all that may stand beside."""
+    assert 3 == checked_together(
+        write_batch([record(sample, 4 + sample) for sample in range(3)], SPEC, encoding=encoding)
+    )
+    assert len(RICH) == checked_together(write_batch(RICH, NARROW, encoding=encoding))
+    require_same(write_batch(RICH, NARROW, encoding=encoding))
+
+
+@pytest.mark.parametrize("name", FORGED_COLUMNS)
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+def test_forged_columns(name: str, encoding: Encoding) -> None:
+    """Values of their type that no record can have."""
+    column, values = FORGED_COLUMNS[name]
+    batch = write_batch([record(sample, 4 + sample) for sample in range(3)], SPEC, encoding=encoding)
+    require_same(with_column(batch, column, pa.array(values, batch.schema.field(column).type)))
+
+
+def with_column(batch: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
+    """The batch with another column; its fields may be null."""
+    fields = [pa.field(each.name, each.type, nullable=True) for each in batch.schema]
+    arrays = [values if each.name == name else batch.column(each.name) for each in fields]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields, metadata=batch.schema.metadata))
+
+
+def edited(batch: pa.RecordBatch, rng: np.random.Generator) -> pa.RecordBatch:
+    """The batch with one bit of one buffer changed, as Arrow takes it; the batch itself where it does not."""
+    serialized = bytearray(batch.serialize())
+    serialized[int(rng.integers(len(serialized)))] ^= 1 << int(rng.integers(8))
+    try:
+        found = pa.ipc.read_record_batch(pa.py_buffer(bytes(serialized)), batch.schema)
+        found.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError):
+        return batch
+    return found
+
+
+def changed_ids(batch: pa.RecordBatch, rng: np.random.Generator) -> pa.RecordBatch:
+    """The batch with an id of one row changed, often to one that makes the row illegal or MISSING in part."""
+    column = batch.column("routes")
+    flat = column.flatten()
+    values = flat.storage.flatten().to_numpy().copy()
+    values[int(rng.integers(len(values)))] = rng.choice([0, 1, 5, 63, 64, 127, 255 if values.itemsize == 1 else -1])
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(values), flat.storage.type.list_size)
+    rows = pa.ExtensionArray.from_storage(flat.type, storage)
+    return with_column(batch, "routes", pa.LargeListArray.from_arrays(column.offsets, rows))
+
+
+def flips(count: int, seed: int) -> Counter[str]:
+    """Both ways over damaged batches; how many still read as they were."""
+    rng, found = np.random.default_rng(seed), Counter[str]()
+    plain = [record(sample, 9 + sample) for sample in range(3)]
+    batches = [
+        write_batch(records, spec, encoding=encoding)
+        for records, spec in ((plain, SPEC), (RICH, NARROW))
+        for encoding in ("plain", "narrow")
+    ]
+    whole = [require_same(batch) for batch in batches]
+    for number in range(count):
+        place = int(rng.integers(len(batches)))
+        wrong = (edited if number % 2 else changed_ids)(batches[place], rng)
+        found["same" if require_same(wrong) == whole[place] else "other"] += 1
+    return found
+
+
+def test_damage_of_any_kind() -> None:
+    """Flipped bits and changed ids: the same records and the same errors, word for word."""
+    found = flips(80, seed=5)
+    assert found["other"] > 25
+
+
+@pytest.mark.slow
+def test_much_damage_of_any_kind() -> None:
+    """The long run."""
+    assert flips(1_000, seed=6)["other"] > 350
+
+
+@given(suspicious(), st.booleans())
+def test_the_same_alarms(case: tuple[Any, RouteSpec, list[int]], narrow: bool) -> None:
+    """A reader reports the same, whether the batch was looked at as a whole or record by record."""
+    rows_SLK, spec, token_ids = case
+    tokens = len(rows_SLK)
+    missing_S = (rows_SLK[:, :, 0] < 0).any(axis=1)
+    states = ["captured" if not missing else "lost" for missing in missing_S]
+    if missing_S[-1]:
+        states[-1] = "not_fed"
+    rows_SLK = np.where(missing_S[:, None, None], -1, rows_SLK).astype(np.int16)
+    made = RouteRecord(
+        sample_id="s",
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        routes=rows_SLK,
+        spans=(Span(start=0, stop=tokens, kind="generation", call="c", weights_version=1),),
+        captures=tuple(
+            Capture(start=at, stop=at + 1, call="c", weights_version=None, state=state)  # type: ignore[arg-type]
+            for at, state in enumerate(states)
+        ),
+        spec=spec,
+    )
+    batch = write_batch([made], spec, encoding="narrow" if narrow and spec.narrow_allowed else "plain")
+    reports = []
+    for least in (0, 2**62):
+        with mock.patch.object(validate, "_KERNEL_BYTES", least), open_stream(sealed(batch, [made])) as reader:
+            list(reader)
+            reports.append(reader.report())
+    assert reports[0] == reports[1]
+
+
+def sealed(batch: pa.RecordBatch, found: list[RouteRecord]) -> bytes:
+    """A whole stream of the batch."""
+    encoding = parse_schema(batch.schema).encoding
+    return forge([batch], trailer=trailer_of(found, spec=found[0].spec, encoding=encoding))
+
+
+@given(specs(max_layers=3, max_top_k=5), st.integers(1, 70), st.integers(0, 2**32 - 1))
+def test_parts_that_are_made_late(spec: RouteSpec, tokens: int, seed: int) -> None:
+    """Each is what the record was written with, in whichever order it is asked for; also after pickling and cutting."""
+    made = record(seed % 5, tokens, spec=spec)
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0):
+        (read,) = list(open_stream(stream_of([made], spec=spec)))
+        assert "_source" in vars(read)
+        names = ["spans", "captures", "routes", "stored_routes", "absent_tokens", "num_tokens", "nbytes"]
+        np.random.default_rng(seed).shuffle(names)
+        for name in names:
+            assert np.array_equal(getattr(made, name), getattr(read, name)), name
+        assert content(made) == content(pickle.loads(pickle.dumps(read)))
+        assert content(made.slice(0, 1)) == content(read.slice(0, 1))
+        assert made.coverage() == read.coverage()
+        assert list(made.capture_intervals()) == list(read.capture_intervals())
+        assert {state for _, _, state in read.capture_intervals()} <= set(STATES)
