@@ -294,6 +294,38 @@ def reading(streams: Mapping[str, bytes], rows: Rows, *, rounds: int) -> list[Re
     ]
 
 
+def of_the_limit(tokens: int, count: int, *, bar: float, rounds: int) -> Result:
+    """A verified read of ``count`` records against what must be done: the row rule and xxh3-64, one after the other."""
+    records = [record(index, tokens) for index in range(count)]
+    stream = stream_of(records, encoding="plain")
+    rows = [each.routes for each in records]
+    source = np.concatenate(rows)
+    target = np.zeros_like(source)
+    rates = relative_rates(
+        {
+            "np.copyto": lambda: np.copyto(target, source),
+            "row rule": lambda: _require_legal(source),
+            "xxh3-64": lambda: [xxhash.xxh3_64_intdigest(each.data) for each in rows],
+            "verified": lambda: read(stream),
+        },
+        yardstick="np.copyto",
+        rounds=rounds,
+    )
+    limit = 1 / (1 / rates["row rule"] + 1 / rates["xxh3-64"])
+    return Result(
+        name=f"read/verified_{tokens}_of_limit",
+        value=round(rates["verified"] / limit, 3),
+        unit=f"share of 1 / (1 / rule + 1 / xxh3), {tokens}-token records",
+        bar=bar,
+        peers={f"{name}, {RATE}": rate for name, rate in {**rates, "limit": round(limit, 4)}.items()},
+    )
+
+
+def _require_legal(rows_SLK: NDArray[np.int16]) -> None:
+    if not all_legal(rows_SLK, SPEC):
+        raise RuntimeError("expected legal rows, got others")
+
+
 def _exhaust(batches: Callable[[], Iterable[object]]) -> None:
     for _ in batches():
         pass
@@ -357,6 +389,8 @@ def main(*, full: bool = False) -> list[Result]:
     return [
         *opening(stream_of(tenth, encoding="plain"), streams["plain"]),
         *reading(streams, rows, rounds=rounds),
+        of_the_limit(2_048, 64, bar=0.8, rounds=3 * rounds),
+        of_the_limit(128, 1_024, bar=0.4, rounds=3 * rounds),
         *stages(streams["plain"], rounds=rounds),
         *memory(streams),
     ]

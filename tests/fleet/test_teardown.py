@@ -36,7 +36,8 @@ def test_random_plans_leave_nothing_behind(arguments: tuple[str, ...]) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert [] == said["left"]
     assert {"up", "start_failed", "interrupted", "cancelled"} == set(said["outcomes"])
-    assert min(said["outcomes"].values()) >= 20
+    # actors take longer than most plans with them last
+    assert min(said["outcomes"].values()) >= (3 if arguments else 20)
 
 
 def test_a_thing_that_appears_after_its_task_was_cancelled_is_closed() -> None:

@@ -61,6 +61,8 @@ __all__ = [
     "prepare",
 ]
 
+#: Seconds for an actor to come up or to end: a laptop that does other work besides imports an engine for minutes.
+_PATIENCE = 600.0
 #: What vLLM reads at start-up, in the engine's process alone.
 _ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -115,8 +117,9 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec, *, overlapped: bool = True
     )
 
     async def reserved(context: TaskContext) -> Any:
-        options = ActorOptions(ray={"runtime_env": {"env_vars": _ENGINE_ENV}})
-        engine = await context.acquire(partial(start_engine, config, 0, options=options), EngineHandle.close)
+        options = ActorOptions(ray={"runtime_env": {"env_vars": _ENGINE_ENV}}, timeout=_PATIENCE)
+        make = partial(start_engine, config, 0, options=options)
+        engine = await context.acquire(make, EngineHandle.close, timeout=120.0)
         return engine, Endpoints(states=(await engine.reserve(),))
 
     async def engine(context: TaskContext) -> Any:
@@ -127,11 +130,13 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec, *, overlapped: bool = True
     async def environment(context: TaskContext) -> Any:
         _, endpoints = context.results["reserved"]
         factory = "routeplane.cli.demo.ray_fleet:make_environment"
-        build = partial(build_environment_actor, {}, endpoints, factory=factory, captured=spec)
+        settings: dict[str, Any] = {"factory": factory, "captured": spec, "options": ActorOptions(timeout=_PATIENCE)}
+        build = partial(build_environment_actor, {}, endpoints, **settings)
         return await context.acquire(build, EnvironmentHandle.close)
 
     async def trainer(context: TaskContext) -> ActorHandle:
-        make = partial(start_actor, TrainerWorker, [options], name="trainer")
+        patient = ActorOptions(timeout=_PATIENCE)
+        make = partial(start_actor, TrainerWorker, [options], name="trainer", options=patient)
         handle: ActorHandle = await context.acquire(make, ActorHandle.close)
         await handle.call("load")
         return handle
@@ -140,9 +145,9 @@ def fleet_plan(options: DemoOptions, spec: RouteSpec, *, overlapped: bool = True
     return Plan(
         tasks=(
             Task(name="reserved", run=reserved, resources=alone),
-            Task(name="engine", run=engine, needs=("reserved",), resources=alone, timeout=600),
-            Task(name="environment", run=environment, needs=("reserved",), resources=alone, timeout=120),
-            Task(name="trainer", run=trainer, resources=alone, timeout=300),
+            Task(name="engine", run=engine, needs=("reserved",), resources=alone, timeout=2 * _PATIENCE),
+            Task(name="environment", run=environment, needs=("reserved",), resources=alone, timeout=_PATIENCE),
+            Task(name="trainer", run=trainer, resources=alone, timeout=_PATIENCE),
         ),
         setup=Setup(engines=(config,), require_routes=True, carried=spec, replay=spec),
     )
