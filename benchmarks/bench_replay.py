@@ -2,7 +2,8 @@
 
 With replay over without, in the same run: attached, entered, forced, checked, left and detached; every token has a
 row, and hardly one is what the model would choose. Sequences of 512 tokens lie one after the other, as in a packed
-batch, in rows of their own: the cost of attention between them is not measured. Also attaching to 100 MoE layers, probing included.
+batch, in rows of their own: the cost of attention between them is not measured. Also attaching to 100 MoE
+layers, probing included.
 """
 
 from __future__ import annotations
