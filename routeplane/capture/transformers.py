@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import GenerationConfig
 
 from routeplane.capture.choices import check_requests, sample_names
@@ -31,7 +32,6 @@ from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import nn
 
     from routeplane.record.record import RouteRecord
 
@@ -157,7 +157,7 @@ def taping(model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = ())
     gates = find_gates(model, leave_live=leave_live)
     spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
     tape = GateTape(spec)
-    handles = [model.register_forward_pre_hook(lambda module, args: tape.begin())]
+    handles = [_inner_model(model, gates).register_forward_pre_hook(lambda module, args: tape.begin())]
     for gate, module in gates:
         handles += _tape_gate(gate, module, tape)
     try:
@@ -165,6 +165,16 @@ def taping(model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = ())
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _inner_model(model: nn.Module, gates: Sequence[tuple[Gate, nn.Module]]) -> nn.Module:
+    """The innermost module whose one forward passes by every gate: a wrapper's ``generate`` may run an inner one."""
+    wanted = {module for _, module in gates}
+    while True:
+        inner = next((each for each in model.children() if wanted <= set(each.modules())), None)
+        if inner is None or isinstance(inner, nn.ModuleList | nn.ModuleDict) or inner in wanted:
+            return model
+        model = inner
 
 
 def _spec_of(gates: Sequence[tuple[Gate, nn.Module]], spec: RouteSpec) -> RouteSpec:

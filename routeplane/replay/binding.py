@@ -10,6 +10,7 @@ Knows gates and rows, hooks and checkpoint functions. Knows no batch and no mode
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,14 +21,22 @@ import torch
 
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, ReplayError
-from routeplane.replay.gate import Forcing, GateRows, GateSite, TracedGate, TracedRows
+from routeplane.replay.gate import (
+    Forcing,
+    ForwardStandIn,
+    GateRows,
+    GateSite,
+    TracedGate,
+    TracedRows,
+    without_replay,
+)
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "TokenHook", "Wiring", "in_backward"]
+__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "InertHook", "TokenHook", "Wiring", "in_backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +69,8 @@ class _Thread(threading.local):
         self.open: list[_OpenGate] = []
         #: modes around the whole forward of a module, gates included
         self.around: list[tuple[nn.Module, TorchFunctionMode]] = []
+        #: the gate whose hooks have just run, and whose forward comes next
+        self.entered: GateHook | None = None
 
 
 class Wiring:
@@ -191,6 +202,7 @@ class GateHook:
         #: bound forwards with gradients outside every frame, less their recomputations
         self.outstanding = 0
         self.traced = TracedGate(site.gate, module) if site.traced else None
+        self._forward: ForwardStandIn = _EagerForward(self) if self.traced is None else self.traced
         if self.traced is not None:
             wiring.traced.append(self.traced)
         # nearest to the forward on both sides: what other hooks compute is not the gate's selection
@@ -212,16 +224,33 @@ class GateHook:
         # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return InertHook, ()
+
     def remove(self) -> None:
-        """Take both hooks off. Idempotent."""
+        """Take both hooks off, and the forward's stand-in. Idempotent."""
         for handle in self._installed:
             handle.remove()
-        if self.traced is not None:
-            self.traced.remove()
+        self._forward.remove()
+
+    def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the gate's forward under its rows, also where compiled code passed over the hooks."""
+        if self.wiring.thread.entered is self:
+            self.wiring.thread.entered = None
+            return forward(*args, **kwargs)
+        self._enter(self.module, args)
+        self.wiring.thread.entered = None
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._leave(self.module, args, output)
+        return output
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        if module is not self.module or self._is_traced():
+        if module is not self.module or torch.compiler.is_compiling():
             return
+        self.wiring.thread.entered = self
         found = self.wiring.firing(self)
         if found is None:
             return
@@ -230,12 +259,10 @@ class GateHook:
         forcing.open()
         self.wiring.thread.open.append(_OpenGate(hook=self, forcing=forcing, rerun=rerun))
 
-    def _is_traced(self) -> bool:
-        return self.traced is not None and torch.compiler.is_compiling()
-
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if self._is_traced():
+        if torch.compiler.is_compiling():
             return
+        self.wiring.thread.entered = None
         opened = self.wiring.thread.open
         if not opened or opened[-1].hook is not self or module is not self.module:
             return
@@ -252,6 +279,31 @@ class GateHook:
         return None if self.traced is None else TracedRows(routes_NK, device=self.traced.device)
 
 
+class _EagerForward(ForwardStandIn):
+    """Keeps a gate out of compiled graphs: they break there, and the gate runs as it does elsewhere.
+
+    Traced in parts, a gate's in-place arithmetic (``weights /= weights.sum()``) changes what the graph before it saved
+    for its backward pass (torch 2.13).
+    """
+
+    def __init__(self, hook: GateHook, /) -> None:
+        super().__init__(hook.module)
+        self.hook = hook
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook.call(self.original, *args, **kwargs)
+
+
+class InertHook:
+    """What a pickled copy of an attached model has where the hooks were: it does nothing."""
+
+    def _enter(self, *_: object) -> None:
+        return
+
+    _leave = _compare = _enter
+
+
 class TokenHook:
     """Compares the ``input_ids`` of a model's forwards with those of the batch that is replayed.
 
@@ -266,6 +318,9 @@ class TokenHook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return InertHook, ()
 
     def remove(self) -> None:
         """Take the hook off. Idempotent."""
@@ -319,8 +374,13 @@ class CapturingCheckpoint:
         """Checkpoint ``function`` as the original would, with the binding of this moment."""
         return self.original(self.wiring.capture(function), *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        # a copied model has its own function
+        original: Callable[..., Any] = copy.deepcopy(self.original, memo)
+        return original
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return without_replay, (self.original,)
 
 
 def in_backward() -> bool:

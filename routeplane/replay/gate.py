@@ -23,6 +23,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "SEAM",
     "ForcedTopK",
     "Forcing",
+    "ForwardStandIn",
     "Gate",
     "GateRows",
     "GateSite",
@@ -55,6 +57,7 @@ __all__ = [
     "install",
     "spec_of_gates",
     "uninstaller",
+    "without_replay",
 ]
 
 
@@ -388,26 +391,22 @@ class RecordedRoutes:
         return batch.with_routes(self.routes_NLK())
 
 
-class TracedGate:
-    """Stands in for one gate's ``forward``; an instance attribute, until ``remove``."""
+class ForwardStandIn:
+    """Stands in for one gate's ``forward``; an instance attribute, until ``remove``. Copies of the gate have their own.
 
-    def __init__(self, gate: Gate, module: nn.Module, /) -> None:
-        self.gate = gate
+    A subclass answers ``__call__``; ``original`` is what was there.
+    """
+
+    def __init__(self, module: nn.Module, /) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         #: whether ``forward`` was the class's own
         self._plain = "forward" not in vars(module)
-        #: what is seated: None where the gate is live
-        self.routes_NK: torch.Tensor | None = None
-        self.tally: torch.Tensor | None = None
-        #: whether a forward saw another number of rows than were seated, and stayed live
-        self.refused = False
         module.forward = self
 
-    @property
-    def device(self) -> torch.device:
-        """Where the gate computes."""
-        return next(iter(self.module.parameters())).device
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The gate's forward."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """Put the forward back. Idempotent."""
@@ -417,15 +416,48 @@ class TracedGate:
             else:
                 self.module.forward = self.original
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        # a copied model (a teacher) gets its own gate's forward
+        copied = memo.get(id(self.module))
+        if not self._plain:
+            forward: Callable[..., Any] = copy.deepcopy(self.original, memo)
+            return forward
+        return self if copied is None else _own_forward(copied)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (_own_forward, (self.module,)) if self._plain else (without_replay, (self.original,))
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    return MethodType(type(module).forward, module)
+
+
+def without_replay(original: Any, /) -> Any:
+    """What stands, in a pickled copy of an attached model, where replay stood: ``original`` itself."""
+    return original
+
+
+class TracedGate(ForwardStandIn):
+    """Stands in for one gate's ``forward`` and follows rows inside compiled graphs."""
+
+    def __init__(self, gate: Gate, module: nn.Module, /) -> None:
+        super().__init__(module)
+        self.gate = gate
+        #: what is seated: None where the gate is live
+        self.routes_NK: torch.Tensor | None = None
+        self.tally: torch.Tensor | None = None
+        #: whether a forward saw another number of rows than were seated, and stayed live
+        self.refused = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gate computes."""
+        return next(iter(self.module.parameters())).device
+
     def seat(self, rows: TracedRows | None, *, rerun: bool) -> None:
         """The rows for the forwards that come; what a recomputation counts is dropped."""
         self.routes_NK = None if rows is None else rows.routes_NK
         self.tally = None if rows is None else torch.zeros_like(rows.tally) if rerun else rows.tally
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        # a copied model (a teacher) gets its own gate's forward
-        copied = memo.get(id(self.module))
-        return self if copied is None else type(copied).forward.__get__(copied)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The gate's forward; forced where it is traced and rows are seated."""

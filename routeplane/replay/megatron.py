@@ -365,6 +365,8 @@ def _bypasses(config: object) -> list[str]:
         found.append("moe_router_force_load_balancing, which replaces the scores by random ones")
     if of("overlap_moe_expert_parallel_comm"):
         found.append("overlap_moe_expert_parallel_comm, which runs two microbatches in one forward")
+    if of("moe_expert_capacity_factor") is not None:
+        found.append("moe_expert_capacity_factor, which drops forced experts beyond it")
     if graphed := _graphed(of("cuda_graph_impl"), of("cuda_graph_scope")):
         found.append(f"CUDA graphs of {graphed}, which repeat the choice of their capture")
     return found
@@ -479,11 +481,22 @@ class RegionHooks:
         tensor = next(_tensors(args, kwargs), None)
         if tensor is None:
             return
+        self._refuse_unturned(tensor)
         self._drop_stale()
         if in_backward() and not self.wiring.thread.frames and not self._reopen(site, tensor):
             return  # not known: nothing to note either
         if not torch.is_grad_enabled():
             site.add(tensor, self.wiring.here())
+
+    def _refuse_unturned(self, hidden_SBH: torch.Tensor) -> None:
+        binding = self.wiring.here()
+        tokens = None if binding is None else binding.token_ids
+        if tokens is not None and tokens.dim() == 1 and hidden_SBH.dim() == 3 and min(hidden_SBH.shape[:2]) > 1:
+            raise ReplayError(
+                f"expected hidden states [T, 1, H] for {len(tokens)} packed rows, got {list(hidden_SBH.shape)}: rows "
+                "of a padded forward come with token_ids [B, S], and are put into the order of the routers",
+                kind=ErrorKind.ROW_COUNT,
+            )
 
     def _reopen(self, site: _Site, tensor: torch.Tensor) -> bool:
         """Open the frame of the forward that runs again; False where no note of it exists."""

@@ -17,13 +17,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from routeplane.capture.gates import Gate, selection
+from routeplane.capture.gates import Gate, left_as_it_was, probe_tokens, selection
 from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.errors import ErrorKind, ReplayError, UsageError, refused
 from routeplane.record.spec import RouteSpec
-from routeplane.replay.binding import GateHook, Wiring
+from routeplane.replay.binding import GateHook, InertHook, Wiring
 from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
-from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
+from routeplane.replay.handle import (
+    DEFAULT_LIMITS,
+    AuxChoice,
+    Mode,
+    ReplayBatch,
+    ReplayHandle,
+    ReplayLimits,
+    ReplayPolicy,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +42,10 @@ __all__ = ["AuxiliaryHook", "Probe", "ReplayLimits", "attach", "checkpoint_sites
 
 #: Instance attributes that hold a checkpoint function: Transformers' layers, and torch's CheckpointWrapper.
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+#: least tokens of each sequence in the forwards that look for mixing
+_PACKED_LENGTH = 8
+#: ``input_ids`` and ``position_ids``, each ``[1, T]`` -> the model's output
+PackedForward = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +54,14 @@ class Probe:
 
     ``leave_live``: module paths of routers that do not follow (hash layers, frozen gates, a second router in a layer),
     or patterns as of ``fnmatch``. ``forward``: runs one forward of the model over at least two different tokens;
-    default: the model is called with ``input_ids`` of 7 tokens.
+    default: the model is called with ``input_ids`` of 7 tokens. ``packed``: runs one forward over the ``input_ids`` and
+    ``position_ids`` of packed sequences, each ``[1, T]``, as the training loop does, and returns its output; default:
+    the model is called with both and ``use_cache=False``, as with ``RouteBatch.model_inputs``.
     """
 
     leave_live: tuple[str, ...] = ()
     forward: Callable[[], object] | None = None
+    packed: Callable[[torch.Tensor, torch.Tensor], object] | None = None
 
 
 def attach(
@@ -71,7 +86,8 @@ def attach(
 
     The model is probed with two short forwards (under FSDP2 on every rank) and left as it was. It stays the caller's;
     only its gate instances and checkpoint attributes are touched, until ``detach()``. A copy made of it meanwhile is
-    not attached.
+    not attached. The first packed batch makes three more forwards: ``replaying`` refuses packed batches, ReplayError
+    (PACKING), where a sequence's output depends on the sequence before it.
 
     Raises ReplayError (NO_SEAM) for a model without gates, with a gate that does not obey, or without the loss that
     ``aux="forced"`` is about, and (SPEC_MISMATCH) where spec and model differ, UsageError where a handle is attached
@@ -86,7 +102,7 @@ def attach(
     """
     policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits, leave_live=probe.leave_live)
     _refuse_attached(model)
-    return _attached(model, spec, find_gates(model, probe=probe), policy=policy, compiled=compiled)
+    return _attached(model, spec, find_gates(model, probe=probe), policy=policy, compiled=compiled, packed=probe.packed)
 
 
 def record(
@@ -101,7 +117,7 @@ def record(
     gates = find_gates(model, probe=probe)
     spec = spec_of_gates([gate for gate, _ in gates], model="")
     policy = ReplayPolicy(aux=aux, leave_live=probe.leave_live)
-    return _attached(model, spec, gates, policy=policy, compiled=compiled)
+    return _attached(model, spec, gates, policy=policy, compiled=compiled, packed=probe.packed)
 
 
 def find_gates(model: nn.Module, /, *, probe: Probe = Probe()) -> list[tuple[Gate, nn.Module]]:
@@ -126,6 +142,7 @@ def _attached(
     *,
     policy: ReplayPolicy,
     compiled: bool,
+    packed: PackedForward | None,
 ) -> ReplayHandle:
     sites = [GateSite(gate=gate, module=module, force=ForcedTopK, traced=compiled) for gate, module in gates]
     if compiled:
@@ -143,11 +160,80 @@ def _attached(
         wiring=wiring,
         policy=policy,
         checkpoint_sites=partial(checkpoint_sites, model),
+        row_order=PackingCheck(model, packed),
         undo=undo,
         root=model,
     )
     hooks += [AuxiliaryHook(module, wiring=wiring) for module in losses]
     return handle
+
+
+class PackingCheck:
+    """Refuses packed batches for a model that mixes packed sequences, as seen once: see ``packing_fault``."""
+
+    def __init__(self, model: nn.Module, packed: PackedForward | None) -> None:
+        self.model = model
+        self.packed = packed
+        self._observed: str | None = None
+
+    def __call__(self, batch: ReplayBatch) -> None:
+        """Raise ReplayError (PACKING). Collective under FSDP2, at the first packed batch of every rank."""
+        is_shard = getattr(getattr(batch, "plan", None), "is_shard", False)  # its model attends over other ranks
+        if getattr(batch, "layout", None) != "packed" or is_shard:
+            return
+        if self._observed is None:
+            longest = int(getattr(batch, "lengths", torch.tensor([0])).max())
+            self._observed = packing_fault(self.model, self.packed, length=min(longest, batch.num_rows // 2))
+        if self._observed:
+            raise ReplayError(
+                f"expected a model that keeps packed sequences apart, got {self._observed}: use layout='padded', or "
+                "give Probe(packed=), a forward that tells the model where sequences begin "
+                f"@ {type(self.model).__name__}",
+                kind=ErrorKind.PACKING,
+            )
+
+
+def packing_fault(model: nn.Module, packed: PackedForward | None = None, /, *, length: int = 0) -> str:
+    """What a packed forward of two sequences does that it must not; empty where it keeps them apart.
+
+    The second sequence's output must be the same whatever tokens stand before it, and what it is alone. The model is
+    run three times in evaluation mode, without gradients, and left as it was. ``length``: tokens of a sequence; what
+    selects or compresses keys does so from some length on.
+    """
+    run = packed or (lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False))
+    usable = probe_tokens(model, 512)
+    drawn = torch.randint(len(usable), (3, max(length, _PACKED_LENGTH)), generator=torch.Generator().manual_seed(0))
+    first, other, second = usable[drawn.to(usable.device)]
+    with left_as_it_was(model), torch.no_grad():
+        try:
+            alone, behind = _last_output(run, second), _last_output(run, first, second)
+            behind_other = _last_output(run, other, second)
+        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError) as error:
+            return f"a packed forward that raises {type(error).__name__}: {error}"
+    for apart, how in (
+        (_apart(behind, behind_other), "with the tokens of the sequence before"),
+        (_apart(alone, behind), "when another sequence stands before"),
+    ):
+        if apart > (1e-1 if alone.dtype in (torch.bfloat16, torch.float16) else 1e-3):
+            return f"an output that changes by {apart:.1%} {how}"
+    return ""
+
+
+def _last_output(run: PackedForward, *sequences: torch.Tensor) -> torch.Tensor:
+    """The output of the last sequence, ``[S, V]``; of a wide one some 256 columns."""
+    positions = torch.cat([torch.arange(len(each), device=each.device) for each in sequences])
+    output: Any = run(torch.cat(sequences)[None], positions[None])
+    found = getattr(output, "logits", output)
+    logits: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    logits_TV = logits.reshape(len(positions), -1)
+    return logits_TV[-len(sequences[-1]) :, :: max(1, logits_TV.shape[1] // 256)].clone()
+
+
+def _apart(expected_SV: torch.Tensor, found_SV: torch.Tensor) -> float:
+    """The relative difference of rows: the mean of all, or of the first eight where a convolution reaches back."""
+    expected_SV, found_SV = expected_SV.float(), found_SV.float()
+    rows_S = (expected_SV - found_SV).norm(dim=-1) / expected_SV.norm(dim=-1).clamp_min(1e-30)
+    return float(torch.maximum(rows_S.mean(), rows_S[:8].mean()))
 
 
 def _refuse_uncompilable(policy: ReplayPolicy, gates: list[Gate]) -> None:
@@ -197,6 +283,9 @@ class AuxiliaryHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
         return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return InertHook, ()
 
     def remove(self) -> None:
         """Take both hooks off. Idempotent."""

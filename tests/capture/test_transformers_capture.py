@@ -407,8 +407,9 @@ def test_a_gate_that_fires_twice_is_refused() -> None:
 def test_a_gate_outside_the_model_it_was_taped_with_is_refused() -> None:
     """Rows of a forward of a part have no place among the model's forwards."""
     model = model_of()
+    hidden = torch.zeros(1, 3, model.config.hidden_size)
     with taping(model, QWEN3.spec), torch.no_grad(), pytest.raises(CaptureError, match="each gate once"):
-        model.model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+        model.model.layers[1].mlp(hidden)
 
 
 def test_a_gate_that_hands_on_other_ids_is_refused() -> None:

@@ -7,7 +7,7 @@ of three layers or so, with random weights and no dropout.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -64,7 +64,7 @@ SMALL: dict[str, Any] = {
     "mamba_d_head": 8,
     "moe_layer_start_index": 1,
     "moe_layer_interval": 1,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "index_head_dim": 16,
     "index_topk": 8,
     "use_mamba_kernels": False,
@@ -96,6 +96,8 @@ VISION = {
 class FamilyCase:
     """One family: ``model_type`` and what its tiny configuration sets; ``leave_live``: routers that do not follow."""
 
+    #: its table in ``docs/reference/replay.md``
+    adapter: ClassVar[str] = "families"
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     leave_live: tuple[str, ...] = ()

@@ -9,17 +9,21 @@ Axes: N token rows, L gates, E experts, K top-k slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from routeplane.batch import collate
 from routeplane.capture.gates import Gate
 from routeplane.capture.transformers import taping
 from routeplane.errors import ErrorKind, ReplayError
+from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
 from routeplane.testing.contracts.replay_contract import RowsBatch, feature, unlike_rows
@@ -263,6 +267,54 @@ def test_what_is_recorded_replays_bit_for_bit(family: FamilyCase) -> None:
         assert torch.equal(used[layer], torch.from_numpy(rows_NLK[:, slot]).long())
     batch = RowsBatch(spec=spec, routes_NLK=torch.from_numpy(rows_NLK).to(torch.int16))
     assert torch.equal(live, replayed(family, batch))
+
+
+def records_of(spec: RouteSpec, lengths: tuple[int, ...]) -> list[RouteRecord]:
+    """Records of random tokens with a legal row each, far from what gates choose."""
+    found = []
+    for index, length in enumerate(lengths):
+        batch = unlike_rows(spec, length, seed=40 + index)
+        found.append(
+            RouteRecord(
+                sample_id=f"sample-{index}",
+                token_ids=np.random.default_rng(index).integers(3, 60, length).astype(np.int32),
+                routes=batch.routes_NLK.numpy(),
+                spans=(Span(start=0, stop=length, kind="prompt", call="call", weights_version=None),),
+                captures=(Capture(start=0, stop=length, call="call", weights_version=None, state="captured"),),
+                spec=spec,
+            )
+        )
+    return found
+
+
+@feature("packing")
+@each_family
+@torch.no_grad()
+def test_packed_is_padded_or_refused(family: FamilyCase, record_property: Callable[[str, object], None]) -> None:
+    """Token by token the same output under the same rows; a model that mixes is refused, and does mix."""
+    model, _, spec = tiny(family)
+    records = records_of(spec, (9, 5, 13))
+    padded, packed = (collate(records, spec, layout=layout) for layout in ("padded", "packed"))
+    outputs = {}
+    with gates.attach(model, spec, probe=probe_of(family)) as handle:
+        with handle.replaying(padded):
+            outputs["padded"] = model(**padded.model_inputs()).logits[~padded.pad_mask]
+        for batch in (collate([record], spec, layout="padded") for record in records):
+            with handle.replaying(batch):
+                outputs["alone"] = model(**batch.model_inputs()).logits[0]
+        torch.testing.assert_close(outputs["padded"][-13:], outputs["alone"], rtol=1e-4, atol=1e-4)
+        with suppress(ReplayError), handle.replaying(packed):
+            outputs["packed"] = model(**packed.model_inputs()).logits[0]
+        if "packed" in outputs:
+            torch.testing.assert_close(outputs["packed"], outputs["padded"], rtol=1e-4, atol=1e-4)
+            return
+        record_property("replay_outcome", "refused")
+        with pytest.raises(ReplayError) as caught, handle.replaying(packed):
+            pytest.fail("the body must not run")
+    assert ErrorKind.PACKING == caught.value.kind
+    live = model(**padded.model_inputs()).logits[~padded.pad_mask]
+    mixed = model(**packed.model_inputs()).logits[0]
+    assert (live - mixed).abs().max() > 1e-2 * live.abs().max()
 
 
 @feature("observe")

@@ -141,6 +141,57 @@ def test_compiled_blocks_are_recomputed_under_their_own_rows(reentrant: bool) ->
     assert plain.report() == traced.report()
 
 
+def _compiled_parts(model: Any, what: str, *, backend: str) -> Any:
+    """What to call, with the whole model, its layers or its MoE blocks compiled."""
+    if what == "model":
+        return torch.compile(model, backend=backend)
+    for layer in QWEN3.layer_ids:
+        (model.model.layers[layer] if what == "layers" else model.model.layers[layer].mlp).compile(backend=backend)
+    return model
+
+
+PARTS = [
+    pytest.param(
+        what, reentrant, marks=() if (what, reentrant) in {("model", None), ("layers", False)} else pytest.mark.slow
+    )
+    for what in ("model", "layers", "blocks")
+    for reentrant in (None, False, True)
+]
+
+
+def check_plain_attach(what: str, reentrant: bool | None, *, backend: str) -> None:
+    """Two batches and a live step of a model and its twin with compiled parts, both attached without ``compiled``."""
+    model, twin = QWEN3.build(), QWEN3.build()
+    for each in (model, twin):
+        each.set_experts_implementation("batched_mm")
+    if reentrant is not None:
+        checkpoint_layers(twin, reentrant=reentrant)
+    forward = _compiled_parts(twin, what, backend=backend)
+    inputs = token_ids(1)
+    with gates.attach(model, QWEN3.spec) as plain, gates.attach(twin, QWEN3.spec) as broken:
+        for seed in (5, 6):
+            batch = batch_of(QWEN3, seed=seed)
+            with plain.replaying(batch), broken.replaying(batch):
+                assert_equal(step(model, model, inputs=inputs), step(twin, forward, inputs=inputs))
+        assert plain.report() == broken.report()
+        assert_equal(step(model, model, inputs=inputs), step(twin, forward, inputs=inputs))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("what", "reentrant"), PARTS)
+def test_a_plain_handle_follows_compiled_parts(what: str, reentrant: bool | None) -> None:
+    """Graphs break at each gate; forward, backward, recomputation and counts are those of the model that is not."""
+    check_plain_attach(what, reentrant, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["model", "layers", "blocks"])
+def test_a_plain_handle_follows_inductor(what: str) -> None:
+    """The same under the default backend."""
+    check_plain_attach(what, None, backend="inductor")
+
+
 def test_a_compiled_forward_is_recorded() -> None:
     """What its gates chose, and that replays as it was."""
     model = QWEN3.build()

@@ -78,6 +78,7 @@ def test_wrapped_chunks_are_walked() -> None:
         ({"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]}, "sinkhorn"),
         ({"moe_router_fusion": True}, "moe_router_fusion"),
         ({"moe_router_force_load_balancing": True}, "random"),
+        ({"moe_expert_capacity_factor": 1.0}, "drops forced experts"),
         ({"overlap_moe_expert_parallel_comm": True}, "two microbatches in one forward"),
         ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, "whole layers"),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router"}, "CUDA graphs of moe_router"),
@@ -134,6 +135,16 @@ def test_packed_rows_are_in_megatrons_order_already() -> None:
         expected = batch.layer(layer).long()
         forced_N = expected[:, 0] >= 0
         assert expected[forced_N].sort().values.tolist() == firing.ids_NK[forced_N].sort().values.tolist()
+
+
+def test_packed_rows_of_a_padded_forward_are_refused() -> None:
+    """``[T]`` rows in the order ``b*S + s`` are not those of hidden states ``[S, B, H]``, though the tokens agree."""
+    model = build(PLAIN.options)
+    batch = TokenBatch(rows=batch_of(1).rows, token_ids=inputs_of(1).tokens.reshape(-1))
+    with gates.attach(model, PLAIN.spec) as handle, pytest.raises(ReplayError, match=r"\[T, 1, H\]") as caught:
+        with handle.replaying(batch):
+            loss_of(model, 1)
+    assert ErrorKind.ROW_COUNT == caught.value.kind
 
 
 def test_a_padded_batch_is_turned() -> None:
