@@ -6,8 +6,10 @@ without one write of its bytes into new pages and one hash of them: that is the 
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -28,6 +30,8 @@ from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 SPEC = watermarked_spec(layers=tuple(range(12)), top_k=8)
 LARGE = watermarked_spec(layers=tuple(range(48)), top_k=8)
+_ROOT = Path(__file__).parents[1]
+_QUEUE = _ROOT / ".venv-transfer-queue" / "bin" / "python"
 _LIMITS = BlockLimits(block_bytes=2**22, sync=False)
 
 
@@ -177,6 +181,25 @@ def all_producers() -> list[Result]:
     return found
 
 
+def beside_transfer_queue() -> list[Result]:
+    """Put, get and verify over Ray beside TransferQueue's put and get; nothing where its environment is not there."""
+    if not _QUEUE.exists():
+        return []
+    command = [str(_QUEUE), "-m", "benchmarks.queue_rounds"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=_ROOT)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [
+        Result(
+            name="carriers/ray_over_transfer_queue",
+            value=round(found["ratio"], 3),
+            unit="x TransferQueue's time, 32 records of 1,024 tokens x 48 layers x 8; ours is verified",
+            bar=0.5,
+            higher_is_better=False,
+            peers={"Ray, s": round(found["ray"], 4), "TransferQueue, s": round(found["queue"], 4)},
+        )
+    ]
+
+
 def main(*, full: bool = False) -> list[Result]:
     """Measure; ``full`` changes nothing."""
     del full
@@ -184,4 +207,5 @@ def main(*, full: bool = False) -> list[Result]:
         turns_bytes(32_768),
         silent_peers(),
         *all_producers(),
+        *beside_transfer_queue(),
     ]

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import RouteplaneError
@@ -84,6 +84,7 @@ def scored_record(number: int, tokens: int, **changes: Any) -> RouteRecord:
 RICH = [scored_record(number, 4 + number) for number in range(4)]
 
 
+@settings(max_examples=30)
 @given(record_lists(max_size=5), st.sampled_from(["plain", "narrow"]), st.data())
 def test_any_records(drawn: tuple[RouteSpec, list[RouteRecord]], encoding: Encoding, data: st.DataObject) -> None:
     """Every kind of record that can be written, in any slice of a batch."""
@@ -171,6 +172,7 @@ def test_much_damage_of_any_kind() -> None:
     assert flips(1_000, seed=6)["other"] > 350
 
 
+@settings(max_examples=30)
 @given(suspicious(), st.booleans())
 def test_the_same_alarms(case: tuple[Any, RouteSpec, list[int]], narrow: bool) -> None:
     """A reader reports the same, whether the batch was looked at as a whole or record by record."""
@@ -207,6 +209,7 @@ def sealed(batch: pa.RecordBatch, found: list[RouteRecord]) -> bytes:
     return forge([batch], trailer=trailer_of(found, spec=found[0].spec, encoding=encoding))
 
 
+@settings(max_examples=30)
 @given(specs(max_layers=3, max_top_k=5), st.integers(1, 70), st.integers(0, 2**32 - 1))
 def test_parts_that_are_made_late(spec: RouteSpec, tokens: int, seed: int) -> None:
     """Each is what the record was written with, in whichever order it is asked for; also after pickling and cutting."""

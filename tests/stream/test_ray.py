@@ -16,7 +16,7 @@ import ray
 from routeplane.errors import ErrorKind, TransportError
 from routeplane.record.interfaces import BlockName
 from routeplane.stream import ray as carrier
-from routeplane.testing.builders import SPEC, facts, sample
+from routeplane.testing.builders import SPEC, facts, sample, watermarked_record, watermarked_spec
 from routeplane.testing.contracts import CarrierContract
 from tests.ray_cluster import local_cluster
 
@@ -125,4 +125,32 @@ def test_a_cut_crosses_and_not_the_block() -> None:
         [whole] = reader.fetch(name, keys=[key])
     assert whole.select([layer]).routes[1:3].tolist() == cut.routes.tolist()
     cut.verify()
+    carrier.delete_place(place)
+
+
+def test_a_rank_is_brought_the_cut_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of CP2 x PP4: a stage's layers of half a record, at most 1.1x of their bytes besides a block's frame."""
+    place, spec = next(_NAMES), watermarked_spec(layers=tuple(range(48)), top_k=8)
+    sent = [watermarked_record(index, num_tokens=1_024, spec=spec) for index in range(4)]
+    with carrier.open_writer(place, spec, run="run", producer="p") as writer:
+        for record in sent:
+            writer.write(record)
+    came: list[int] = []
+    got = carrier._got
+
+    def counted(reference: Any, what: str) -> Any:
+        value = got(reference, what)
+        if what.startswith(("the cut", "block")):
+            came.append(len(value))
+        return value
+
+    monkeypatch.setattr(carrier, "_got", counted)
+    with carrier.open_reader(place, producers=1) as reader:
+        name = next(reader.names())
+        for stage in range(4):
+            layers = spec.layer_ids[12 * stage : 12 * (stage + 1)]
+            came.clear()
+            (cut,) = reader.fetch(name, keys=[sent[stage].key], layer_ids=layers, tokens=(512, 1_024))
+            assert sent[stage].slice(512, 1_024).select(layers).checksum == cut.checksum
+            assert sum(came) <= 1.1 * cut.nbytes + 16_384
     carrier.delete_place(place)
