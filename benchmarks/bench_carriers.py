@@ -134,7 +134,7 @@ def producers(count: int, *, tokens: int, total: int, limits: BlockLimits) -> tu
 def _limits(records: Sequence[RouteRecord]) -> tuple[float, float]:
     """Processor seconds of one write, or one copy, and one hash of every record's rows."""
     target, place = np.empty_like(records[0].routes), Path(tempfile.mkdtemp(dir="/dev/shm"))
-    spent = []
+    spent: list[float] = []
     for work in (_write, lambda record, _: np.copyto(target, record.routes)):
         start = process_time()
         with open(place / f"{len(spent)}", "wb", buffering=0) as file:

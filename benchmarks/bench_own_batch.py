@@ -13,6 +13,7 @@ What is written holds more than the real rows: dense layers and padding (verl: 1
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,11 +101,11 @@ def _measure(laid: LayoutBatch) -> list[Result]:
     }
     times = _times({**base, "check": lambda: as_batch(laid)})
     found = [_result("check", times["check"], 2.0, {"warm": times["warm"]})]
-    readers = {name: lambda name=name: read(natives[name], name) for name in STACKS}
+    readers = {name: partial(read, natives[name], name) for name in STACKS}
     found += _both("into", _times({**base, **readers}), 4.0)
     whole = _times({**base, "verl": lambda: RouteBatch.from_layout(natives["verl"], SPEC, layout="verl")})
     found.append(_result("into_batch", whole["verl"], 4.0, {"warm": whole["warm"]}))
-    writers: dict[str, Callable[[], object]] = {name: lambda name=name: write(laid, name) for name in STACKS}
+    writers: dict[str, Callable[[], object]] = {name: partial(write, laid, name) for name in STACKS}
     writers["copy_int32"] = lambda: laid.routes.astype(np.int32)
     writers["copy_int64"] = lambda: laid.routes.astype(np.int64)
     return found + _both("out", _times({**base, **writers}), 3.0)

@@ -79,7 +79,7 @@ class CanonicalHash:
     def feed(self, values: NDArray[Any]) -> None:
         """Values that are canonical as they are."""
         self._flush()
-        self._hash.update(values)
+        self._hash.update(values.data)
 
     def small_bytes(self) -> bytes:
         """What was given since the last array, the spec's digest included where there was none."""

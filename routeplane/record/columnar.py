@@ -302,7 +302,7 @@ class CheckedBatch:
         """Of each record whether all but its rows, columns and checksum is right, as far as that is told here."""
         lengths_B, stored = self._lengths_B, self._stored
         zeros = [batch.column(name).to_numpy(zero_copy_only=False) for name in ("attempt", "segment")]
-        right_B = (lengths_B > 0) & (zeros[0] >= 0) & (zeros[1] >= 0)
+        right_B: NDArray[np.bool_] = (lengths_B > 0) & (zeros[0] >= 0) & (zeros[1] >= 0)
         right_B &= batch.column("routes_start").to_numpy(zero_copy_only=False) == 0
         right_B &= batch.column("prefix").is_null().to_numpy(zero_copy_only=False)
         right_B &= np.diff(stored.routes.offsets_B1) == lengths_B
@@ -313,7 +313,9 @@ class CheckedBatch:
         right_B &= ~scores.valid | (np.diff(scores.offsets_B1) == lengths_B)
         high = np.flatnonzero(scores.flat > 1e-3)
         right_B[np.searchsorted(scores.offsets_B1, high, side="right") - 1] = False
-        return right_B & self._check_spans() & self._check_captures()
+        right_B &= self._check_spans()
+        right_B &= self._check_captures()
+        return right_B
 
     def _check_spans(self) -> NDArray[np.bool_]:
         spans = self._spans
@@ -469,7 +471,7 @@ class CheckedBatch:
         ends = map(span_end, zip(spans.kinds, spans.roles, spans.calls, spans.versions, strict=True))
         samplings = spans.samplings or []
         sampled = {id(how): _sampling_bytes(how) for how in samplings}
-        ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
+        span_ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
         starts_B = np.zeros(len(self._lengths), dtype=np.int64)
         heads = array_heads("routes", self._lengths_B * (spec.num_layers * spec.top_k * 2))
         return _Items(
@@ -477,7 +479,7 @@ class CheckedBatch:
             numbers=number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")}),
             tokens=array_heads("token_ids", self._lengths_B * 4),
             rows=[start + head for start, head in zip(number_items(routes_start=starts_B), heads, strict=True)],
-            spans=spans.items("spans", ends),
+            spans=spans.items("spans", span_ends),
             captures=captures.items(
                 "captures", map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
             ),

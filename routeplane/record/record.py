@@ -113,6 +113,12 @@ class RouteRecord:
         _rows: ClassVar[StoredRows]
         _source: ClassVar[tuple[RecordSource, int]]
 
+    @property
+    def _held(self) -> tuple[RecordSource, int] | None:
+        """The reader's batch that the record is a view of, and its number there."""
+        held: tuple[RecordSource, int] | None = vars(self).get("_source")
+        return held
+
     def __post_init__(self) -> None:
         self._construct(as_integers(self.routes, np.int16, what="routes", ndim=3))
 
@@ -255,7 +261,7 @@ class RouteRecord:
 
         A record of a narrow stream widens its rows, into memory of its own, when ``routes`` is first asked for.
         """
-        held = vars(self).get("_source")
+        held = self._held
         return self._rows.stored if held is None else held[0].part("stored", held[1])
 
     @property
@@ -271,7 +277,7 @@ class RouteRecord:
     @property
     def num_tokens(self) -> int:
         """S, tokens that stand in the prefix's record included."""
-        held = vars(self).get("_source")
+        held = self._held
         return self.captures[-1].stop if held is None else held[0].length(held[1])
 
     @property
@@ -300,14 +306,14 @@ class RouteRecord:
 
     def span_intervals(self) -> Iterable[tuple[int, int, SpanKind]]:
         """``(start, stop, kind)`` of each span, for readers that need no more of it."""
-        held = vars(self).get("_source")
+        held = self._held
         if held is not None:
             return held[0].span_intervals(held[1])
         return ((span.start, span.stop, span.kind) for span in self.spans)
 
     def capture_intervals(self) -> Iterable[tuple[int, int, CaptureState]]:
         """``(start, stop, state)`` of each capture, for readers that need no more of it."""
-        held = vars(self).get("_source")
+        held = self._held
         if held is not None:
             return held[0].capture_intervals(held[1])
         return ((capture.start, capture.stop, capture.state) for capture in self.captures)
@@ -315,7 +321,7 @@ class RouteRecord:
     @property
     def seen_quiet(self) -> bool:
         """Whether its reader has looked for alarms, and found nothing suspect."""
-        held = vars(self).get("_source")
+        held = self._held
         return held is not None and held[0].quiet(held[1])
 
     @property
@@ -397,7 +403,7 @@ class RouteRecord:
     def hash_from_routes_on(self, out: CanonicalHash) -> None:
         """Add the columns behind the routes."""
         hash_prefix(out, self.prefix)
-        held = vars(self).get("_source")
+        held = self._held
         if held is not None:
             held[0].hash_intervals(out, held[1])
         else:

@@ -56,7 +56,7 @@ class Table:
 
     def lines(self) -> Iterator[str]:
         """The rows as they came, in columns."""
-        cells = [("", "fault", *FIGURES)]
+        cells: list[tuple[str, ...]] = [("", "fault", *FIGURES)]
         cells += [tuple("-" if one is None else str(one) for one in self._cells(row)) for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:

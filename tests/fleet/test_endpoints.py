@@ -251,16 +251,16 @@ def test_an_endpoint_that_is_taken_back_answers_503_and_can_be_handed_over_again
     endpoint.hand_over()
     endpoint.take_back()
     assert (503, "1") == ask(endpoint.port)
-    assert ServerState.RESERVED == endpoint.state
+    states = [endpoint.state]
     endpoint.hand_over()
     endpoint.mark_serving()
     endpoint.take_back()
     endpoint.take_back()
     assert (503, "1") == ask(endpoint.port)
-    assert ServerState.DEGRADED == endpoint.state
+    states.append(endpoint.state)
     endpoint.close()
     endpoint.take_back()
-    assert ServerState.CLOSED == endpoint.state
+    assert [ServerState.RESERVED, ServerState.DEGRADED, ServerState.CLOSED] == [*states, endpoint.state]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def fresh(folder: Path, *packages: str, python: str = sys.executable) -> Path:
     """Make an environment that has these packages, and nothing of ours; its Python."""
     subprocess.run([python, "-m", "venv", folder], check=True)
     own = folder / "bin" / "python"
-    pip = [own, "-m", "pip", "--disable-pip-version-check", "install", "-qq", *packages]
+    pip: list[str | Path] = [own, "-m", "pip", "--disable-pip-version-check", "install", "-qq", *packages]
     subprocess.run(pip, check=True)
     return own
 

@@ -41,7 +41,7 @@ def _pin(name: str) -> str:
 def _rows() -> list[tuple[str, ...]]:
     outcomes = json.loads((DATA / "engine-outcomes.json").read_text(encoding="utf-8"))
     signatures = json.loads((DATA / "vllm-signatures.json").read_text(encoding="utf-8"))
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("vLLM", ", ".join(outcomes), "run"),
         ("vLLM", ", ".join(signatures), "signatures read"),
         ("vLLM server", ", ".join(_versions("vllm-*-http.json")), "recorded"),

@@ -75,7 +75,7 @@ def test_at_most_ten_lines_make_the_loop_that_runs(name: str) -> None:
 def definitions(page: str) -> dict[str, Any]:
     """The functions and classes of the page's first block, which stand for the stack's own."""
     tree = ast.parse(read_blocks(page)[0].text)
-    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    kept: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     namespace: dict[str, Any] = {"torch": torch}
     exec(compile(ast.Module(body=kept, type_ignores=[]), "page", "exec"), namespace)
     return namespace

@@ -58,6 +58,7 @@ def checked_together(batch: pa.RecordBatch) -> int:
 
 def require_same(batch: pa.RecordBatch) -> list[Any]:
     """Both ways give the same, checksums compared or not."""
+    one_by_one: list[Any] = []
     for verify in (True, False):
         one_by_one = outcomes(batch, verify=verify, columnar=False)
         assert one_by_one == outcomes(batch, verify=verify, columnar=True)

@@ -201,7 +201,7 @@ def test_rows_are_moved_and_marked(kind: str, top_k: int) -> None:
     rows = wide_SLK.astype(kind)
     slots, into = (4, 0, 1, 2, 6), (0, 3, 4, 5, 1)
     given_SLK = wide_SLK[:, slots].astype(kind)
-    spec = RouteSpec(num_experts=widths, top_k=top_k, layer_ids=range(5))
+    spec = RouteSpec(num_experts=widths, top_k=top_k, layer_ids=tuple(range(5)))
     expected = [
         not all_legal(given_SLK[[token]], spec) or bool((given_SLK[token] == MISSING).any()) for token in range(23)
     ]

@@ -164,8 +164,8 @@ def masked_record(number: int, *, tokens: int, ids: int) -> RouteRecord:
 def test_a_mask_costs_four_bytes_an_id_and_five_a_token(tmp_path: Any, encoding: Any) -> None:
     """The bytes of two real files, with and without masks: beyond the bar stand 16 bytes a record, and the schema's."""
     records = [masked_record(number, tokens=700, ids=10_000) for number in range(12)]
-    bare = [replace(record, columns=None, checksum=None) for record in records]
-    sizes = []
+    bare = [replace(record, columns={}, checksum=None) for record in records]
+    sizes: list[int] = []
     for found in (records, bare):
         path = tmp_path / f"{len(sizes)}.arrows"
         with new_stream(path, SPEC, encoding=encoding) as sink:

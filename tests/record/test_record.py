@@ -135,7 +135,7 @@ def test_the_oldest_version_is_of_sampled_tokens(versions: tuple[int | None, ...
         Span(start=a, stop=b, kind="generation" if at else "prompt", call="c", weights_version=found[at])
         for at, (a, b) in enumerate(edges)
     )
-    captures = (
+    captures: tuple[Capture, ...] = (
         Capture(start=0, stop=5, call="c", weights_version=1, state="captured"),
         Capture(start=5, stop=6, call="c", weights_version=None, state="not_fed"),
     )

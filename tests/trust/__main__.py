@@ -46,10 +46,10 @@ def main() -> int:
     if options.capture:
         from tests.capture.trust import campaign
 
-        found = campaign(scale=min(1.0, options.inputs / INPUTS))
+        outcomes = campaign(scale=min(1.0, options.inputs / INPUTS))
         print("name | tried | held | bar")
-        print("\n".join(map(str, found)))
-        held = held and all(row.holds for row in found)
+        print("\n".join(map(str, outcomes)))
+        held = held and all(row.holds for row in outcomes)
     return 0 if held else 1
 
 

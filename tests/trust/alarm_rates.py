@@ -82,7 +82,7 @@ def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Recor
                                 ids.append((f"{family}, {words - 1} tokens", tokens[0].numpy().astype(np.int32)))
                                 model(input_ids=tokens, use_cache=False)
                 for (name, tokens_S), rows_SLK in zip(ids, tape.forwards(), strict=True):
-                    yield name, (spec, rows_SLK, tokens_S)
+                    yield name, (spec, rows_SLK.astype(np.int16), tokens_S)
 
 
 def planted(record: Record, kind: str, rng: np.random.Generator) -> NDArray[np.int16]:

@@ -453,13 +453,20 @@ def tickets(home: Home) -> Iterator[Input]:
     """Tickets against a store that holds the call: that call, or an error."""
     del home
     spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
-    call = ModelCall(prompt_ids=[5, 6], generation_ids=[7], routes=[[[3, 1]], [[0, 5]]], weights_version=4, call_id="c")
+    call = ModelCall(
+        prompt_ids=np.asarray([5, 6], np.int32),
+        generation_ids=np.asarray([7], np.int32),
+        routes=np.asarray([[[3, 1]], [[0, 5]]], np.int16),
+        weights_version=4,
+        call_id="c",
+    )
     record, ticket = issue_ticket(call, spec, stream="run")
 
     def read(given: bytes) -> bool:
         with TicketStore(spec, stream="run") as store:
             store.write(record)
-            return store.redeem(RouteTicket.from_json(given.decode("utf-8", "replace"))).checksum == call.checksum
+            redeemed = store.redeem(RouteTicket.from_json(given.decode("utf-8", "replace")))
+            return bool(redeemed.checksum == call.checksum)
 
     yield Input(data=ticket.to_json().encode(), read=read, edit=_plain)
 

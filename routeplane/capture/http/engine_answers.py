@@ -69,7 +69,7 @@ class EngineAnswers:
 
     async def _ask(self, command: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The answers of all data-parallel ranks that this front end serves."""
-        core = getattr(self._client, "engine_core", None)
+        core: Any = getattr(self._client, "engine_core", None)
         ranks = getattr(core, "core_engines", ())
         if len(ranks) < 2:
             answers = [await self._client.collective_rpc(command, args=args, kwargs=kwargs)]

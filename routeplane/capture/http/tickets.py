@@ -108,7 +108,7 @@ def _is_plain(call: ModelCall, record: RouteRecord) -> bool:
     if call.routes is None or not len(call.generation_ids) or call.layer_ids not in (None, record.spec.layer_ids):
         return False
     version = call.weights_version
-    expected = [("cached", call.cached, None)] if call.cached else []
+    expected: list[tuple[str, int, int | None]] = [("cached", call.cached, None)] if call.cached else []
     expected += [("captured", call.rows_stop, version), ("not_fed", call.num_tokens, None)]
     return expected == [(one.state, one.stop, one.weights_version) for one in record.captures] and all(
         one.weights_version == version for one in record.spans if one.kind == "generation"
