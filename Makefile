@@ -104,7 +104,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full trust properties fuzz lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust properties fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -209,6 +209,10 @@ replay-table: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers trainers ## d
 
 bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
 	@$(BIN)/python -m benchmarks.run
+
+# At most eight minutes; exits with 2 where torch sees no GPU.
+gpu-check: $(STAMP)-dev $(STAMP)-transformers ## what replay does on a GPU: waits, graphs, kernels, memory, step
+	@$(BIN)/python -m benchmarks.gpu_check
 
 bench-full: $(STAMP)-dev $(STAMP)-transformers ## measure with the full payloads
 	@$(BIN)/python -m benchmarks.run --full

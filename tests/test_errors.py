@@ -101,6 +101,7 @@ RELEASED_KINDS = [
     "writer",
     "rolled_back",
     "storage",
+    "packing",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]

@@ -30,12 +30,9 @@ from routeplane.replay.gate import GateRows, GateSite, RecordedRoutes, RecordedR
 if TYPE_CHECKING:
     from types import TracebackType
 
-    import torch
     from torch import nn
 
-    from routeplane.capture.gates import Gate
     from routeplane.record.spec import RouteSpec
-    from routeplane.replay.gate import GateRows
 
 __all__ = [
     "DEFAULT_LIMITS",

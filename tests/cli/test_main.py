@@ -150,7 +150,10 @@ OPTIONS = {
     "stats": {"--help", "--json", "--layer", "--samples", "--ray", *SALVAGE},
     "diff": {"--help", "--json", "--layer", "--samples", *SALVAGE},
     "explain": {"--help", "--json", "--layer", *SALVAGE},
-    "report": {"--help", "--json", "--layer", "--samples", "--ray", "--against", "--out", "--png", *SALVAGE},
+    "report": {
+        *("--help", "--json", "--layer", "--samples", "--ray", "--against", "--attribute", "--out", "--png"),
+        *SALVAGE,
+    },
     "audit": {"--against", "--captured", "--decoder-layers", "--help", "--json", "--layout", "--model"},
     "convert": {"--help", "--json", "--encoding", "--overwrite", "--flat", "--nested", *SALVAGE},
     "archive": {"--help", "--json", "--group", "--producers", "--follow", "--blocks-per-run"},

@@ -108,7 +108,7 @@ def test_missing_rows_raise_where_asked(rollout: Rollout) -> None:
         again = assemble(rollout.calls, rollout.spec, sample_id="s", on_break="split", on_missing="raise")
         assert all(ours.equals(theirs) for ours, theirs in zip(marked.records, again.records, strict=True))
         return
-    where = rf"\[{absent[0].start}, {absent[0].stop}\).*{absent[0].state} in call {absent[0].call} @ sample s"
+    where = rf"\[{absent[0].start}, {absent[0].stop}\).*{absent[0].state} @ call {absent[0].call}, sample s"
     with pytest.raises(DataError, match=where) as caught:
         assemble(rollout.calls, rollout.spec, sample_id="s", on_break="split", on_missing="raise")
 

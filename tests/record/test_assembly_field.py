@@ -37,7 +37,7 @@ def test_a_prefill_has_a_row_for_every_token() -> None:
 
     assert [(0, 5, "captured", "call-0")] == captures_of(whole)
     assert [(0, 4, "captured", "call-0"), (4, 5, "not_captured", "call-0")] == captures_of(cut)
-    with pytest.raises(DataError, match=r"tokens \[4, 5\).*not_captured in call call-0"):
+    with pytest.raises(DataError, match=r"tokens \[4, 5\).*not_captured @ call call-0"):
         assemble([short], SPEC, sample_id="s", on_missing="raise")
 
 
@@ -256,7 +256,7 @@ def test_an_absent_layer_shows() -> None:
     assert [(0, 2, "partial", "call-0")] == captures_of(record)
     assert 1.0 == record.coverage().missing_share
     assert [(0, 2, "captured", "call-0")] == captures_of(record.select([1, 2]))
-    with pytest.raises(DataError, match="partial in call call-0"):
+    with pytest.raises(DataError, match="partial @ call call-0"):
         assemble(calls, spec, sample_id="s", on_missing="raise")
 
 
