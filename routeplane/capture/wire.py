@@ -242,7 +242,8 @@ def _decode_nrlre1(text: Any, shape: _Shape) -> WireArray:
     _require_text(text, "an nrlre1 envelope")
     header = _NRLRE1.match(text[:_NRLRE1_HEADER])
     if header is None:
-        raise undecodable("nrlre1:<int8|int16|int32>:<rows>x<layers>x<top_k>:<base64>", repr(text[:_NRLRE1_HEADER]))
+        expected = "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>, its dtype int8, int16 or int32"
+        raise undecodable(expected, repr(text[:_NRLRE1_HEADER]))
     dtype = np.dtype(header[1]).newbyteorder("<")
     sides = int(header[2]), int(header[3]), int(header[4])
     size = check_axes(sides, itemsize=dtype.itemsize)

@@ -339,8 +339,9 @@ class RouteRecord:
 
         ``columns``: aligned columns of S entries by name, or arrays ``[S]``, which declare nothing.
 
-        Returns a record with a checksum of its own, which shares this one's arrays. Raises UsageError (ARGUMENT) for a
-        name that the record has, and DataError as the constructor.
+        Returns a record with a checksum of its own, which shares this one's arrays. Raises ChecksumError where this
+        record's content is not what its checksum says, UsageError (ARGUMENT) for a name that the record has, and
+        DataError as the constructor.
 
         >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
         >>> record = watermarked_record(0, num_tokens=3, spec=watermarked_spec())
@@ -351,7 +352,7 @@ class RouteRecord:
         taken = sorted(self.columns.keys() & columns.keys())
         if taken:
             raise refused("names of columns that the record does not have", f"{taken} @ sample {self._name()}")
-        return replace(self, columns={**self.columns, **columns}, checksum=None)
+        return replace(self.verify(), columns={**self.columns, **columns}, checksum=None)
 
     def coverage(self) -> Coverage:
         """Rows by capture state."""

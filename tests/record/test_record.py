@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
+from routeplane.errors import ChecksumError, DataError, ErrorKind, SpecError, UsageError
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import MISSING
@@ -116,6 +116,8 @@ def test_attached_columns_are_cut_with_the_tokens(record: RouteRecord) -> None:
         attached.attach_columns({"advantages": own})
     with pytest.raises(DataError):
         record.attach_columns({"advantages": own[1:]})
+    with pytest.raises(ChecksumError):
+        replace(record, checksum=record.checksum ^ 1).attach_columns({"advantages": own})
 
 
 VERSIONS: dict[str, tuple[tuple[int | None, ...], int | None]] = {
