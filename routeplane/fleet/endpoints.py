@@ -384,14 +384,14 @@ class _Responder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptEndpoint:
-    """An endpoint that a keeper holds. ``desk``: the path of the local socket where servers borrow it.
+    """An endpoint that a keeper holds. ``socket_path``: the path of the local socket where servers borrow it.
 
-    >>> KeptEndpoint(url="http://127.0.0.1:21000/v1", desk="/run/desk").url
+    >>> KeptEndpoint(url="http://127.0.0.1:21000/v1", socket_path="/run/lend").url
     'http://127.0.0.1:21000/v1'
     """
 
     url: str
-    desk: str
+    socket_path: str
 
 
 class EndpointKeeper:
@@ -415,7 +415,7 @@ class EndpointKeeper:
     def __init__(self, host: str, port_range: tuple[int, int]) -> None:
         self._host, self._port_range = host, port_range
         self._endpoint: Endpoint | None = None
-        self._desk = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lending = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server: socket.socket | None = None
         # only this user may enter the folder, and so borrow
         self._folder = tempfile.TemporaryDirectory(prefix="routeplane-endpoint-")
@@ -424,11 +424,11 @@ class EndpointKeeper:
     def reserve(self, advertise: str | None, port: int | None) -> KeptEndpoint:
         """Listen now, once; 503 until a server borrows. ``port``: this one or none. Raises as ``reserve``."""
         self._endpoint = reserve(self._host, self._port_range, advertise=advertise, port=port)
-        desk = str(Path(self._folder.name) / "desk")
-        self._desk.bind(desk)
-        self._desk.listen()
+        path = str(Path(self._folder.name) / "lend")
+        self._lending.bind(path)
+        self._lending.listen()
         self._thread.start()
-        return KeptEndpoint(url=self._endpoint.url, desk=desk)
+        return KeptEndpoint(url=self._endpoint.url, socket_path=path)
 
     def state(self) -> ServerState:
         """What stands behind the endpoint now; CLOSED before ``reserve``."""
@@ -438,19 +438,19 @@ class EndpointKeeper:
         """Close the endpoint and free the port, whether a server has it or not. Idempotent."""
         if self._endpoint is not None:
             self._endpoint.close()  # first: nothing is taken back from here on
-        for each in (self._desk, self._server):
+        for each in (self._lending, self._server):
             if each is not None:
                 with contextlib.suppress(OSError):  # it is closed, or was never bound
                     each.shutdown(socket.SHUT_RDWR)  # close() alone would leave the thread waiting on it
         if self._thread.is_alive():
             self._thread.join()
-        self._desk.close()
+        self._lending.close()
         self._folder.cleanup()
 
     def _lend(self) -> None:
         while True:
             try:
-                self._server, _ = self._desk.accept()
+                self._server, _ = self._lending.accept()
             except OSError:  # closed
                 return
             with self._server:
@@ -483,7 +483,7 @@ class BorrowedEndpoint:
         self._keeper = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._keeper.settimeout(_LENDING_SECONDS)
         try:
-            self._keeper.connect(kept.desk)
+            self._keeper.connect(kept.socket_path)
             _, lent, _, _ = socket.recv_fds(self._keeper, len(_SOCKET), 1)
         except OSError as error:
             self._keeper.close()

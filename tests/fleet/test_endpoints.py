@@ -284,7 +284,7 @@ async def main():
     await served.close()
     borrowed.close()
 
-borrowed = BorrowedEndpoint(KeptEndpoint(url=sys.argv[1], desk=sys.argv[2]))
+borrowed = BorrowedEndpoint(KeptEndpoint(url=sys.argv[1], socket_path=sys.argv[2]))
 asyncio.run(main())
 """
 
@@ -293,7 +293,7 @@ asyncio.run(main())
 def server_of(kept: KeptEndpoint) -> Iterator[subprocess.Popen[str]]:
     """A server in a process of its own, once it accepts; it ends in order where nothing ended it before."""
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER, kept.url, kept.desk],
+        [sys.executable, "-c", SERVER, kept.url, kept.socket_path],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -366,7 +366,7 @@ def test_a_keeper_that_closes_frees_the_port_and_its_threads(keeper: EndpointKee
     with pytest.raises(FleetError, match="from its keeper"):
         BorrowedEndpoint(kept)
     assert not can_connect(port_of(kept))
-    assert not Path(kept.desk).parent.exists()
+    assert not Path(kept.socket_path).parent.exists()
     left = set(threading.enumerate()) - before
     assert [] == [thread.name for thread in left if thread.name.startswith("routeplane-")]
 
