@@ -1,4 +1,4 @@
-"""Run every ``benchmarks/bench_*.py`` and write ``benchmarks/results.json``.
+"""Run every ``benchmarks/bench_*.py`` and write ``benchmarks/results.json``, and ``RESULTS.md`` of it.
 
 A benchmark is a module with ``main(*, full: bool) -> list[Result]``. The file is a list of objects: name, value, unit,
 bar, holds (null where there is no bar), peers, machine. A missed bar is reported and stays in the file; the run fails
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Result, machine
+from benchmarks.results_page import results_page
 
 HERE = Path(__file__).parent
 _VERDICT = {None: "", True: "holds", False: "MISSED"}
@@ -46,6 +47,7 @@ def main() -> None:
         rows = _replaced(rows)
     text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
     (HERE / "results.json").write_text(text, encoding="utf-8")
+    (HERE / "RESULTS.md").write_text(results_page(rows), encoding="utf-8")
     print(f"{len(rows)} results in {HERE.name}/results.json, measured on {where}")
 
 

@@ -388,27 +388,31 @@ class Listener:
                     kind=ErrorKind.TIMED_OUT,
                 )
             wake = min([end, *(peer.deadline for peer in self._handshakes.values())])
-            for key, _ in self._selector.select(None if wake == float("inf") else max(wake - now, 0.0)):
-                if key.fileobj is self._server:
-                    self._welcome()
+            ready = [
+                key.fileobj for key, _ in self._selector.select(None if wake == float("inf") else max(wake - now, 0.0))
+            ]
+            for connection in ready:
+                if connection is self._server:
                     continue
-                found = self._receive(self._handshakes[key.fileobj])  # type: ignore[index]
+                found = self._receive(self._handshakes[connection])  # type: ignore[index]
                 if found is not None:
                     return found
+            if self._server in ready:
+                self._welcome()  # last: a peer that loses its place to a newcomer has been read
             self._drop_expired(time.monotonic())
 
     def _welcome(self) -> None:
-        """Take every connection that waits."""
-        while True:
+        """Take the connections that wait, as many as have a place; where none is left, the oldest silent peer goes."""
+        if len(self._handshakes) >= self._max_handshakes:
+            oldest = min(self._handshakes.values(), key=lambda peer: (peer.greeted, peer.deadline))
+            self._drop(oldest, "another peer took its place")
+        while len(self._handshakes) < self._max_handshakes:
             try:
                 connection, _ = self._server.accept()
             except OSError:
                 return  # none waits, or the peer has gone already
             if self._asked.scheme == "tcp":
                 _tune(connection)
-            if len(self._handshakes) >= self._max_handshakes:
-                oldest = min(self._handshakes.values(), key=lambda peer: peer.deadline)
-                self._drop(oldest, "another peer took its place")
             self._handshakes[connection] = _Handshake(connection, deadline=time.monotonic() + self._handshake_s)
             self._selector.register(connection, selectors.EVENT_READ)
 

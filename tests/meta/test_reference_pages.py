@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import routeplane.errors
+from benchmarks.results_page import results_page
 from routeplane.archive import AddReport, ArchiveCheck, Compaction, Recovery
 from routeplane.batch.columns import MaskCounts
 from routeplane.batch.loader import PrefetchReport
@@ -348,3 +349,10 @@ def test_a_table_is_read_as_it_stands() -> None:
     assert [["`x`", "y `z`"]] == table(sections(text)["A"])
     assert (["x"], ["z"]) == (code_in("`x`"), code_in("y `z`"))
     assert [] == table(sections(text)["B"])
+
+
+def test_the_page_of_results_is_made_of_them() -> None:
+    """``python -m benchmarks.results_page`` was run after the last measurement."""
+    home = ROOT / "benchmarks"
+    rows = json.loads((home / "results.json").read_text(encoding="utf-8"))
+    assert results_page(rows) == (home / "RESULTS.md").read_text(encoding="utf-8")

@@ -81,6 +81,19 @@ def test_a_thousand_garbage_peers_do_not_end_a_listener(listener: Listener) -> N
     assert listener.disconnected > 0
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["silent", "scanning"])
+def test_a_producer_is_read_before_newcomers_take_its_place(sent: bytes) -> None:
+    """A producer that came before more peers than have a place; peers lose theirs while others of the same look wait."""
+    address = parse_address("tcp://127.0.0.1:0")
+    with Listener(address, max_handshakes=4) as found:
+        true = peer(found, GREETING + stream_of(SENT))
+        others = [peer(found, sent) for _ in range(40)]
+        with open_stream(found, timeout_s=30.0) as reader:
+            assert facts(SENT) == facts(list(reader))
+        for connection in (true, *others):
+            connection.close()
+
+
 def test_silent_peers_do_not_delay_a_producer(listener: Listener) -> None:
     """Peers that connect and say nothing are passed by, long before their deadline."""
     silent = [peer(listener) for _ in range(300)]
