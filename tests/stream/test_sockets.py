@@ -83,7 +83,7 @@ def test_a_thousand_garbage_peers_do_not_end_a_listener(listener: Listener) -> N
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["silent", "scanning"])
 def test_a_producer_is_read_before_newcomers_take_its_place(sent: bytes) -> None:
-    """A producer that came before more peers than have a place; peers lose theirs while others of the same look wait."""
+    """It came before more peers than there are places; peers lose theirs while others that are ready wait."""
     address = parse_address("tcp://127.0.0.1:0")
     with Listener(address, max_handshakes=4) as found:
         true = peer(found, GREETING + stream_of(SENT))
