@@ -24,8 +24,6 @@ from routeplane.record.coverage import Coverage, partial_states
 from routeplane.record.spans import STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from routeplane.record.record import RouteRecord

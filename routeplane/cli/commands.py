@@ -21,12 +21,9 @@ from routeplane.inspect.inputs import find_sources
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
-    import argparse
-
     from routeplane.inspect.inputs import SourceRecords, SourceSet
     from routeplane.inspect.overview import Overview
     from routeplane.record.record import RouteRecord
-    from routeplane.record.spec import RouteSpec
 
 __all__ = ["add_audit", "add_commands", "require_report", "write_comparison"]
 

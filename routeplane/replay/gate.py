@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from routeplane.batch.batch import RouteBatch
-    from routeplane.capture.gates import Gate
 
 
 __all__ = [

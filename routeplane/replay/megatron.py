@@ -42,11 +42,10 @@ from routeplane.replay.handle import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from routeplane.record.spec import RouteSpec
-    from routeplane.replay.binding import Binding, Wiring
+    from routeplane.replay.binding import Binding
 
 __all__ = ["RegionHooks", "attach", "check_setup", "find_gates", "local_spec", "rank_shard", "record", "row_order"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -32,11 +32,6 @@ from routeplane.replay.handle import (
     ReplayLimits,
     ReplayPolicy,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from routeplane.replay.binding import Wiring
 
 __all__ = ["AuxiliaryHook", "Probe", "ReplayLimits", "attach", "checkpoint_sites", "find_gates", "record"]
 

@@ -613,7 +613,7 @@ class _BlockThread:
         taken: list[_Job] = []
         if not self._jobs:
             return taken
-        size = sum(record.nbytes for _, _, record in self._unsealed)
+        size = self._unsealed_bytes()
         with self._changed:
             while self._jobs and size < self._config.block_bytes:
                 taken.append(self._jobs.popleft())
@@ -626,9 +626,11 @@ class _BlockThread:
         """Whether an answer waits, or the block is full or old."""
         if self._flush_wanted or any(job.answered for job, _, _ in self._unsealed):
             return True
-        size = sum(record.nbytes for _, _, record in self._unsealed)
         age = time.monotonic() - self._unsealed[0][0].submitted
-        return size >= self._config.block_bytes or age >= self._config.block_age_s
+        return self._unsealed_bytes() >= self._config.block_bytes or age >= self._config.block_age_s
+
+    def _unsealed_bytes(self) -> int:
+        return sum(record.nbytes for _, _, record in self._unsealed)
 
     def _write(self, job: _Job) -> None:
         try:
