@@ -32,9 +32,9 @@ import xxhash
 from benchmarks.bench_rules import EXPERTS, LAYERS, legal_routes
 from benchmarks.measure import Result, relative_rates
 from routeplane.batch import BatchOptions, RouteBatch, microbatches
+from routeplane.batch.collation import BatchBuffers
 from routeplane.batch.plan import TokenPlan, budget_groups
-from routeplane.batch.reuse import BatchBuffers
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import MISSING, RouteSpec

@@ -12,12 +12,11 @@ from routeplane.record.aligned import AlignedColumn
 from routeplane.record.assembly import Assembly, AssemblyReport, UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.counts import metrics_text
-from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteSink, RouteSource, RouteTicket
 from routeplane.record.prefixes import as_delta, resolve, share_prompts
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
 from routeplane.record.schema import FORMAT_VERSION
-from routeplane.record.spans import Capture, Sampling, Span
+from routeplane.record.spans import Capture, Coverage, Sampling, Span
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import check_routes, find_problems
 from routeplane.stream import MemoryStream, new_stream, open_stream

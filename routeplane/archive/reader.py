@@ -49,11 +49,10 @@ from routeplane.errors import DataError, ErrorKind, FormatError, TruncatedError,
 from routeplane.record.aligned import blank_weights, read_column
 from routeplane.record.codec import widen
 from routeplane.record.counts import html_table
-from routeplane.record.coverage import Coverage, lose_rows, settle_partial
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.record import read_record as make_record
-from routeplane.record.spans import cut
+from routeplane.record.spans import Coverage, cut, lose_rows, settle_partial
 from routeplane.record.transfer import RecordReader
 
 if TYPE_CHECKING:

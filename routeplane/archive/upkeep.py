@@ -50,9 +50,8 @@ from routeplane.archive.writer import ArchiveWriter, RunFiles, drop_commits, pub
 from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, Problem, UsageError
 from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import Coverage, partial_states
 from routeplane.record.record import RecordKey
-from routeplane.record.spans import PRESENT_STATES, STATES, Capture
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, Coverage, partial_states
 from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import missing_rows
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from routeplane.batch.admission import StepVerdict, admit_step
     from routeplane.batch.batch import RouteBatch
-    from routeplane.batch.collation import BatchOptions, collate, microbatches
+    from routeplane.batch.collation import BatchBuffers, BatchOptions, collate, microbatches
     from routeplane.batch.columns import MaskCounts, prompt_tokens
     from routeplane.batch.dataset import RecordDataset, Shuffle
     from routeplane.batch.layout_writing import to_layout
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from routeplane.batch.logprobs import VocabShard, label_logprobs, token_entropy, token_logprobs
     from routeplane.batch.matching import join
     from routeplane.batch.plan import PlanOptions, TokenPlan, budget_groups
-    from routeplane.batch.reuse import BatchBuffers
-    from routeplane.batch.shard import Shard, stage_layers
+    from routeplane.batch.slots import Shard, stage_layers
 
 __all__ = [
     "LAYOUTS",
@@ -61,12 +60,12 @@ _HOMES = {
     "StepVerdict": "admission",
     "from_layout": "layouts",
     "to_layout": "layout_writing",
-    "BatchBuffers": "reuse",
+    "BatchBuffers": "collation",
     "BatchOptions": "collation",
     "PlanOptions": "plan",
     "RecordDataset": "dataset",
     "RouteBatch": "batch",
-    "Shard": "shard",
+    "Shard": "slots",
     "Shuffle": "dataset",
     "TokenPlan": "plan",
     "admit_step": "admission",
@@ -76,7 +75,7 @@ _HOMES = {
     "microbatches": "collation",
     "prefetch": "loader",
     "prompt_tokens": "columns",
-    "stage_layers": "shard",
+    "stage_layers": "slots",
     "MaskCounts": "columns",
     "VocabShard": "logprobs",
     "label_logprobs": "logprobs",

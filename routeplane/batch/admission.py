@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, refused
-from routeplane.record.coverage import Coverage
+from routeplane.record.spans import Coverage
 
 if TYPE_CHECKING:
     from routeplane.batch.batch import RouteBatch

@@ -21,12 +21,11 @@ from routeplane.batch.columns import CHANGED_LOGITS, NO_STATE, USES, MaskCounts,
 from routeplane.batch.layouts import Fill, StackLayout, balanced_rows, check_fill, read_layout, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
-from routeplane.batch.shard import ContextLayout, RankOf, Shard
+from routeplane.batch.slots import ContextLayout, RankOf, Shard
 from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
 from routeplane.record.aligned import ColumnType
 from routeplane.record.counts import html_table
-from routeplane.record.coverage import Coverage
-from routeplane.record.spans import STATES
+from routeplane.record.spans import STATES, Coverage
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal, find_problems
 

@@ -20,8 +20,7 @@ import numpy as np
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.aligned import BFLOAT16_NAN, MASK_STATES, AlignedColumn, ColumnType, read_column
 from routeplane.record.counts import Counts
-from routeplane.record.coverage import Coverage, partial_states
-from routeplane.record.spans import STATES
+from routeplane.record.spans import STATES, Coverage, partial_states
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,11 +20,11 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from routeplane.batch.shard import Shard
 from routeplane.batch.slots import (
     PADDING,
     Layout,
     Run,
+    Shard,
     Slots,
     check_lengths,
     check_offsets,

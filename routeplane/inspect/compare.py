@@ -19,8 +19,8 @@ import numpy as np
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS, SAME, TABLE, shared_ids
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import stale_kv
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spans import stale_kv
 from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RouteDiff(Counts):
     ``layer_ids``. ``union_L``: ids in either, so that ``shared_L / union_L`` is the Jaccard index over all rows.
     ``positions_P2``: compared and flipped rows by absolute position. ``one_sided_rows``: rows that one side alone has.
     ``stale_kv_rows``, ``stale_kv_flipped``: compared and flipped rows that an engine computed over a KV cache of older
-    weights, whose flips are not of numerics (``record.coverage.stale_kv``).
+    weights, whose flips are not of numerics (``record.spans.stale_kv``).
 
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
     >>> spec = watermarked_spec()

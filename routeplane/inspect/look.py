@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
 from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
-from routeplane.record.coverage import Coverage
 from routeplane.record.policy import StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, StreamHeader
-from routeplane.record.spans import Capture, Span
+from routeplane.record.spans import Capture, Coverage, Span
 from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:

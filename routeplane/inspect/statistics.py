@@ -25,9 +25,8 @@ import numpy as np
 
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.record.counts import Counts, add_by_key, rule
-from routeplane.record.coverage import Coverage
 from routeplane.record.record import RecordKey
-from routeplane.record.spans import PRESENT_STATES, Capture, Span, SpanKind
+from routeplane.record.spans import PRESENT_STATES, Capture, Coverage, Span, SpanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

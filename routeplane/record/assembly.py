@@ -22,10 +22,9 @@ from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.aligned import AlignedColumn, aligned_columns, concatenate_columns
 from routeplane.record.calls import ModelCall
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import Coverage, stale_kv
 from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES, Capture, CaptureState, RecordKey, Span
+from routeplane.record.spans import STATES, Capture, CaptureState, Coverage, RecordKey, Span, stale_kv
 from routeplane.record.validate import check_routes, missing_rows
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
 from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns
 from routeplane.record.columnar import Aligned, CheckedBatch, Ragged, RaggedRoutes, Stored
-from routeplane.record.coverage import lose_rows, unfed_start
 from routeplane.record.record import Prefix, RouteRecord, read_record
 from routeplane.record.rows import widen
 from routeplane.record.schema import (
@@ -32,7 +31,7 @@ from routeplane.record.schema import (
     check_version,
     row_type,
 )
-from routeplane.record.spans import Capture, Interval, Sampling, Span
+from routeplane.record.spans import Capture, Interval, Sampling, Span, lose_rows, unfed_start
 from routeplane.record.spec import RouteSpec
 
 __all__ = [

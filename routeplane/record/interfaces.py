@@ -18,9 +18,9 @@ import numpy as np
 
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError
 from routeplane.record.checksum import digest_of
-from routeplane.record.coverage import Coverage
 from routeplane.record.parse import check_count, check_text
 from routeplane.record.record import RecordKey, RouteRecord
+from routeplane.record.spans import Coverage
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:

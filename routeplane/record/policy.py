@@ -13,9 +13,8 @@ from types import MappingProxyType
 from typing import IO, Literal
 
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError
-from routeplane.record.coverage import Coverage
 from routeplane.record.record import RecordKey, RouteRecord
-from routeplane.record.spans import STATES
+from routeplane.record.spans import STATES, Coverage
 
 __all__ = [
     "MAX_ALARMS",

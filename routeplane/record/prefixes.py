@@ -14,8 +14,8 @@ import numpy as np
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.aligned import concatenate_columns
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import lose_first_rows
 from routeplane.record.record import Prefix, RecordKey, RouteRecord
+from routeplane.record.spans import lose_first_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

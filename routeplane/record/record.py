@@ -28,17 +28,22 @@ from routeplane.record.aligned import (
 )
 from routeplane.record.checksum import CanonicalHash, hash_captures, hash_prefix, hash_spans, require_equal
 from routeplane.record.counts import html_table
-from routeplane.record.coverage import (
+from routeplane.record.parse import as_integers, as_logprobs, check_count, check_text, settle
+from routeplane.record.rows import StoredRows, canonical_blocks, pick_layers, widen
+from routeplane.record.spans import (
+    Capture,
     Coverage,
+    Prefix,
+    RecordKey,
+    Span,
+    check_cover,
     coverage_problems,
+    cut,
     lose_rows,
     settle_partial,
     suffix_problems,
     unfed_start,
 )
-from routeplane.record.parse import as_integers, as_logprobs, check_count, check_text, settle
-from routeplane.record.rows import StoredRows, canonical_blocks, pick_layers, widen
-from routeplane.record.spans import Capture, Prefix, RecordKey, Span, check_cover, cut
 from routeplane.record.validate import find_problems, missing_rows
 
 if TYPE_CHECKING:

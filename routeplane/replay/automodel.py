@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from routeplane.batch.shard import RankOf, Shard
+from routeplane.batch.slots import RankOf, Shard
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring

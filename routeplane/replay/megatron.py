@@ -26,7 +26,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from routeplane.batch.shard import RankOf, Shard
+from routeplane.batch.slots import RankOf, Shard
 from routeplane.capture.gates import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring, in_backward

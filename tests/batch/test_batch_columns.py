@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from routeplane.batch import BatchBuffers, BatchOptions, RouteBatch, collate, join, microbatches
 from routeplane.batch.batch import ColumnParts
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING

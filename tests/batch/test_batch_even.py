@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 from routeplane import new_stream, open_stream
 from routeplane.batch import BatchOptions, RouteBatch, microbatches
+from routeplane.batch.collation import BatchBuffers
 from routeplane.batch.dataset import RecordDataset
 from routeplane.batch.plan import RankCounts, budget_groups
-from routeplane.batch.reuse import BatchBuffers
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -244,7 +244,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.replay import transformers as gates
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group(

@@ -58,7 +58,7 @@ import torch.distributed as dist
 
 from routeplane import open_stream
 from routeplane.batch import microbatches
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group(

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.batch.columns import prompt_tokens
 from routeplane.batch.plan import TokenPlan
-from routeplane.batch.shard import Shard, stage_layers
+from routeplane.batch.slots import Shard, stage_layers
 from routeplane.errors import ErrorKind, SpecError, UsageError
-from routeplane.record.coverage import Coverage
 from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Coverage
 from routeplane.record.spec import MISSING
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 from tests.batch.laid_out import laid_out

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
 from routeplane.record.aligned import AlignedColumn
-from routeplane.record.coverage import Coverage
 from routeplane.record.record import Prefix, RouteRecord
+from routeplane.record.spans import Coverage
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermark, watermarked_record, watermarked_spec
 from tests.batch.laid_out import laid_out

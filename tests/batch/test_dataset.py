@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.batch.dataset import RecordDataset
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
 from routeplane.stream import StreamReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec

@@ -14,7 +14,7 @@ from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.batch.dataset import RecordDataset
 from routeplane.batch.loader import prefetch
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.errors import ChecksumError, ErrorKind, UsageError
 from tests.feeding import (
     NUMBERS,

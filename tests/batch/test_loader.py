@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
+from routeplane.batch.collation import BatchBuffers
 from routeplane.batch.loader import PrefetchReport, prefetch
-from routeplane.batch.reuse import BatchBuffers
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 

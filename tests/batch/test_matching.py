@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from routeplane.batch import BatchOptions, collate
 from routeplane.batch.matching import join
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import Capture, CaptureState

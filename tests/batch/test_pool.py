@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.batch import BatchOptions, RouteBatch, collate, microbatches
-from routeplane.batch.reuse import BatchBuffers
+from routeplane.batch.collation import BatchBuffers
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.batch.laid_out import laid_out
@@ -273,7 +273,7 @@ def test_pinned_pools_make_their_memory_where_torch_pins_it(monkeypatch: pytest.
         asked.append(np.empty(size, dtype=np.uint8))
         return asked[-1]
 
-    monkeypatch.setattr("routeplane.batch.reuse.pinned_bytes", pinned)
+    monkeypatch.setattr("routeplane.batch.collation.pinned_bytes", pinned)
     pool = BatchBuffers(pin=True)
     records = make(5, 9, turn="int32")
     batch, plain = collate(records, SPEC, options=BatchOptions(buffers=pool)), collate(records, SPEC)

@@ -16,8 +16,8 @@ import pytest
 
 from routeplane import Capture, RouteRecord, Span, new_stream, open_stream
 from routeplane.batch import BatchOptions, microbatches
-from routeplane.batch.reuse import BatchBuffers
-from routeplane.batch.shard import Shard
+from routeplane.batch.collation import BatchBuffers
+from routeplane.batch.slots import Shard
 from routeplane.record.spec import RouteSpec
 
 SPEC = RouteSpec(num_experts=256, top_k=8, layer_ids=tuple(range(24)))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.batch.plan import Layout, PlanOptions, TokenPlan
-from routeplane.batch.shard import ContextLayout, Shard, records_of_rank, stage_layers
+from routeplane.batch.slots import ContextLayout, Shard, records_of_rank, stage_layers
 from routeplane.errors import ErrorKind, UsageError
 
 if TYPE_CHECKING:

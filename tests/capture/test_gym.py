@@ -23,7 +23,7 @@ from routeplane.capture.wire import encode
 from routeplane.errors import CaptureError, DataError, ErrorKind, RouteplaneError, SpecError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
-from routeplane.testing.rollouts import Rollout, rollouts
+from routeplane.testing.strategies import Rollout, rollouts
 from tests.capture.reading import gym_calls, gym_rollout
 from tests.capture.test_openai import leaves, values
 

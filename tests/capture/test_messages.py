@@ -22,7 +22,7 @@ from routeplane.record.assembly import assemble
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermarked_record, watermarked_spec
-from routeplane.testing.rollouts import Rollout, rollouts
+from routeplane.testing.strategies import Rollout, rollouts
 from tests.capture.reading import gym_calls, log_record
 from tests.capture.test_gym import FILLER, SPEC, TWO_TURNS, only, row
 

@@ -20,7 +20,7 @@ from routeplane.testing.builders import watermark
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.coverage import Coverage
+    from routeplane.record.spans import Coverage
 
 #: Three tokens of a prompt, four that were sampled, five of an observation behind them; the engine was fed six.
 PROMPT, SAMPLED, BEHIND = 3, 4, 5

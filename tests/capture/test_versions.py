@@ -21,7 +21,7 @@ from routeplane.capture.recorder import record_of_call
 from routeplane.capture.wire import encode
 from routeplane.errors import DataError, ErrorKind
 from routeplane.record.calls import ModelCall
-from routeplane.record.coverage import stale_kv
+from routeplane.record.spans import stale_kv
 from tests.capture.payloads import SPEC, engine_rows
 from tests.capture.reading import chunk_calls, response_calls, sglang_call
 

@@ -25,9 +25,9 @@ from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, op
 from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, request_args
 from routeplane.capture.wire import encode
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, UsageError
-from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Coverage
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
 from routeplane.stream.folder import open_reader

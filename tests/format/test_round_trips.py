@@ -18,7 +18,7 @@ from pyarrow.ipc import open_stream as open_reader
 
 from routeplane import ModelCall, RouteRecord, RouteSpec, assemble, new_stream, open_stream
 from routeplane.batch import collate
-from routeplane.batch.shard import Shard
+from routeplane.batch.slots import Shard
 from routeplane.record.assembly import UnfedTokens
 from routeplane.record.prefixes import as_delta, resolve
 from routeplane.record.spec import MISSING

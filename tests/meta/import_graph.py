@@ -70,7 +70,7 @@ THIRD_PARTY = {
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
     "torch": (
-        *(f"batch.{name}" for name in ("batch", "collation", "dataset", "reuse", "logprobs")),
+        *(f"batch.{name}" for name in ("batch", "collation", "dataset", "logprobs")),
         "replay",
         "capture.gates",
         "capture.transformers",

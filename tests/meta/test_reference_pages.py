@@ -32,9 +32,9 @@ from routeplane.inspect.audit import AuditReport
 from routeplane.inspect.compare import RouteDiff
 from routeplane.inspect.statistics import collect
 from routeplane.record.assembly import AssemblyReport
-from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import Report
 from routeplane.record.prefixes import PromptReport
+from routeplane.record.spans import Coverage
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.handle import ReplayReport
 from routeplane.stream import StreamReport, new_stream

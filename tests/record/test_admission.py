@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, RouteplaneError
-from routeplane.record.coverage import Coverage
 from routeplane.record.interfaces import Admission, admit
 from routeplane.record.record import RouteRecord
+from routeplane.record.spans import Coverage
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.strategies import records
 

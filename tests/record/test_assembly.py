@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from routeplane.errors import ChecksumError, DataError, ErrorKind, UsageError
 from routeplane.record.assembly import Assembly, AssemblyReport, assemble
 from routeplane.record.calls import ModelCall, merge_layers
-from routeplane.record.coverage import Coverage
 from routeplane.record.record import RecordKey
+from routeplane.record.spans import Coverage
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.builders import watermarked_spec
 from routeplane.testing.strategies import Rollout, rollouts

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.assembly import AssemblyReport
 from routeplane.record.counts import Counts, add_by_key, first_of, rule
-from routeplane.record.coverage import Coverage
 from routeplane.record.prefixes import PromptReport
+from routeplane.record.spans import Coverage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

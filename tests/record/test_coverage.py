@@ -11,9 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, UsageError
-from routeplane.record.coverage import Coverage, coverage_problems, lose_rows, settle_partial, suffix_problems
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES, Capture, CaptureState, Span, SpanKind, check_cover
+from routeplane.record.spans import (
+    STATES,
+    Capture,
+    CaptureState,
+    Coverage,
+    Span,
+    SpanKind,
+    check_cover,
+    coverage_problems,
+    lose_rows,
+    settle_partial,
+    suffix_problems,
+)
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.testing.strategies import records, specs
 

@@ -23,7 +23,7 @@ from routeplane.capture.vllm.interface import captures_routes, model_config_of, 
 from routeplane.capture.vllm.outputs import OutputOptions, calls
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record.counts import Counts, rule
-from routeplane.record.coverage import Coverage
+from routeplane.record.spans import Coverage
 
 if TYPE_CHECKING:
     from types import TracebackType

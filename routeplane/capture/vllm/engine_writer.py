@@ -28,7 +28,7 @@ from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterCo
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.counts import Counts, add_by_key, rule
-from routeplane.record.coverage import Coverage
+from routeplane.record.spans import Coverage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -28,7 +28,7 @@ from routeplane.batch.logprobs import Masks, label_logprobs, token_logprobs
 from routeplane.cli.demo import DemoOptions, open_source
 from routeplane.inspect.overview import REPLAY_LOGPROBS, icepop_weights, tis_weights, treatment_column
 from routeplane.record.codec import write_batch
-from routeplane.record.coverage import Coverage
+from routeplane.record.spans import Coverage
 from routeplane.record.validate import missing_rows
 from routeplane.stream import MemoryStream, new_stream, open_stream
 
