@@ -1,4 +1,4 @@
-"""What ``benchmarks/scale.py`` predicts: bytes against the real code, costs against what they were made of, the page."""
+"""What ``benchmarks/scale.py`` predicts: bytes against the real code, costs against known ones, the page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_costs_are_found_again() -> None:
 
 
 def test_a_step_adds_up() -> None:
-    """What leaves the engines is what the blocks hold; what all ranks train on does not depend on how many there are."""
+    """What leaves the engines is what the blocks hold; a rank takes as much at every size."""
     for step in scale.steps():
         row = scale.predict(step, COSTS)
         assert row["engine_out_gb"] * step.engines == pytest.approx(row["blocks_gb"])
