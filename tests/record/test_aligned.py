@@ -323,7 +323,8 @@ def test_conversion_of_weights() -> None:
     assert (True, 2.5) == plain.steps_to(SCALED)
     assert (False, 0.4) == SCALED.steps_to(replace(SCALED, scaling="out"))
     assert (True, 1.0) == replace(SCALED, renormalised=False).steps_to(replace(SCALED, scaling="out"))
-    for name, value in {"score": "softmax", "multiplied": "before", "factor": 2.0, "renormalised": False}.items():
+    others: dict[str, Any] = {"score": "softmax", "multiplied": "before", "factor": 2.0, "renormalised": False}
+    for name, value in others.items():
         with pytest.raises(DataError, match=name):
             SCALED.steps_to(replace(SCALED, **{name: value}))
 
