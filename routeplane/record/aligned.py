@@ -624,7 +624,7 @@ def _check_weights(
         )
     meaning = WeightsMeaning.from_text(attributes["weights_meaning"])
     values = weights.values[len(weights) - len(missing_SL) :]
-    wrong_SL = illegal_weights(values, missing_SL, meaning)
+    wrong_SL = illegal_weights(values, missing_SL, meaning=meaning)
     if wrong_SL.any():
         token, slot = np.argwhere(wrong_SL)[0]
         raise _unfit(

@@ -331,7 +331,7 @@ def as_float32(weights: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def illegal_weights(
-    weights_SLK: NDArray[Any], missing_SL: NDArray[np.bool_], meaning: WeightsMeaning
+    weights_SLK: NDArray[Any], missing_SL: NDArray[np.bool_], *, meaning: WeightsMeaning
 ) -> NDArray[np.bool_]:
     """Which rows' weights are not what they declare: bool ``[S, L]``.
 
@@ -342,7 +342,7 @@ def illegal_weights(
     ...     score="softmax", renormalised=True, scaling="none", multiplied="after", dtype="float32"
     ... )
     >>> weights = np.asarray([[[0.75, 0.25]], [[0.75, 0.75]]], dtype=np.float32)
-    >>> illegal_weights(weights, np.zeros((2, 1), dtype=bool), meaning).tolist()
+    >>> illegal_weights(weights, np.zeros((2, 1), dtype=bool), meaning=meaning).tolist()
     [[False], [True]]
     """
     values_SLK = as_float32(weights_SLK)

@@ -311,9 +311,9 @@ def test_weights_of_every_meaning(meaning: WeightsMeaning) -> None:
     if meaning.dtype == "bfloat16":
         stored = ((stored.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
     there = np.zeros((50, 2), dtype=np.bool_)
-    assert not illegal_weights(stored, there, meaning).any()
-    assert illegal_weights(as_float32(stored) * np.float32(3), there, meaning).any()
-    assert illegal_weights(stored, ~there, meaning).all()
+    assert not illegal_weights(stored, there, meaning=meaning).any()
+    assert illegal_weights(as_float32(stored) * np.float32(3), there, meaning=meaning).any()
+    assert illegal_weights(stored, ~there, meaning=meaning).all()
 
 
 def test_conversion_of_weights() -> None:
