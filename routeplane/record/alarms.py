@@ -62,8 +62,9 @@ def find_alarms(
     * entropy collapse: fewer than K + K // 2 + 1 effective experts in a layer over at least ``least_rows`` tokens,
       and over at least so many different ones, of which 9 in 10 have one row, the ids in the same order. A layer that
       shows more experts in 16 evenly spaced rows is not looked at further. Not where K = 1;
-    * unused experts: over at least ``least_rows`` tokens no layer uses an expert of the upper half, by a chance below
-      one in a million if experts were numbered anyhow (the ids of a router that is half as wide).
+    * unused experts: over at least ``least_rows`` tokens no layer uses an expert of the upper half, and together they use
+      half of the lower half, by a chance below one in a million if experts were numbered anyhow (the ids of a router
+      that is half as wide).
 
     Tokens that lack a row in any layer are left out (``absent``: which these are, for a caller that knows:
     ``RouteRecord.absent_tokens``). A layer with E == K has one set of ids to give, and is left out.
@@ -257,7 +258,8 @@ def _unused_alarm(
     if (routes_SLK[kept[spaced]] >= halves_L1).any():
         return []  # nearly always
     rows_NLK = routes_SLK[kept]
-    if (rows_NLK >= halves_L1).any():
+    # fewer than half of the lower half, over all layers: too few rows to tell, or ids that are made up
+    if (rows_NLK >= halves_L1).any() or 4 * len(np.unique(rows_NLK)) < max(widths):
         return []
     chance = 1.0
     for slot, width in enumerate(widths):

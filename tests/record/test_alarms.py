@@ -221,6 +221,9 @@ def test_a_router_half_as_wide_is_an_alarm(way: str, experts: int | tuple[int, .
         assert [(ErrorKind.UNUSED_EXPERTS, None, None)] == _kinds(find_alarms(narrow_SLK, spec))
         assert [] == find_alarms(narrow_SLK[:63], spec)
         assert [] == find_alarms(one_SLK, spec)
+        wide = RouteSpec(num_experts=128, top_k=4, layer_ids=(1, 5, 9))
+        assert len(np.unique(narrow_SLK)) < 32
+        assert [] == find_alarms(narrow_SLK, wide)
 
 
 @ways
@@ -296,7 +299,7 @@ def plain_alarms(
             used, half = set(rows_SLK[kept, slot].ravel().tolist()), math.ceil(width / 2)
             lower = math.comb(half, len(used)) / math.comb(width, len(used))
             chance *= lower if max(used) < half else np.inf
-        if chance < 1e-6:
+        if chance < 1e-6 and len(set(rows_SLK[kept].ravel().tolist())) >= max(spec.experts_per_layer) / 4:
             found.add((ErrorKind.UNUSED_EXPERTS, None, None))
     return found
 
