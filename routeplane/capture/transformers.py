@@ -116,7 +116,7 @@ class GateTape:
     [[[3, 1]]]
     """
 
-    def __init__(self, spec: RouteSpec, follow: Sequence[NDArray[Any]] = ()) -> None:
+    def __init__(self, spec: RouteSpec, *, follow: Sequence[NDArray[Any]] = ()) -> None:
         self._spec = spec
         self._follow = follow
         self._forwards: list[dict[int, torch.Tensor]] = []
@@ -186,7 +186,7 @@ def taping(
     """
     gates = find_gates(model, leave_live=leave_live)
     spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
-    tape = GateTape(spec, follow)
+    tape = GateTape(spec, follow=follow)
     handles = [_inner_model(model, gates).register_forward_pre_hook(lambda module, args: tape.begin())]
     for gate, module in gates:
         handles += _tape_gate(gate, module, tape)
