@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,13 +25,13 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.gates import Gate, SelectionMode, find_gates
+from routeplane.capture.resuming import extend, require_resumable
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record import spans
-from routeplane.record.aligned import AlignedColumn, concatenate_columns, mask_columns
+from routeplane.record.aligned import mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import missing_rows
 
@@ -466,115 +465,49 @@ def _call(
 
 # ---- going on where a record ends -----------------------------------------------------------------------------------
 
-_MASKS = ("sampling_mask", "sampling_mask_state")
-
 
 def _request_of(record: RouteRecord, spec: RouteSpec, *, sampling: Sampling, weights_version: int) -> _Request:
     """Verify a record and say what of it is fed how. Raises as ``records``."""
-    where = f"@ sample {record.sample_id}"
-    spec.require_same_geometry(record.verify().spec, where=f"sample {record.sample_id}")
-    if record.routes_start or not record.attributes.get("slice", "0:").startswith("0:"):
-        raise refused("a record of all tokens from the first on", f"a delta or a slice {where}")
-    alien = sorted(set(record.columns) - set(_MASKS))
-    if alien:
-        raise refused("a record without columns that new tokens have no value for", f"{alien} {where}")
-    said = record.attributes.get("logprobs_mode", sampling.logprobs_mode)
-    if said != sampling.logprobs_mode:
-        raise refused(f"a record of logprobs_mode {sampling.logprobs_mode!r}", f"{said!r} {where}")
-    latest = max((each.weights_version or 0 for each in record.captures), default=0)
-    if latest > weights_version:
-        raise refused(f"rows of weights up to {weights_version}, which run here", f"{latest} {where}")
-    tail = list(takewhile(lambda span: span.kind == "generation", reversed(record.spans)))
-    start = tail[-1].start if tail else record.num_tokens
-    if start == 0:
-        raise refused("a record with a prompt", f"one that begins with a generated token {where}")
-    generated = tuple(record.token_ids[start:].tolist())
-    if ended := sorted(set(generated) & set(sampling.stops)):
-        raise refused("a record that has not ended", f"end tokens {ended} {where}")
-    return _Request(prompt=record.token_ids[:start].tolist(), generated=generated, routes_RLK=record.routes)
+    start = require_resumable(
+        record,
+        spec,
+        logprobs_mode=sampling.logprobs_mode,
+        weights_version=weights_version,
+        stops=sampling.stops,
+    )
+    tokens = record.token_ids.tolist()
+    return _Request(prompt=tokens[:start], generated=tuple(tokens[start:]), routes_RLK=record.routes)
 
 
 def _longer(record: RouteRecord, answer: _Answer, sampling: Sampling, weights_version: int) -> RouteRecord:
     """The record, and behind it what was sampled now."""
-    size, start = record.num_tokens, len(answer.routes_RLK) + 1 - len(answer.tokens_G)
-    fresh_G = answer.tokens_G[size - start :]
-    total = size + len(fresh_G)
-    call = f"{record.sample_id}#{len({span.call for span in record.spans})}"
-    last_1LK = record.spec.missing_rows(1) if len(fresh_G) else record.routes[-1:]
-    behind: tuple[Span, ...] = ()
-    if len(fresh_G):
-        new = Span(start=size, stop=total, kind="generation", call=call, weights_version=weights_version)
-        behind = (replace(new, sampling=sampling.of_span()),)
-    logprobs_S = np.full(total, np.nan, dtype=np.float32)
-    logprobs_S[start:] = answer.logprobs_G
-    if sampling.logprobs_mode == "processed":
-        logprobs_S[:size] = np.nan  # one token was left to draw
-    if record.logprobs is not None:
-        known_S = ~np.isnan(record.logprobs)
-        logprobs_S[:size][known_S] = record.logprobs[known_S]
-    forced_SL = ~missing_rows(record.routes)
-    forced = int(np.count_nonzero(forced_SL[: total - 1]))
-    counts = {"forced_rows": str(forced), "live_rows": str((total - 1) * len(record.spec.layer_ids) - forced)}
-    return replace(
-        record,
-        token_ids=np.concatenate([record.token_ids, fresh_G]),
-        routes=np.concatenate([answer.routes_RLK.astype(np.int16), last_1LK]),
-        spans=(*record.spans, *behind),
-        captures=_captures(record, forced_SL, total=total, call=call, weights_version=weights_version),
-        logprobs=logprobs_S,
-        attributes={**_without_slice(record), "logprobs_mode": sampling.logprobs_mode, **counts},
-        columns=_longer_masks(record, answer, fresh_G, sampling, call),
-        checksum=None,
+    size, had = record.num_tokens, record.num_tokens + len(answer.tokens_G) - len(answer.routes_RLK) - 1
+    fresh = slice(had, None)
+    routes_RLK = answer.routes_RLK.astype(np.int16)
+    if had == len(answer.tokens_G):
+        routes_RLK = np.concatenate([routes_RLK, record.routes[-1:]])  # the last token was not fed again
+    call = _call(
+        _Request(prompt=record.token_ids.tolist()),
+        replace(
+            answer,
+            tokens_G=answer.tokens_G[fresh],
+            routes_RLK=routes_RLK,
+            logprobs_G=answer.logprobs_G[fresh],
+            kept=None if answer.kept is None else answer.kept[fresh],
+        ),
+        spec=record.spec,
+        sampling=sampling,
+        weights_version=weights_version,
+        name=f"{record.sample_id}#{len({span.call for span in record.spans})}",
     )
-
-
-def _without_slice(record: RouteRecord) -> dict[str, str]:
-    return {name: text for name, text in record.attributes.items() if name != "slice"}
-
-
-def _captures(
-    record: RouteRecord, forced_SL: NDArray[np.bool_], *, total: int, call: str, weights_version: int
-) -> tuple[Capture, ...]:
-    """Followed rows stay those of who captured them; all others that were fed are of this call."""
-    # 2: the record's own; 1: some layers live, so of two versions; 0: all live; -1: not fed
-    kinds_S = np.zeros(total, dtype=np.int8)
-    kinds_S[: record.num_tokens] = forced_SL.any(axis=1).astype(np.int8) + forced_SL.all(axis=1)
-    kinds_S[-1] = -1 if total > record.num_tokens else 2
-    found: list[Capture] = []
-    edges = [0, *(np.flatnonzero(np.diff(kinds_S)) + 1).tolist(), total]
-    for start, stop in pairwise(edges):
-        kind = kinds_S[start]
-        if kind == 2:
-            inside = [each for each in record.captures if each.start < stop and each.stop > start]
-            found += [replace(each, start=max(each.start, start), stop=min(each.stop, stop)) for each in inside]
-            continue
-        state: Literal["captured", "not_fed"] = "captured" if kind >= 0 else "not_fed"
-        version = weights_version if kind == 0 else None
-        found.append(Capture(start=start, stop=stop, call=call, weights_version=version, state=state))
-    return tuple(found)
-
-
-def _longer_masks(
-    record: RouteRecord, answer: _Answer, fresh_G: NDArray[np.int32], sampling: Sampling, call: str
-) -> dict[str, AlignedColumn]:
-    """The record's sampling masks and those of the new tokens; unknown where the record has none."""
-    if answer.kept is None:
-        return {}
-    has = bool(record.columns)
-    fresh = mask_columns(
-        answer.kept[len(answer.kept) - len(fresh_G) :],
-        fresh_G,
-        prompt=0 if has else record.num_tokens,
-        sampling=sampling.of_span(),
-        call=call,
-        vocab_size=answer.vocab_size,
-    )
-    if not has:
-        return fresh
-    parts = {name: [record.columns[name], fresh[name]] for name in _MASKS}
-    return {
-        name: concatenate_columns(both, name=name, where=f"sample {record.sample_id}") for name, both in parts.items()
-    }
+    known_S = np.full(size, np.nan, dtype=np.float32)
+    if sampling.logprobs_mode == "raw":  # of processed ones only the token itself was left
+        known_S[size - had :] = answer.logprobs_G[:had]
+    fed = call.num_tokens - 1
+    forced = int(np.count_nonzero(~missing_rows(record.routes[:fed])))
+    counts = {"forced_rows": str(forced), "live_rows": str(fed * len(record.spec.layer_ids) - forced)}
+    said = {"logprobs_mode": sampling.logprobs_mode, **counts}
+    return extend(record, call, known=known_S, attributes=said)
 
 
 # ---- a batch's arrays -----------------------------------------------------------------------------------------------
