@@ -329,7 +329,7 @@ class _Answer:
     each token the ids that it was drawn from (None: not known)."""
 
     tokens_G: NDArray[np.int32]
-    routes_RLK: NDArray[np.int32]
+    routes_RLK: NDArray[Any]
     logprobs_G: NDArray[np.float32]
     kept: list[Any] | None
     vocab_size: int
