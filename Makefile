@@ -45,7 +45,9 @@ WRAPPERS := peft==0.21.2 accelerate==1.15.0
 AUTOMODEL := nemo-automodel==0.7.0
 AUTOMODEL_NEEDS := transformers==5.18.0 einops pyyaml tqdm
 MEGATRON := megatron-core==0.16.1
-MEGATRON_NEEDS := einops packaging safetensors tqdm
+# with the stacks whose own functions cut routes for it, which tests compare with ours
+STACKS := verl==0.9.1 skyrl==0.3.0
+MEGATRON_NEEDS := einops packaging safetensors tqdm tensordict $(TRANSFORMERS)
 
 # ---- how --------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ QUEUE := TransferQueue==0.1.11
 # of pyenv's versions where there are any: its shim refuses one that is not the chosen one
 GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 # the documentation's site
-SITE := 'mkdocs>=1.6,<2' 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0'
+SITE := 'mkdocs>=1.6,<2' 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0' 'mike>=2.1'
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -104,7 +106,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust properties fuzz lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust properties fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -164,6 +166,12 @@ docs: $(VENV)-docs/.stamp ## the site, into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
+# Versions stand side by side on the branch gh-pages, which is pushed to where the site is served.
+docs-version: $(VENV)-docs/.stamp ## the site of this version, beside those before it, as a commit on the branch gh-pages
+	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(VENV)-docs/bin):$$PATH" $(VENV)-docs/bin/mike --quiet deploy --update-aliases \
+	  "$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' routeplane/__init__.py)" latest
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mike list
+
 docs-reference: $(STAMP)-dev ## docs/reference/modules.md from the docstrings
 	@$(BIN)/python -m tests.meta.modules_page
 
@@ -207,7 +215,7 @@ replay-table: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers trainers ## d
 	done
 	@$(BIN)/python -m tests.replay.feature_table
 
-bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
+bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json, RESULTS.md, report.html
 	@$(BIN)/python -m benchmarks.run
 
 # At most eight minutes; exits with 2 where torch sees no GPU.
@@ -298,7 +306,7 @@ $(VENV)-automodel/.stamp: pyproject.toml
 	@$(call trainer,automodel,$(AUTOMODEL),$(AUTOMODEL_NEEDS))
 
 $(VENV)-megatron/.stamp: pyproject.toml
-	@$(call trainer,megatron,$(MEGATRON),$(MEGATRON_NEEDS))
+	@$(call trainer,megatron,$(MEGATRON) $(STACKS),$(MEGATRON_NEEDS))
 
 # $(1): its name; $(2): its package; $(3): what its imports need.
 define trainer
@@ -343,7 +351,7 @@ $(VENV)-transfer-queue/.stamp: Makefile pyproject.toml
 	@mkdir -p $(VENV)-transfer-queue
 	@{ [ -e $(VENV)-transfer-queue/bin/python ] || $(PYTHON) -m venv $(VENV)-transfer-queue; \
 	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) && \
-	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(QUEUE) -e .; } \
+	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(QUEUE) -e ".[numba]"; } \
 	  >$(VENV)-transfer-queue/install.log 2>&1 || \
 	  { tail -n 3 $(VENV)-transfer-queue/install.log >&2; echo "$(QUEUE) cannot be installed here: see $(VENV)-transfer-queue/install.log" >&2; exit 1; }
 	@touch $@
