@@ -53,6 +53,7 @@ ALSO_KNOWS = {
     ("cli", "testing.contracts.engine_contract"),
     # capture reads the selection of a live gate, replay forces it: one probe finds both
     ("replay", "capture.gates"),
+    ("replay", "capture.weights"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
@@ -75,6 +76,7 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "logprobs")),
         "replay",
         "capture.gates",
+        "capture.weights",
         "capture.transformers",
         "inspect.audit",
         "record.meta_model",
