@@ -434,13 +434,23 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                 _restore(module, values)
 
 
+#: what torch keeps in a module; other names with an underscore are a library's own (token counters, a call's token ids)
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
 def _plain_state(module: nn.Module) -> dict[str, tuple[object, torch.Tensor | None]]:
     """Instance attributes, tensors among them (token counters) with a copy of their values."""
     return {
         name: (value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
         for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
+        if _is_state(name, value)
     }
+
+
+def _is_state(name: str, value: object) -> bool:
+    if name in _TORCHS_OWN:
+        return False
+    return not name.startswith("_") or value is None or isinstance(value, torch.Tensor | int | float | bool)
 
 
 def _restore(module: nn.Module, values: Mapping[str, tuple[object, torch.Tensor | None]]) -> None:
@@ -499,6 +509,8 @@ class _Trial:
     rows: int
     observed: str = ""
     called: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
+    #: attributes of the block's modules when it was called: what a model tells a gate beside its arguments (token ids)
+    told: list[tuple[nn.Module, dict[str, tuple[object, torch.Tensor | None]]]] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -517,6 +529,7 @@ class _Trial:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.called = _copied(args), _copied(kwargs)
+            self.told = [(each, _plain_state(each)) for each in module.modules()]
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if not self.done:
@@ -537,6 +550,8 @@ class _Trial:
         """The block's forward; ``ids_NK`` None leaves the gate live."""
         seen = _Sight(self.gate, ids_NK)
         args, kwargs = _copied(self.called[0]), _copied(self.called[1])
+        for module, values in self.told:
+            _restore(module, values)
         torch.manual_seed(seed)
         with seen.within(self.scope, whole=self.scope is self.block):
             output = self.block.forward(*args, **kwargs)
