@@ -343,7 +343,7 @@ $(VENV)-transfer-queue/.stamp: Makefile pyproject.toml
 	@mkdir -p $(VENV)-transfer-queue
 	@{ [ -e $(VENV)-transfer-queue/bin/python ] || $(PYTHON) -m venv $(VENV)-transfer-queue; \
 	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) && \
-	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(QUEUE) -e .; } \
+	  $(VENV)-transfer-queue/bin/python -m pip --disable-pip-version-check install -qq $(QUEUE) -e ".[numba]"; } \
 	  >$(VENV)-transfer-queue/install.log 2>&1 || \
 	  { tail -n 3 $(VENV)-transfer-queue/install.log >&2; echo "$(QUEUE) cannot be installed here: see $(VENV)-transfer-queue/install.log" >&2; exit 1; }
 	@touch $@

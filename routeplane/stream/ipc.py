@@ -118,6 +118,8 @@ class IpcReader(RecordReader):
         super().__init__(self._header.spec, policy, quarantine=quarantine)
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
         self._frames, self._last = _known_whole(frames, policy) if walkable else (frames, None)
+        # one batch that is not compressed says that the stream is not: another that claims to be is damaged
+        self._uncompressed = self._last is not None and self._last.kind == "batch" and not self._last.compressed
         self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
         self._checked = BatchRecords(self._header, policy=policy, quarantine=self.quarantine)
 
@@ -182,10 +184,10 @@ class IpcReader(RecordReader):
     def _batch(self, frame: Frame) -> pa.RecordBatch | None:
         """The frame as a validated batch; None for a damaged one that is passed over."""
         try:
-            return read_batch(frame, self._schema)
-        except FormatError as error:
+            batch = read_batch(frame, self._schema)
+        except FormatError:
             # a compressed stream is refused as a whole; it is not damaged
-            if self._policy.on_corrupt == "raise" or error.kind is ErrorKind.COMPRESSED:
+            if self._policy.on_corrupt == "raise" or (frame.compressed and not self._uncompressed):
                 raise
             self._report = replace(
                 self._report,
@@ -193,6 +195,8 @@ class IpcReader(RecordReader):
                 skipped_records=self._report.skipped_records + frame.rows,
             )
             return None
+        self._uncompressed = True
+        return batch
 
     def _accept_trailer(self, frame: Frame, batch: pa.RecordBatch) -> None:
         if batch.num_rows:

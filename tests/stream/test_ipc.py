@@ -156,6 +156,9 @@ def test_compressed_bodies_are_refused_undecoded(codec: str) -> None:
 
     assert (FormatError, ErrorKind.COMPRESSED) == (type(found), found.kind)
     assert watched.max_memory() < 2**20
+    with pytest.raises(FormatError) as refused, open_stream(bytes(data), on_corrupt="quarantine") as reader:
+        list(reader)
+    assert refused.value.kind is ErrorKind.COMPRESSED
 
 
 def test_dictionary_messages_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
 import tracemalloc
 from dataclasses import replace
@@ -355,3 +357,24 @@ def test_one_flipped_bit_hides_one_batch_alone() -> None:
         assert len(whole) == 3 or 1 == report.skipped_records + report.quarantined_count, at
         found += len(whole) == 2
     assert found > len(batches)
+
+
+@pytest.mark.parametrize("as_pipe", [False, True])
+def test_a_bit_that_claims_compression_hides_one_batch_alone(as_pipe: bool) -> None:
+    """A batch that claims to be compressed in a stream that is not is damaged; a compressed stream is refused."""
+    data = stream_of(RECORDS, max_bytes=1)
+    schema, *batches, _ = [frame.data.size for frame in frames_of_buffer(pa.py_buffer(data))]
+    start, claims = schema + batches[0], []
+    for bit in range(8 * (start + 8), 8 * (start + batches[1])):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with contextlib.suppress(FormatError):
+            if [frame.compressed for frame in frames_of_buffer(pa.py_buffer(bytes(flipped)))][2]:
+                claims.append(bytes(flipped))
+    assert claims
+    for claim in claims:
+        source = io.BytesIO(claim) if as_pipe else claim
+        with open_stream(source, on_corrupt="quarantine") as reader:
+            came = list(reader)
+        assert contents([RECORDS[0], RECORDS[2]]) == contents(came)
+        assert (1, 1) == (reader.report().skipped_batches, reader.report().skipped_records)
