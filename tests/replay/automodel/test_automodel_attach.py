@@ -23,7 +23,7 @@ from torch import nn
 
 from routeplane.batch import PlanOptions, collate
 from routeplane.batch.plan import TokenPlan
-from routeplane.errors import ErrorKind, ReplayError, UsageError
+from routeplane.errors import ErrorKind, UsageError
 from routeplane.replay import automodel as gates
 from routeplane.replay.automodel import ParallelSetup
 from routeplane.testing.builders import watermarked_record, watermarked_spec
