@@ -322,10 +322,8 @@ def batches_of(spec: RouteSpec) -> dict[str, Any]:
         routes[-1] = -1
         wide = watermarked_record(sample, num_tokens=length, spec=watermarked_spec(layers=(0, 1), top_k=2))
         rows, tokens = routes.short().numpy(), torch.randint(3, 58, (length,), generator=generator)
-        records.append(
-            replace(wide, routes=rows, spec=spec, token_ids=tokens.int().numpy(), columns=None, checksum=None)
-        )
-    return {layout: collate(records, spec, layout=layout) for layout in ("padded", "packed")}  # type: ignore[arg-type]
+        records.append(replace(wide, routes=rows, spec=spec, token_ids=tokens.int().numpy(), checksum=None))
+    return {layout: collate(records, spec, layout=layout) for layout in ("padded", "packed")}
 
 
 def with_sequences(model: Any) -> Callable[[torch.Tensor, torch.Tensor], object]:
