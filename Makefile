@@ -45,7 +45,9 @@ WRAPPERS := peft==0.21.2 accelerate==1.15.0
 AUTOMODEL := nemo-automodel==0.7.0
 AUTOMODEL_NEEDS := transformers==5.18.0 einops pyyaml tqdm
 MEGATRON := megatron-core==0.16.1
-MEGATRON_NEEDS := einops packaging safetensors tqdm
+# with the stacks whose own functions cut routes for it, which tests compare with ours
+STACKS := verl==0.9.1 skyrl==0.3.0
+MEGATRON_NEEDS := einops packaging safetensors tqdm tensordict $(TRANSFORMERS)
 
 # ---- how --------------------------------------------------------------------------------------------------------------
 
@@ -298,7 +300,7 @@ $(VENV)-automodel/.stamp: pyproject.toml
 	@$(call trainer,automodel,$(AUTOMODEL),$(AUTOMODEL_NEEDS))
 
 $(VENV)-megatron/.stamp: pyproject.toml
-	@$(call trainer,megatron,$(MEGATRON),$(MEGATRON_NEEDS))
+	@$(call trainer,megatron,$(MEGATRON) $(STACKS),$(MEGATRON_NEEDS))
 
 # $(1): its name; $(2): its package; $(3): what its imports need.
 define trainer

@@ -54,6 +54,7 @@ def _rows() -> list[tuple[str, ...]]:
     ):
         rows.append((title, ", ".join(_versions(f"replay/{adapter}-*.json")), "run"))
     rows += [("NeMo Gym", _pin("nemo-gym"), "run"), ("TransferQueue", _pin("TransferQueue"), "run")]
+    rows += [(title, _pin(title.lower()), "its functions that cut routes run") for title in ("verl", "SkyRL")]
     for name, layout in LAYOUTS.items():
         if name not in ("sglang", "vllm"):
             rows.append((f"layout `{name}`", layout.read_from, "layout read"))
