@@ -75,7 +75,7 @@ QUEUE := TransferQueue==0.1.11
 # of pyenv's versions where there are any: its shim refuses one that is not the chosen one
 GYM_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 # the documentation's site
-SITE := 'mkdocs>=1.6,<2' 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0'
+SITE := 'mkdocs>=1.6,<2' 'mkdocs-material>=9.6' 'mkdocstrings[python]>=1.0' 'mike>=2.1'
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not nightly
 
@@ -106,7 +106,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust properties fuzz lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust properties fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -165,6 +165,12 @@ lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the
 docs: $(VENV)-docs/.stamp ## the site, into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+# Versions stand side by side on the branch gh-pages, which is pushed to where the site is served.
+docs-version: $(VENV)-docs/.stamp ## the site of this version, beside those before it, as a commit on the branch gh-pages
+	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(VENV)-docs/bin):$$PATH" $(VENV)-docs/bin/mike --quiet deploy --update-aliases \
+	  "$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' routeplane/__init__.py)" latest
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mike list
 
 docs-reference: $(STAMP)-dev ## docs/reference/modules.md from the docstrings
 	@$(BIN)/python -m tests.meta.modules_page
