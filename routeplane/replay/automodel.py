@@ -34,7 +34,7 @@ from routeplane.replay.transformers import PackingCheck, Probe, checkpoint_sites
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["ParallelSetup", "attach", "check_setup", "find_gates", "rank_shard", "record"]
+__all__ = ["ParallelSetup", "Probe", "attach", "check_setup", "find_gates", "rank_shard", "record"]
 
 #: the model is called with ``input_ids``, and no router is left live
 _WHOLE_MODEL = Probe()
