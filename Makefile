@@ -215,7 +215,7 @@ replay-table: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers trainers ## d
 	done
 	@$(BIN)/python -m tests.replay.feature_table
 
-bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json
+bench: $(STAMP)-dev $(STAMP)-transformers ## measure; writes benchmarks/results.json, RESULTS.md, report.html
 	@$(BIN)/python -m benchmarks.run
 
 # At most eight minutes; exits with 2 where torch sees no GPU.
