@@ -236,7 +236,7 @@ def find_gates(
     and where two gates stand in one layer; the message says what was observed.
     """
     modules = dict(_without_mtp(model))
-    run = probe or partial(_default_probe, model)
+    run = probe or partial(default_probe, model)
     with left_as_it_was(model):
         rows, choices = _watch(model, modules, run)
         gates = _gates_of(modules, [each for each in choices if not _is_left(each.path, leave_live)])
@@ -261,7 +261,7 @@ def _without_mtp(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path, module
 
 
-def _default_probe(model: nn.Module) -> object:
+def default_probe(model: nn.Module) -> object:
     with warnings.catch_warnings():  # a reentrant checkpoint warns of inputs without gradients
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         return model(input_ids=probe_tokens(model, PROBE_ROWS)[None], use_cache=False)
@@ -369,7 +369,7 @@ def _gate_of(path: str, calls: Sequence[_Choice], modules: Mapping[str, nn.Modul
         raise _refused(f"{count} selections over {width} experts in one forward, as of a looped layer", path)
     gate = Gate(name=path, layer_id=int(layer[0]), num_experts=width, top_k=top_k, rounds=rounds, axes=axes)
     inside = [each for each in calls[0].above if _LAYER.search(each)]  # a wrapper of the gate alone holds no expert
-    holding = (each for each in inside if _expert_parameters(modules[each], modules[path], width))
+    holding = (each for each in inside if expert_parameters(modules[each], modules[path], width))
     return gate, path, next(holding, calls[0].above[0])
 
 
@@ -522,7 +522,7 @@ class _Trial:
         """Check the block during its next forward."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.called = _copied(args), _copied(kwargs)
+            self.called = copied(args), copied(kwargs)
             self.told = _plain_state(module)
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> None:
@@ -543,7 +543,7 @@ class _Trial:
     def run(self, ids_NK: torch.Tensor | None, *, seed: int = 0) -> _Outcome:
         """The block's forward; ``ids_NK`` None leaves the gate live."""
         seen = _Sight(self.gate, ids_NK)
-        args, kwargs = _copied(self.called[0]), _copied(self.called[1])
+        args, kwargs = copied(self.called[0]), copied(self.called[1])
         _restore(self.told)
         torch.manual_seed(seed)
         with seen.within(self.scope, whole=self.scope is self.block):
@@ -552,7 +552,7 @@ class _Trial:
         if scores is None or live is None:
             raise _refused("no selection when its block was called again", self.gate.name, self.scope)
         return _Outcome(
-            output_NH=_rows_of(output, self.rows),
+            output_NH=rows_of(output, self.rows),
             scores_NE=scores,
             live_NK=live,
             logits_NE=seen.logits_NE,
@@ -637,7 +637,7 @@ class _Trial:
     def _experts(self, live: _Outcome) -> str:
         other = self.other(live)
         crowd = other[-1:].expand_as(other).contiguous()
-        stacked = _expert_parameters(self.block, self.scope, self.gate.num_experts)
+        stacked = expert_parameters(self.block, self.scope, self.gate.num_experts)
         if not stacked:
             return ""
         output = self.run(crowd).output_NH
@@ -758,7 +758,7 @@ def _requiring_grad(block: nn.Module) -> Iterator[None]:
             each.requires_grad_(flag)
 
 
-def _expert_parameters(block: nn.Module, scope: nn.Module, num_experts: int) -> list[tuple[nn.Parameter, int | None]]:
+def expert_parameters(block: nn.Module, scope: nn.Module, num_experts: int) -> list[tuple[nn.Parameter, int | None]]:
     """Weights with a leading axis of experts (index None), or those of one expert in a list of modules."""
     gate = {id(each) for each in scope.parameters()} if scope is not block else set()
     found: list[tuple[nn.Parameter, int | None]] = []
@@ -773,17 +773,17 @@ def _expert_parameters(block: nn.Module, scope: nn.Module, num_experts: int) -> 
     return found
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_copied(each) for each in value)
+        return tuple(copied(each) for each in value)
     if isinstance(value, dict) and type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: copied(each) for key, each in value.items()}
     return value
 
 
-def _rows_of(output: Any, rows: int) -> torch.Tensor:
+def rows_of(output: Any, rows: int) -> torch.Tensor:
     """The first floating tensor among a block's outputs with a whole number of features for each row."""
     parts = output if isinstance(output, tuple | list) else (output,)
     for part in parts:

@@ -51,6 +51,7 @@ ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
     # capture reads the selection of a live gate, replay forces it: one probe finds both
     ("replay", "capture.gates"),
+    ("replay", "capture.weights"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
@@ -73,6 +74,7 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "logprobs")),
         "replay",
         "capture.gates",
+        "capture.weights",
         "capture.transformers",
         "inspect.audit",
         "record.meta_model",
