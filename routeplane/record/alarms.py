@@ -62,8 +62,8 @@ def find_alarms(
     * entropy collapse: fewer than K + K // 2 + 1 effective experts in a layer over at least ``least_rows`` tokens,
       and over at least so many different ones, of which 9 in 10 have one row, the ids in the same order. A layer that
       shows more experts in 16 evenly spaced rows is not looked at further. Not where K = 1;
-    * unused experts: over at least ``least_rows`` tokens no layer uses an expert of the upper half, and together they use
-      half of the lower half, by a chance below one in a million if experts were numbered anyhow (the ids of a router
+    * unused experts: over at least ``least_rows`` tokens no layer uses an expert of the upper half, and together they
+      use half of the lower half, by a chance below one in a million if experts were numbered anyhow (a router
       that is half as wide).
 
     Tokens that lack a row in any layer are left out (``absent``: which these are, for a caller that knows:
