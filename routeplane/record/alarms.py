@@ -226,7 +226,7 @@ def _layer_alarms(
             return []
         message = f"expected rows that vary over {len(rows_NK)} tokens, got {rows_NK[0].tolist()} throughout"
         return [Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, layer=layer, severity="alarm")]
-    # a router that is no wider cannot use more
+    # a narrower router cannot use more
     if only or not enough or spec.experts_per_layer[spec.slot(layer)] <= _few(spec.top_k):
         return []
     effective = float(_effective(np.bincount(rows_NK.ravel())[None])[0])
