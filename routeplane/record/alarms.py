@@ -106,13 +106,7 @@ def find_alarms(
     kept = np.flatnonzero(keep_S)
     found = _run_alarm(routes, kept, choosing, longest_run)
     if len(kept) >= least_rows:
-        looks = min(_FIRST_LOOK, len(kept))
-        spaced = np.arange(looks) * (len(kept) - 1) // max(1, looks - 1)
-        different = np.arange(len(kept)) if token_ids is None else np.unique(token_ids[kept], return_index=True)[1]
-        for slot in sorted(_suspects(routes[kept[spaced]], spec) & set(choosing)):
-            rows_NK, layer = routes[kept, slot], spec.layer_ids[slot]
-            found += _layer_alarms(rows_NK, rows_NK[different], spec=spec, layer=layer, least_rows=least_rows)
-        found += _unused_alarm(routes, kept, spec, spaced)
+        found += _all_layers(routes, kept, spec=spec, choosing=choosing, token_ids=token_ids, least_rows=least_rows)
     return [_placed(problem, first_token=first_token, sample=sample) for problem in found]
 
 
@@ -214,6 +208,26 @@ def _effective(load_LE: NDArray[np.int64]) -> NDArray[np.float64]:
     share_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
     bits_LE = share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0))
     return np.asarray(np.exp(-bits_LE.sum(axis=1)))
+
+
+def _all_layers(
+    routes_SLK: NDArray[Any],
+    kept: NDArray[np.int64],
+    *,
+    spec: RouteSpec,
+    choosing: tuple[int, ...],
+    token_ids: NDArray[np.int32] | None,
+    least_rows: int,
+) -> list[Problem]:
+    """What layers show over enough rows."""
+    looks = min(_FIRST_LOOK, len(kept))
+    spaced = np.arange(looks) * (len(kept) - 1) // max(1, looks - 1)
+    different = np.arange(len(kept)) if token_ids is None else np.unique(token_ids[kept], return_index=True)[1]
+    found: list[Problem] = []
+    for slot in sorted(_suspects(routes_SLK[kept[spaced]], spec) & set(choosing)):
+        rows_NK, layer = routes_SLK[kept, slot], spec.layer_ids[slot]
+        found += _layer_alarms(rows_NK, rows_NK[different], spec=spec, layer=layer, least_rows=least_rows)
+    return found + _unused_alarm(routes_SLK, kept, spec, spaced)
 
 
 def _layer_alarms(
