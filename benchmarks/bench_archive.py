@@ -256,7 +256,7 @@ def stage_share(archive: Archive) -> Result:
     )
 
 
-def main(*, full: bool = False) -> list[Result]:
+def main(*, full: bool = False) -> Iterator[Result]:
     """Measure on 10 GB, or on 100 MB."""
     samples = 6_600 if full else 64
     blocks = [draw(SAMPLE, skew=SKEWS["uneven"], seed=seed)[0] for seed in range(8)]
@@ -265,15 +265,14 @@ def main(*, full: bool = False) -> list[Result]:
         return (record(index, blocks[index % len(blocks)]) for index in range(samples))
 
     with TemporaryDirectory() as folder:
-        results = sizes(Path(folder))
+        yield from sizes(Path(folder))
         save_archive(records(), Path(folder) / "a", spec=SPEC)
         rows = np.concatenate(blocks).astype(np.uint8)
         others = {
             name: zarr_array(Path(folder) / f"z{index}", rows, chunk=chunk, compressor=compressor)
             for index, (name, (chunk, compressor)) in enumerate(LAYOUTS.items())
         }
-        results += access(open_archive(Path(folder) / "a"), others, length=SAMPLE)
+        yield from access(open_archive(Path(folder) / "a"), others, length=SAMPLE)
         shutil.rmtree(Path(folder) / "a")
         save_archive((record(index, block) for index, block in enumerate(blocks)), Path(folder) / "a", spec=SPEC)
-        results.append(stage_share(open_archive(Path(folder) / "a")))
-    return results
+        yield stage_share(open_archive(Path(folder) / "a"))

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -200,12 +200,10 @@ def beside_transfer_queue() -> list[Result]:
     ]
 
 
-def main(*, full: bool = False) -> list[Result]:
+def main(*, full: bool = False) -> Iterator[Result]:
     """Measure; ``full`` changes nothing."""
     del full
-    return [
-        turns_bytes(32_768),
-        silent_peers(),
-        *all_producers(),
-        *beside_transfer_queue(),
-    ]
+    yield turns_bytes(32_768)
+    yield silent_peers()
+    yield from all_producers()
+    yield from beside_transfer_queue()

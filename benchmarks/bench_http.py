@@ -32,7 +32,7 @@ from routeplane.errors import DataError
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -251,12 +251,10 @@ def plain_behind_a_stuck_sink(routes_RLK: NDArray[np.int16], *, rounds: int) -> 
     )
 
 
-def main(*, full: bool) -> list[Result]:
+def main(*, full: bool) -> Iterator[Result]:
     """Every result."""
     routes_RLK = legal_routes(TOKENS, top_k=TOP_K, seed=0)
     rounds = 15 if full else 7
-    return [
-        *decoding(routes_RLK, rounds=rounds),
-        *hops(routes_RLK, rounds=rounds),
-        plain_behind_a_stuck_sink(routes_RLK[:512], rounds=rounds),
-    ]
+    yield from decoding(routes_RLK, rounds=rounds)
+    yield from hops(routes_RLK, rounds=rounds)
+    yield plain_behind_a_stuck_sink(routes_RLK[:512], rounds=rounds)

@@ -178,7 +178,7 @@ def commands(place: Path, one: Path) -> list[Result]:
     ]
 
 
-def main(*, full: bool) -> list[Result]:
+def main(*, full: bool) -> Iterator[Result]:
     """Measure."""
     with TemporaryDirectory(prefix="routeplane-inspect-") as name:
         folder = Path(name)
@@ -189,9 +189,7 @@ def main(*, full: bool) -> list[Result]:
                 sink.write(each)
         with new_stream(folder / "one.arrows", SPEC) as sink:
             sink.write(next(records(1)))
-        return [
-            speed(archive),
-            memory(folder),
-            report(archive),
-            *commands(folder / "all.arrows", folder / "one.arrows"),
-        ]
+        yield speed(archive)
+        yield memory(folder)
+        yield report(archive)
+        yield from commands(folder / "all.arrows", folder / "one.arrows")

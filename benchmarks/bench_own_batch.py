@@ -25,7 +25,7 @@ from routeplane.batch import LAYOUTS, LayoutBatch, RouteBatch, from_layout, to_l
 from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 TOP_K, DENSE, PROMPT, RESPONSE = 8, 3, 512, 3_584
 SPEC = RouteSpec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=tuple(range(DENSE, LAYERS)))
@@ -78,12 +78,12 @@ def read(native: Any, layout: str) -> LayoutBatch:
     return from_layout(native, SPEC, layout=layout)
 
 
-def main(*, full: bool) -> list[Result]:
+def main(*, full: bool) -> Iterator[Result]:
     """Check, read and write; each against copying the rows."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure(payload(48 if full else 24))
+        yield from _measure(payload(48 if full else 24))
     finally:
         torch.set_num_threads(threads)
 

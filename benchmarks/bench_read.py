@@ -379,18 +379,16 @@ def memory(streams: Mapping[str, bytes]) -> list[Result]:
     return results
 
 
-def main(*, full: bool = False) -> list[Result]:
+def main(*, full: bool = False) -> Iterator[Result]:
     """Measure, with more rounds where ``full``."""
     rounds = 15 if full else 5
     records = [record(index, length) for index, length in enumerate(lengths(TOKENS))]
     tenth = [record(index, max(2, length // 10)) for index, length in enumerate(lengths(TOKENS))]
     streams = {encoding: stream_of(records, encoding=encoding) for encoding in ("plain", "narrow")}
     rows = [each.routes for each in records]
-    return [
-        *opening(stream_of(tenth, encoding="plain"), streams["plain"]),
-        *reading(streams, rows, rounds=rounds),
-        of_the_limit(2_048, 64, bar=0.8, rounds=3 * rounds),
-        of_the_limit(128, 1_024, bar=0.4, rounds=3 * rounds),
-        *stages(streams["plain"], rounds=rounds),
-        *memory(streams),
-    ]
+    yield from opening(stream_of(tenth, encoding="plain"), streams["plain"])
+    yield from reading(streams, rows, rounds=rounds)
+    yield of_the_limit(2_048, 64, bar=0.8, rounds=3 * rounds)
+    yield of_the_limit(128, 1_024, bar=0.4, rounds=3 * rounds)
+    yield from stages(streams["plain"], rounds=rounds)
+    yield from memory(streams)

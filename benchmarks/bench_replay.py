@@ -8,7 +8,7 @@ layers, probing included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -107,27 +107,25 @@ def attaching() -> float:
     return 1_000 * median(spent)
 
 
-def main(*, full: bool) -> list[Result]:
+def main(*, full: bool) -> Iterator[Result]:
     """Measure; ``full`` takes more rounds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         rounds = 15 if full else 5
-        return [
-            Result(
-                name="replay/step",
-                value=round(steps(rounds=rounds), 3),
-                unit=RATIO,
-                bar=1.03,
-                higher_is_better=False,
-            ),
-            Result(
-                name="replay/attach_100_layers",
-                value=round(attaching(), 1),
-                unit="ms",
-                bar=2_000.0,
-                higher_is_better=False,
-            ),
-        ]
+        yield Result(
+            name="replay/step",
+            value=round(steps(rounds=rounds), 3),
+            unit=RATIO,
+            bar=1.03,
+            higher_is_better=False,
+        )
+        yield Result(
+            name="replay/attach_100_layers",
+            value=round(attaching(), 1),
+            unit="ms",
+            bar=2_000.0,
+            higher_is_better=False,
+        )
     finally:
         torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import all_legal, find_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -85,6 +85,7 @@ def measure(top_k: int, *, megabytes: int) -> list[Result]:
     return results
 
 
-def main(*, full: bool = False) -> list[Result]:
+def main(*, full: bool = False) -> Iterator[Result]:
     """Measure every K that has a bar."""
-    return [result for top_k in KERNEL_BARS for result in measure(top_k, megabytes=201 if full else 25)]
+    for top_k in KERNEL_BARS:
+        yield from measure(top_k, megabytes=201 if full else 25)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -49,13 +49,11 @@ _SETTINGS = (
 UNIT = "x CPU time per step"
 
 
-def main(*, full: bool) -> list[Result]:
+def main(*, full: bool) -> Iterator[Result]:
     """What a finish takes from the engine's step; with an engine, both writers and what vLLM's own capture costs."""
-    return [
-        _finish_stall(tokens=32_768 if full else 8_192),
-        *_ticket_latency(rounds=12 if full else 6),
-        *_engine_rounds(full=full),
-    ]
+    yield _finish_stall(tokens=32_768 if full else 8_192)
+    yield from _ticket_latency(rounds=12 if full else 6)
+    yield from _engine_rounds(full=full)
 
 
 def _engine_rounds(*, full: bool) -> list[Result]:

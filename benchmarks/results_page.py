@@ -24,7 +24,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "# Results"
     yield ""
     yield "Made of `results.json` by `make bench`; the docstrings of `bench_*.py` say what each name measures."
-    yield f"{held} of {len(judged)} bars hold. Profiles of the misses: `docs/explanation/cost.md` and `limits.md`."
+    yield f"{held} of {len(judged)} bars hold. What the missed ones spend their time on stands below the table."
     for machine in dict.fromkeys(row["machine"] for row in rows):
         yield f"Machine: {machine}."
     yield ""
@@ -34,6 +34,13 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         bar = "" if row["bar"] is None else f"{row['bar']:g}"
         peers = ", ".join(f"{name} {value:g}" for name, value in row["peers"].items())
         yield f"| `{row['name']}` | {row['value']:g} | {row['unit']} | {bar} | {_VERDICT[row['holds']]} | {peers} |"
+    missed = [row for row in rows if row["holds"] is False]
+    if missed:
+        yield ""
+        yield "## The missed bars"
+        yield ""
+    for row in missed:
+        yield f"* `{row['name']}`: {row.get('explanation') or 'not profiled yet.'}"
 
 
 def main() -> None:
