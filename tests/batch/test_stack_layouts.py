@@ -183,17 +183,18 @@ def test_rows_lost_at_the_end_are_missing_where_a_stack_reads_it(layout: str) ->
     Rows that were fed are -1, as its own alignment writes them; the row of the last token alone is filler.
     """
     spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1, 3))
+    rows, ids = np.asarray([[[3, 1]] * 2] * 2), np.arange(5)
     call = ModelCall(
-        prompt_ids=[5, 6, 7], generation_ids=[8, 9], routes=[[[3, 1]] * 2] * 2, weights_version=1, call_id="c", loss="lost"
+        prompt_ids=ids[:3], generation_ids=ids[3:], routes=rows, weights_version=1, call_id="c", loss="lost"
     )
     laid = LayoutBatch.from_records([record_of_call(call, spec, sample_id="s")], spec)
 
     native = to_layout(laid, layout=layout).content
     found = from_layout(native, spec, layout=layout)
 
-    rows = np.asarray(native[LAYOUTS[layout].routes][0])
+    written = np.asarray(native[LAYOUTS[layout].routes][0])
     assert ([2], [4]) == (laid.captured.tolist(), found.captured.tolist())
-    assert [[[3, 1]] * 2] * 2 + [[[MISSING] * 2] * 2] * 2 == rows[:4].tolist()
+    assert [*rows.tolist(), *[[[MISSING] * 2] * 2] * 2] == written[:4].tolist()
     assert laid.routes.tolist() == found.routes.tolist()
 
 
