@@ -4,25 +4,31 @@ The geometry comes from the configuration that the engine itself runs with; ``ro
 Hugging Face configuration inside, and what vLLM itself believes of the same model must agree with it. The names are one
 table, checked in two ways: ``RouteScheduler`` compares it with the vLLM that runs, at start, and a test compares it
 with the sources of released wheels. A release that renames one of them is refused at start, and never records other
-rows. Knows no vLLM: what is read is handed in.
+rows. Imports no vLLM but by a name of the table.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from routeplane.errors import ErrorKind, SpecError, UsageError
+from routeplane.errors import CaptureError, ErrorKind, SpecError, UsageError
 from routeplane.record.spec import RouteSpec
 
 __all__ = [
     "FIELDS",
+    "FOLLOWING_FIELDS",
+    "FOLLOWING_FUNCTIONS",
+    "FOLLOWING_RUNNER",
     "FUNCTIONS",
     "captures_routes",
     "find_drift",
     "model_config_of",
     "require_moe",
+    "require_running",
     "spec_from_vllm",
 ]
 
@@ -179,14 +185,49 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+#: What following recorded routes rests on, in the worker's process (``forcing``), as of 0.30.
+FOLLOWING_FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._compute_routing": (
+            "hidden_states",
+            "router_logits",
+            "indices_type",
+            "input_ids",
+        ),
+    }
+)
+#: Likewise.
+FOLLOWING_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("block_ids", "sampling_params"),
+        "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_computed_tokens_cpu", "req_ids"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids", "total_num_scheduled_tokens"),
+        "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups", "num_blocks"),
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("router", "is_monolithic", "layer_id"),
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": ("top_k", "global_num_experts"),
+        "vllm.sampling_params:SamplingParams": ("extra_args",),
+    }
+)
+
+#: What a worker's ``model_runner`` must have; its constructor is wrapped, so the instance is asked.
+FOLLOWING_RUNNER = ("device", "input_batch", "kv_cache_config", "model", "requests")
+
+
 def find_drift(
-    parameters_of: Callable[[str], Sequence[str] | None], fields_of: Callable[[str], Sequence[str] | None]
+    parameters_of: Callable[[str], Sequence[str] | None],
+    fields_of: Callable[[str], Sequence[str] | None],
+    *,
+    functions: Mapping[str, tuple[str, ...]] = FUNCTIONS,
+    fields: Mapping[str, tuple[str, ...]] = FIELDS,
 ) -> list[str]:
-    """Compare the table with one vLLM.
+    """Compare a table with one vLLM.
 
     Args:
-        parameters_of: Names the parameters of a function of FUNCTIONS; None where there is none.
-        fields_of: Names the attributes of a class of FIELDS; None where there is none.
+        parameters_of: Names the parameters of a function of ``functions``; None where there is none.
+        fields_of: Names the attributes of a class of ``fields``; None where there is none.
+        functions: What is used of functions.
+        fields: What is used of classes.
 
     Returns:
         What differs, one line each.
@@ -195,7 +236,7 @@ def find_drift(
     'vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output is gone'
     """
     found = []
-    for table, lookup in ((FUNCTIONS, parameters_of), (FIELDS, fields_of)):
+    for table, lookup in ((functions, parameters_of), (fields, fields_of)):
         for name, expected in table.items():
             there = lookup(name)
             if there is None:
@@ -203,3 +244,39 @@ def find_drift(
             elif absent := [item for item in expected if item not in there]:
                 found.append(f"{name} has no {', '.join(absent)}")
     return found
+
+
+def require_running(functions: Mapping[str, tuple[str, ...]], fields: Mapping[str, tuple[str, ...]], /) -> None:
+    """Raise CaptureError (CAPTURE_OFF) for a vLLM of this process whose names have changed: at start, not with wrong
+    rows."""
+    drift = find_drift(_parameters_of, _fields_of, functions=functions, fields=fields)
+    if drift:
+        raise CaptureError(
+            "expected the names of vLLM that routeplane was tested with, got " + "; ".join(drift),
+            kind=ErrorKind.CAPTURE_OFF,
+        )
+
+
+def _object_of(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+def _parameters_of(name: str) -> Sequence[str] | None:
+    found = _object_of(name)
+    return None if found is None else list(inspect.signature(found).parameters)
+
+
+def _fields_of(name: str) -> Sequence[str] | None:
+    found = _object_of(name)
+    if found is None:
+        return None
+    constructor = getattr(found.__init__, "__code__", None)
+    set_by_it = () if constructor is None else constructor.co_names
+    return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *set_by_it, *dir(found)]

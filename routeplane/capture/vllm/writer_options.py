@@ -12,10 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from routeplane.capture.resuming import FollowedRows
 from routeplane.errors import DataError, UsageError, refused
 from routeplane.record.parse import check_count, check_optional_int64, check_text
+
+if TYPE_CHECKING:
+    from routeplane.record.record import RouteRecord
 
 __all__ = ["KEY", "RequestOptions", "WriterConfig", "choice_of", "request_args"]
 
@@ -150,6 +154,8 @@ class RequestOptions:
         attempt: The record's attempt.
         group: The record's group; None takes ``sample_id`` where there are several choices.
         weights_version: Version of the weights when it was sent.
+        follow: Rows for the gates to follow, as ``FollowedRows.to_json`` writes them (``forcing``); the writer leaves
+            them alone.
 
     >>> RequestOptions(sample_id="prompt-7").name_of("1_cmpl-7-0-0123abcd")
     ('prompt-7/1', 'prompt-7')
@@ -161,8 +167,11 @@ class RequestOptions:
     attempt: int = 0
     group: str | None = None
     weights_version: int | None = None
+    follow: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.follow is not None and not isinstance(self.follow, Mapping):
+            raise refused("follow as an object", repr(self.follow)[:80])
         for name in ("capture", "inline"):
             if not isinstance(getattr(self, name), bool):
                 raise refused(f"{name} as true or false", repr(getattr(self, name)))
@@ -212,6 +221,7 @@ def request_args(
     attempt: int = 0,
     group: str | None = None,
     weights_version: int | None = None,
+    follow: RouteRecord | None = None,
 ) -> dict[str, Any]:
     """Build ``SamplingParams.extra_args`` for one request.
 
@@ -222,6 +232,8 @@ def request_args(
         attempt: ...
         group: ...
         weights_version: ...
+        follow: A record whose tokens begin the prompt, and whose rows the gates are to follow (``forcing``). The prompt
+            must then be sent with ``cache_salt=`` what stands in ``["routeplane"]["follow"]["salt"]``.
 
     Returns:
         A dict that also travels as JSON. Raises UsageError for values that the engine would refuse.
@@ -236,6 +248,7 @@ def request_args(
         attempt=attempt,
         group=group,
         weights_version=weights_version,
+        follow=None if follow is None else FollowedRows.of(follow, weights_version=weights_version).to_json(),
     )
     content = {item.name: getattr(made, item.name) for item in fields(made)}
     return {
