@@ -14,10 +14,9 @@ from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.resuming import FollowedRows, extend, require_resumable
-from routeplane.capture.vllm.interface import captures_routes, require_moe, spec_from_vllm
+from routeplane.capture.vllm.interface import KEY, captures_routes, request_args, require_moe, spec_from_vllm
 from routeplane.capture.vllm.outputs import calls as calls_of
 from routeplane.capture.vllm.outputs import options_of, records
-from routeplane.capture.vllm.writer_options import KEY, request_args
 from routeplane.errors import CaptureError, ErrorKind, UsageError, refused
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord

@@ -29,9 +29,10 @@ from routeplane.capture.vllm.interface import (
     FOLLOWING_FIELDS,
     FOLLOWING_FUNCTIONS,
     FOLLOWING_RUNNER,
+    RequestOptions,
+    choice_of,
     require_running,
 )
-from routeplane.capture.vllm.writer_options import RequestOptions, choice_of
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
 from routeplane.record.spec import MISSING
 

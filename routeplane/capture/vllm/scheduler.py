@@ -23,9 +23,15 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import RequestStatus
 
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, RunningSequence
-from routeplane.capture.vllm.interface import FIELDS, FUNCTIONS, captures_routes, require_running, spec_from_vllm
+from routeplane.capture.vllm.interface import (
+    FIELDS,
+    FUNCTIONS,
+    WriterConfig,
+    captures_routes,
+    require_running,
+    spec_from_vllm,
+)
 from routeplane.capture.vllm.probing import SelfCheck
-from routeplane.capture.vllm.writer_options import WriterConfig
 from routeplane.errors import CaptureError, ErrorKind, UsageError, refused
 
 if TYPE_CHECKING:
