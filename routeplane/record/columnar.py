@@ -10,7 +10,7 @@ Axes: B records of the batch, M spans or captures of all of them, S tokens of on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -21,10 +21,11 @@ import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record.alarms import first_look
-from routeplane.record.aligned import AlignedColumn, ColumnType, read_column
+from routeplane.record.aligned import AlignedColumn, ColumnType, hash_columns, read_column
 from routeplane.record.checksum import (
     CanonicalHash,
     array_heads,
+    canonical_bytes,
     capture_end,
     hash_sampling,
     item_head,
@@ -46,6 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Aligned", "CheckedBatch", "Ragged", "RaggedRoutes", "Stored"]
 
+
+class _IllegalRowsError(Exception):
+    """Rows of a record are not what its captures say."""
+
+
 # Bytes of rows that are checked before they are hashed: well below the size of a second-level cache.
 _BLOCK_BYTES = 2**20
 
@@ -60,7 +66,7 @@ class Ragged:
 
     def __init__(self, column: pa.LargeListArray) -> None:
         # .values of a sliced list array is the parent's whole buffer; flatten() honours the slice.
-        self.valid = column.is_valid().to_numpy(zero_copy_only=False)
+        self.valid: list[bool] = column.is_valid().to_numpy(zero_copy_only=False).tolist()
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self.at: list[int] = self.offsets_B1.tolist()
@@ -244,10 +250,19 @@ def _samplings(array: pa.StructArray) -> list[Sampling | None] | None:
 
 
 def _sampling_bytes(sampling: Sampling | None) -> bytes:
+    return b"" if sampling is None else _small(lambda out: hash_sampling(out, sampling))
+
+
+def _small(give: Callable[[CanonicalHash], object]) -> bytes:
+    """The canonical bytes of small items; ``give`` adds them."""
     out = CanonicalHash(0)
-    if sampling is not None:
-        hash_sampling(out, sampling)
+    give(out)
     return out.small_bytes()[8:]
+
+
+def _hash_attributes(out: CanonicalHash, entries: Mapping[str, str] | None) -> None:
+    if entries is not None:  # a record that has none that may be there is built part by part
+        out.text_map("attributes", entries)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -257,14 +272,16 @@ def _sampling_bytes(sampling: Sampling | None) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Items:
-    """Canonical bytes of all records, but what their arrays hold: lists ``[B]``."""
+    """Canonical bytes of all records, but what their arrays and columns hold: lists ``[B]``, in this order."""
 
-    names: bytes  # how each record's first item begins
-    numbers: list[bytes]
-    tokens: list[bytes]
-    rows: list[bytes]
-    spans: list[bytes]
-    captures: list[bytes]
+    names: list[bytes]  # from the spec's digest to the head of the token ids
+    rows: list[bytes]  # behind the token ids, to the head of the routes
+    intervals: list[bytes]  # behind the routes, to the head of the log-probabilities
+    intervals_alone: list[bytes]  # of them, spans and captures
+    attributes: list[bytes]  # behind the log-probabilities
+    token_ids: memoryview
+    logprobs: memoryview
+    routes: memoryview | None  # of plain rows
 
 
 class CheckedBatch:
@@ -278,12 +295,15 @@ class CheckedBatch:
         self._checksums: list[int] = batch.column("checksum").to_numpy(zero_copy_only=False).tolist()
         self._attributes = _attributes(batch.column("attributes"))
         self._lengths_B = np.diff(stored.tokens.offsets_B1)
+        self._row_bytes = header.spec.num_layers * header.spec.top_k * stored.routes.flat.itemsize
+        self._block = max(1, _BLOCK_BYTES // self._row_bytes)  # tokens whose rows stay in a cache
         self._unfed_B = np.zeros(batch.num_rows, dtype=np.int64)
         self._right_B = self._check(batch)
         self._lengths: list[int] = self._lengths_B.tolist()
         self._unfed: list[int] = self._unfed_B.tolist()
-        self._present_B = np.zeros(batch.num_rows, dtype=np.bool_)
-        self._quiet_B = np.zeros(batch.num_rows, dtype=np.bool_)
+        self._right: list[bool] = self._right_B.tolist()
+        self._present: list[bool] = [False] * batch.num_rows
+        self._quiet: list[bool] = [False] * batch.num_rows
         self._looked_at = 0  # rows of the records before this one were looked at
 
     @classmethod
@@ -310,7 +330,7 @@ class CheckedBatch:
         right_B &= np.asarray([name != "" for name in self._names["group"]], dtype=np.bool_)
         right_B &= np.asarray([each is not None for each in self._attributes], dtype=np.bool_)
         scores = stored.logprobs
-        right_B &= ~scores.valid | (np.diff(scores.offsets_B1) == lengths_B)
+        right_B &= ~np.asarray(scores.valid, dtype=np.bool_) | (np.diff(scores.offsets_B1) == lengths_B)
         high = np.flatnonzero(scores.flat > 1e-3)
         right_B[np.searchsorted(scores.offsets_B1, high, side="right") - 1] = False
         right_B &= self._check_spans()
@@ -348,16 +368,16 @@ class CheckedBatch:
 
     def _look(self, index: int) -> None:
         """Look at the rows of the records from this one on, as many as the caches hold."""
-        layers, top_k = self._spec.row_shape
         offsets_B1 = self._stored.routes.offsets_B1
-        block = _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize)
+        block = self._block
         stop = max(index + 1, int(np.searchsorted(offsets_B1, offsets_B1[index] + block, side="right")) - 1)
         own = slice(index, stop)
         fed_N = np.where(self._right_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
         absent_N = np.where(self._right_B[own], self._unfed_B[own], 0)
-        self._present_B[own] = self._right_B[own]
+        present_N = self._right_B[own]
         if stop > index + 1 or self._lengths[index] <= block:
-            self._present_B[own] &= self._hold(offsets_B1[own], fed_N, absent_N)
+            present_N = present_N & self._hold(offsets_B1[own], fed_N, absent_N)
+        self._present[own] = present_N.tolist()
         self._looked_at = stop
 
     def _hold(
@@ -378,11 +398,11 @@ class CheckedBatch:
     def _look_for_alarms(self, index: int, stop: int) -> None:
         how = first_look(self._spec)
         if how is None:
-            self._quiet_B[index:stop] = True
+            self._quiet[index:stop] = [True] * (stop - index)
             return
         own = slice(index, stop)
-        fed_N = np.where(self._present_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
-        self._quiet_B[own] = self._kernels.quiet_records(
+        fed_N = np.where(self._present[own], self._lengths_B[own] - self._unfed_B[own], 0)
+        quiet_N = self._kernels.quiet_records(
             self._stored.routes.flat,
             self._stored.tokens.flat,
             shape=self._spec.row_shape,
@@ -391,12 +411,11 @@ class CheckedBatch:
             tokens=fed_N,
             how=how,
         )
+        self._quiet[own] = quiet_N.tolist()
 
     def _pieces(self, index: int) -> Iterator[NDArray[Any] | None]:
         """The rows of a record as stored, part by part, each checked before it is given; None for one that is not."""
-        layers, top_k = self._spec.row_shape
-        block = max(1, _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize))
-        tokens, fed = self._lengths[index], self._lengths[index] - self._unfed[index]
+        block, tokens, fed = self._block, self._lengths[index], self._lengths[index] - self._unfed[index]
         if tokens <= block:
             yield self._stored.routes.stored(index)
             return
@@ -416,16 +435,14 @@ class CheckedBatch:
 
         Asked in ascending order. ``alarms``: whether its rows are looked at for alarms as well.
         """
-        if not self._right_B[index]:
+        attributes = self._attributes[index]
+        if not self._right[index] or attributes is None:
             return None
         if index >= self._looked_at:
             self._look(index)
             if alarms:
                 self._look_for_alarms(index, self._looked_at)
-        if not self._present_B[index]:
-            return None
-        attributes = self._attributes[index]
-        if attributes is None:
+        if not self._present[index]:
             return None
         try:
             made = view_record(
@@ -449,45 +466,87 @@ class CheckedBatch:
         return made if self._verified(made, index) else None
 
     def _verified(self, record: RouteRecord, index: int) -> bool:
-        out = CanonicalHash(self._spec.digest)
-        items = self._items
-        name = record.sample_id.encode()
-        out.raw(items.names + len(name).to_bytes(8, "little") + name + items.numbers[index])
-        out.text("group", record.group)
-        out.raw(items.tokens[index])
-        out.feed(record.token_ids)
-        out.raw(items.rows[index])
+        try:
+            out = CanonicalHash.behind(self._canonical_parts(index))
+        except _IllegalRowsError:
+            return False
+        if record.columns:
+            hash_columns(out, record.columns)
+        return out.value() == self._checksums[index]
+
+    def _canonical_parts(self, index: int) -> Iterator[bytes | memoryview]:
+        """What a record's checksum is made over, but its columns; small parts that are neighbours are joined."""
+        items, tokens, scores = self._items, self._stored.tokens.at, self._stored.logprobs.at
+        ids = items.token_ids[4 * tokens[index] : 4 * tokens[index + 1]]
+        yield b"".join((items.names[index], ids, items.rows[index]))
+        yield from self._canonical_rows(index)
+        values = items.logprobs[4 * scores[index] : 4 * scores[index + 1]]
+        yield b"".join((items.intervals[index], values, items.attributes[index]))
+
+    def _canonical_rows(self, index: int) -> Iterator[bytes | memoryview]:
+        routes = self._items.routes
+        if routes is not None and self._lengths[index] <= self._block:
+            at, width = self._stored.routes.at, self._row_bytes
+            yield routes[width * at[index] : width * at[index + 1]]
+            return
         for piece in self._pieces(index):
             if piece is None:
-                return False
+                raise _IllegalRowsError
             for part in canonical_blocks(piece, self._spec, kernels=self._kernels):
-                out.feed(part)
-        record.hash_from_routes_on(out)
-        return out.value() == self._checksums[index]
+                yield part.data
 
     @cached_property
     def _items(self) -> _Items:
-        spans, captures, spec = self._spans, self._captures, self._spec
+        routes_B = self._lengths_B * (self._spec.num_layers * self._spec.top_k * 2)
+        starts = number_items(routes_start=np.zeros(len(self._lengths), dtype=np.int64))
+        alone = self._interval_items()
+        flat = self._stored.routes.flat
+        texts = {id(entries): _small(lambda out, of=entries: _hash_attributes(out, of)) for entries in self._attributes}
+        nothing = _small(lambda out: out.null("prefix"))
+        return _Items(
+            names=self._name_items(),
+            rows=[start + head for start, head in zip(starts, array_heads("routes", routes_B), strict=True)],
+            intervals=[nothing + own + head for own, head in zip(alone, self._score_heads(), strict=True)],
+            intervals_alone=alone,
+            attributes=[texts[id(entries)] for entries in self._attributes],
+            token_ids=canonical_bytes(self._stored.tokens.flat),
+            logprobs=canonical_bytes(self._stored.logprobs.flat),
+            routes=canonical_bytes(flat) if flat.dtype == np.int16 else None,
+        )
+
+    def _name_items(self) -> list[bytes]:
+        """Of each record from the spec's digest to the head of its token ids."""
+        numbers = number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")})
+        heads = array_heads("token_ids", self._lengths_B * 4)
+        first = self._spec.digest.to_bytes(8, "little") + item_head("sample_id")
+        names = [name.encode() for name in self._names["sample_id"]]
+        groups = self._names["group"]
+        own = {name: _small(lambda out, of=name: out.text("group", of)) for name in set(groups)}
+        return [
+            b"".join((first, len(name).to_bytes(8, "little"), name, number, own[group], head))
+            for name, number, group, head in zip(names, numbers, groups, heads, strict=True)
+        ]
+
+    def _interval_items(self) -> list[bytes]:
+        """Of each record its spans and captures."""
+        spans, captures = self._spans, self._captures
         ends = map(span_end, zip(spans.kinds, spans.roles, spans.calls, spans.versions, strict=True))
         samplings = spans.samplings or []
-        sampled = {id(how): _sampling_bytes(how) for how in samplings}
+        sampled = {id(how): _sampling_bytes(how) for how in {id(each): each for each in samplings}.values()}
         span_ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
-        starts_B = np.zeros(len(self._lengths), dtype=np.int64)
-        heads = array_heads("routes", self._lengths_B * (spec.num_layers * spec.top_k * 2))
-        return _Items(
-            names=item_head("sample_id"),
-            numbers=number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")}),
-            tokens=array_heads("token_ids", self._lengths_B * 4),
-            rows=[start + head for start, head in zip(number_items(routes_start=starts_B), heads, strict=True)],
-            spans=spans.items("spans", span_ends),
-            captures=captures.items(
-                "captures", map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
-            ),
-        )
+        capture_ends = map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
+        both = zip(spans.items("spans", span_ends), captures.items("captures", capture_ends), strict=True)
+        return [one + other for one, other in both]
+
+    def _score_heads(self) -> list[bytes]:
+        """How the log-probabilities of each record begin, or that there are none."""
+        scores, none = self._stored.logprobs, _small(lambda out: out.null("logprobs"))
+        heads = array_heads("logprobs", np.diff(scores.offsets_B1) * 4)
+        return [head if valid else none for head, valid in zip(heads, scores.valid, strict=True)]
 
     def hash_intervals(self, out: CanonicalHash, index: int) -> None:
         """Add the items of a record's spans and captures."""
-        out.raw(self._items.spans[index] + self._items.captures[index])
+        out.raw(self._items.intervals_alone[index])
 
     def length(self, index: int) -> int:
         """Tokens of a record."""
@@ -495,7 +554,7 @@ class CheckedBatch:
 
     def quiet(self, index: int) -> bool:
         """Whether the first look for alarms showed nothing suspect."""
-        return bool(self._quiet_B[index])
+        return self._quiet[index]
 
     def span_intervals(self, index: int) -> Iterable[tuple[int, int, Any]]:
         """Start, stop and kind of a record's spans."""
