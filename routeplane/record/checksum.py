@@ -204,12 +204,15 @@ def number_items(**columns: NDArray[Any]) -> list[bytes]:
 
 def canonical_bytes(values: NDArray[Any]) -> memoryview:
     """The bytes of a fixed-width column as ``CanonicalHash.part`` takes them: a view where they are canonical."""
-    return memoryview(_canonical_array(values)).cast("B") if values.size else memoryview(b"")
+    return _canonical_array(values).data.cast("B") if values.size else memoryview(b"")
 
 
-def array_heads(name: str, nbytes: NDArray[np.int64]) -> list[bytes]:
-    """How a fixed-width column of each entry begins: what ``CanonicalHash.begin_array`` gives of one."""
-    return _rows_of_bytes([(item_head(name), nbytes)])
+def array_heads(name: str, nbytes: NDArray[np.int64], *, behind: bytes = b"") -> list[bytes]:
+    """How a fixed-width column of each entry begins: what ``CanonicalHash.begin_array`` gives of one.
+
+    ``behind``: an item that is the same for all, before it.
+    """
+    return _rows_of_bytes([(behind + item_head(name), nbytes)])
 
 
 def _rows_of_bytes(parts: list[tuple[bytes, NDArray[Any]]]) -> list[bytes]:

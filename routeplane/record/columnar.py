@@ -10,9 +10,10 @@ Axes: B records of the batch, M spans or captures of all of them, S tokens of on
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -91,15 +92,15 @@ class RaggedRoutes(Ragged):
     def __init__(self, column: pa.LargeListArray, header: StreamHeader) -> None:
         super().__init__(column)
         self._header = header
+        #: All rows as they are stored, ``[rows, L, K]``.
+        self.rows: NDArray[Any] = self.flat.reshape(-1, *header.spec.row_shape)
 
     def stored(self, index: int, *, tokens: tuple[int, int] | None = None) -> NDArray[Any]:
         """The rows of item i as they are stored, those of ``tokens`` or all, a view."""
-        layers, top_k = self._header.spec.row_shape
         first, end = self.at[index], self.at[index + 1]
         if tokens is not None:
             first, end = first + tokens[0], first + tokens[1]
-        stored_SLK: NDArray[Any] = self.flat[first * layers * top_k : end * layers * top_k]
-        return stored_SLK.reshape(-1, layers, top_k)
+        return self.rows[first:end]
 
     def __getitem__(self, index: int) -> NDArray[np.int16]:
         stored_SLK = self.stored(index)
@@ -217,11 +218,12 @@ class _Intervals:
 
     def items(self, name: str, ends: Iterable[bytes]) -> list[bytes]:
         """The canonical bytes of each record's entries; ``ends``: of each what stands behind its interval."""
-        heads = number_items(start=self.starts_M, stop=self.stops_M)
-        entries = [head + end for head, end in zip(heads, ends, strict=True)]
+        entries = number_items(start=self.starts_M, stop=self.stops_M)
+        parts = [b""] * (2 * len(entries))
+        parts[::2], parts[1::2] = entries, ends
         counts = array_heads(name, np.diff(self.offsets_B1))  # a list begins by its entries as an array by its bytes
         return [
-            count + b"".join(entries[start:stop])
+            b"".join((count, *parts[2 * start : 2 * stop]))
             for count, start, stop in zip(counts, self.at, self.at[1:], strict=False)
         ]
 
@@ -260,7 +262,11 @@ def _small(give: Callable[[CanonicalHash], object]) -> bytes:
     return out.small_bytes()[8:]
 
 
-def _hash_attributes(out: CanonicalHash, entries: Mapping[str, str] | None) -> None:
+def _hash_group(group: str | None, out: CanonicalHash) -> None:
+    out.text("group", group)
+
+
+def _hash_attributes(entries: Mapping[str, str] | None, out: CanonicalHash) -> None:
     if entries is not None:  # a record that has none that may be there is built part by part
         out.text_map("attributes", entries)
 
@@ -276,8 +282,9 @@ class _Items:
 
     names: list[bytes]  # from the spec's digest to the head of the token ids
     rows: list[bytes]  # behind the token ids, to the head of the routes
-    intervals: list[bytes]  # behind the routes, to the head of the log-probabilities
-    intervals_alone: list[bytes]  # of them, spans and captures
+    spans: list[bytes]
+    captures: list[bytes]
+    scores: list[bytes]  # the head of the log-probabilities
     attributes: list[bytes]  # behind the log-probabilities
     token_ids: memoryview
     logprobs: memoryview
@@ -302,6 +309,11 @@ class CheckedBatch:
         self._lengths: list[int] = self._lengths_B.tolist()
         self._unfed: list[int] = self._unfed_B.tolist()
         self._right: list[bool] = self._right_B.tolist()
+        # of each record that may be right: its tokens with rows; and its first row, rows and MISSING rows, over layers
+        layers = header.spec.num_layers
+        self._fed_tokens_B = np.where(self._right_B, self._lengths_B - self._unfed_B, 0)
+        self._first_B, self._fed_B = stored.routes.offsets_B1[:-1] * layers, self._fed_tokens_B * layers
+        self._absent_B = np.where(self._right_B, self._unfed_B, 0) * layers
         self._present: list[bool] = [False] * batch.num_rows
         self._quiet: list[bool] = [False] * batch.num_rows
         self._looked_at = 0  # rows of the records before this one were looked at
@@ -366,65 +378,64 @@ class CheckedBatch:
         self._unfed_B[~right_B] = 0
         return right_B
 
-    def _look(self, index: int) -> None:
+    def _look(self, index: int, *, alarms: bool) -> None:
         """Look at the rows of the records from this one on, as many as the caches hold."""
-        offsets_B1 = self._stored.routes.offsets_B1
-        block = self._block
-        stop = max(index + 1, int(np.searchsorted(offsets_B1, offsets_B1[index] + block, side="right")) - 1)
+        at = self._stored.routes.at
+        stop = max(index + 1, bisect_right(at, at[index] + self._block) - 1)
         own = slice(index, stop)
-        fed_N = np.where(self._right_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
-        absent_N = np.where(self._right_B[own], self._unfed_B[own], 0)
-        present_N = self._right_B[own]
-        if stop > index + 1 or self._lengths[index] <= block:
-            present_N = present_N & self._hold(offsets_B1[own], fed_N, absent_N)
-        self._present[own] = present_N.tolist()
+        if stop > index + 1 or self._lengths[index] <= self._block:
+            held_N = self._hold(self._first_B[own], self._fed_B[own], self._absent_B[own])
+            held_N &= self._right_B[own]
+            self._present[own] = held_N.tolist()
+        else:
+            self._present[own] = self._right[own]
+        if alarms:
+            self._look_for_alarms(own)
         self._looked_at = stop
 
     def _hold(
         self, first_N: NDArray[np.int64], fed_N: NDArray[np.int64], absent_N: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Whether the rows of ``fed`` tokens from a token on are there, and those of ``absent`` behind them MISSING."""
-        layers, top_k = self._spec.row_shape
+        """Whether so many rows of layers from one on are there, and those behind them MISSING."""
         found: NDArray[np.bool_] = self._kernels.present_parts(
             self._stored.routes.flat,
             self._spec.experts_per_layer,
-            top_k=top_k,
-            first=first_N * layers,
-            rows=fed_N * layers,
-            absent=absent_N * layers,
+            top_k=self._spec.top_k,
+            first=first_N,
+            rows=fed_N,
+            absent=absent_N,
         )
         return found
 
-    def _look_for_alarms(self, index: int, stop: int) -> None:
+    def _look_for_alarms(self, own: slice) -> None:
         how = first_look(self._spec)
         if how is None:
-            self._quiet[index:stop] = [True] * (stop - index)
+            self._quiet[own] = [True] * (own.stop - own.start)
             return
-        own = slice(index, stop)
-        fed_N = np.where(self._present[own], self._lengths_B[own] - self._unfed_B[own], 0)
         quiet_N = self._kernels.quiet_records(
             self._stored.routes.flat,
             self._stored.tokens.flat,
             shape=self._spec.row_shape,
             first=self._stored.routes.offsets_B1[own],
             ids=self._stored.tokens.offsets_B1[own],
-            tokens=fed_N,
+            tokens=self._fed_tokens_B[own],
             how=how,
         )
         self._quiet[own] = quiet_N.tolist()
 
-    def _pieces(self, index: int) -> Iterator[NDArray[Any] | None]:
-        """The rows of a record as stored, part by part, each checked before it is given; None for one that is not."""
+    def _pieces(self, index: int) -> Iterator[tuple[int, int] | None]:
+        """Which tokens of a record lie in each part of it that is looked at; None for a part that is not legal."""
         block, tokens, fed = self._block, self._lengths[index], self._lengths[index] - self._unfed[index]
         if tokens <= block:
-            yield self._stored.routes.stored(index)
+            yield 0, tokens
             return
-        first = self._stored.routes.offsets_B1[index]
+        layers, first = self._spec.num_layers, self._stored.routes.at[index]
+        work_31 = np.empty((3, 1), dtype=np.int64)
         for start in range(0, tokens, block):
             stop = min(start + block, tokens)
             present = max(0, min(fed, stop) - start)
-            held = self._hold(*(np.asarray([each]) for each in (first + start, present, stop - start - present)))
-            yield self._stored.routes.stored(index, tokens=(start, stop)) if held[0] else None
+            work_31[:, 0] = (first + start) * layers, present * layers, (stop - start - present) * layers
+            yield (start, stop) if self._hold(*work_31)[0] else None
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -439,9 +450,7 @@ class CheckedBatch:
         if not self._right[index] or attributes is None:
             return None
         if index >= self._looked_at:
-            self._look(index)
-            if alarms:
-                self._look_for_alarms(index, self._looked_at)
+            self._look(index, alarms=alarms)
         if not self._present[index]:
             return None
         try:
@@ -481,33 +490,35 @@ class CheckedBatch:
         yield b"".join((items.names[index], ids, items.rows[index]))
         yield from self._canonical_rows(index)
         values = items.logprobs[4 * scores[index] : 4 * scores[index + 1]]
-        yield b"".join((items.intervals[index], values, items.attributes[index]))
+        own = (_NO_PREFIX, items.spans[index], items.captures[index], items.scores[index], values)
+        yield b"".join((*own, items.attributes[index]))
 
     def _canonical_rows(self, index: int) -> Iterator[bytes | memoryview]:
-        routes = self._items.routes
-        if routes is not None and self._lengths[index] <= self._block:
-            at, width = self._stored.routes.at, self._row_bytes
-            yield routes[width * at[index] : width * at[index + 1]]
-            return
+        routes, first, width = self._items.routes, self._stored.routes.at[index], self._row_bytes
         for piece in self._pieces(index):
             if piece is None:
                 raise _IllegalRowsError
-            for part in canonical_blocks(piece, self._spec, kernels=self._kernels):
+            if routes is not None:
+                yield routes[width * (first + piece[0]) : width * (first + piece[1])]
+                continue
+            stored_SLK = self._stored.routes.stored(index, tokens=piece)
+            for part in canonical_blocks(stored_SLK, self._spec, kernels=self._kernels):
                 yield part.data
 
     @cached_property
     def _items(self) -> _Items:
         routes_B = self._lengths_B * (self._spec.num_layers * self._spec.top_k * 2)
-        starts = number_items(routes_start=np.zeros(len(self._lengths), dtype=np.int64))
-        alone = self._interval_items()
         flat = self._stored.routes.flat
-        texts = {id(entries): _small(lambda out, of=entries: _hash_attributes(out, of)) for entries in self._attributes}
-        nothing = _small(lambda out: out.null("prefix"))
+        distinct = {id(entries): entries for entries in self._attributes}
+        texts = {place: _small(partial(_hash_attributes, entries)) for place, entries in distinct.items()}
+        no_start = _small(lambda out: out.int64("routes_start", 0))
+        spans, captures = self._interval_items()
         return _Items(
             names=self._name_items(),
-            rows=[start + head for start, head in zip(starts, array_heads("routes", routes_B), strict=True)],
-            intervals=[nothing + own + head for own, head in zip(alone, self._score_heads(), strict=True)],
-            intervals_alone=alone,
+            rows=array_heads("routes", routes_B, behind=no_start),
+            spans=spans,
+            captures=captures,
+            scores=self._score_heads(),
             attributes=[texts[id(entries)] for entries in self._attributes],
             token_ids=canonical_bytes(self._stored.tokens.flat),
             logprobs=canonical_bytes(self._stored.logprobs.flat),
@@ -519,24 +530,24 @@ class CheckedBatch:
         numbers = number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")})
         heads = array_heads("token_ids", self._lengths_B * 4)
         first = self._spec.digest.to_bytes(8, "little") + item_head("sample_id")
-        names = [name.encode() for name in self._names["sample_id"]]
         groups = self._names["group"]
-        own = {name: _small(lambda out, of=name: out.text("group", of)) for name in set(groups)}
+        own = {group: _small(partial(_hash_group, group)) for group in set(groups)}
         return [
             b"".join((first, len(name).to_bytes(8, "little"), name, number, own[group], head))
-            for name, number, group, head in zip(names, numbers, groups, heads, strict=True)
+            for name, number, group, head in zip(
+                map(str.encode, self._names["sample_id"]), numbers, groups, heads, strict=True
+            )
         ]
 
-    def _interval_items(self) -> list[bytes]:
-        """Of each record its spans and captures."""
+    def _interval_items(self) -> tuple[list[bytes], list[bytes]]:
+        """Spans and captures of each record."""
         spans, captures = self._spans, self._captures
         ends = map(span_end, zip(spans.kinds, spans.roles, spans.calls, spans.versions, strict=True))
         samplings = spans.samplings or []
         sampled = {id(how): _sampling_bytes(how) for how in {id(each): each for each in samplings}.values()}
         span_ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
         capture_ends = map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
-        both = zip(spans.items("spans", span_ends), captures.items("captures", capture_ends), strict=True)
-        return [one + other for one, other in both]
+        return spans.items("spans", span_ends), captures.items("captures", capture_ends)
 
     def _score_heads(self) -> list[bytes]:
         """How the log-probabilities of each record begin, or that there are none."""
@@ -546,7 +557,7 @@ class CheckedBatch:
 
     def hash_intervals(self, out: CanonicalHash, index: int) -> None:
         """Add the items of a record's spans and captures."""
-        out.raw(self._items.intervals_alone[index])
+        out.raw(self._items.spans[index] + self._items.captures[index])
 
     def length(self, index: int) -> int:
         """Tokens of a record."""
@@ -569,7 +580,9 @@ class CheckedBatch:
         if name == "stored":
             return self._stored.routes.stored(index)
         if name == "routes":
-            return frozen_view(self._stored.routes[index])
+            # what is widened is the caller's own; a view of plain rows is read-only as all of them are
+            rows_SLK = self._stored.routes[index]
+            return frozen_view(rows_SLK) if rows_SLK.flags.writeable else rows_SLK
         if name == "spans":
             spans = self._spans
             return tuple(
@@ -608,6 +621,7 @@ def _attributes(column: pa.MapArray) -> list[Mapping[str, str] | None]:
 
 
 _NO_ATTRIBUTES: Mapping[str, str] = MappingProxyType({})
+_NO_PREFIX = _small(lambda out: out.null("prefix"))
 
 
 @lru_cache(maxsize=256)
