@@ -128,6 +128,7 @@ class RouteBatch:
     * ``columns``: the records' aligned columns by name, ``[..., *shape]`` in their types; 0, False or NaN at padding
     * ``column_parts``: those whose entries are lists or may be unknown, as ``ColumnParts``; ``column_types``: what each
       column declares, of both
+    * ``weights_meaning``: the text of the records' attribute, where they have a column ``route_weights``; else None
     * ``states``: int8 ``[...]``, capture state of each row over the layers of ``spec``, as its place in
       ``spans.STATES``; -1 at padding
     * ``keys``: the record behind each sequence; ``counts``: rows by capture state, padding not counted
@@ -156,6 +157,7 @@ class RouteBatch:
     fill: Fill = "missing"
     column_parts: Mapping[str, ColumnParts] = field(default_factory=lambda: MappingProxyType({}))
     column_types: Mapping[str, ColumnType] = field(default_factory=lambda: MappingProxyType({}))
+    weights_meaning: str | None = None
 
     def __repr__(self) -> str:
         routes = f"routes {'x'.join(map(str, self.routes.shape))} on {self.routes.device}"
@@ -450,7 +452,8 @@ class RouteBatch:
     def with_routes(self, routes_NLK: torch.Tensor, /) -> RouteBatch:
         """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.
 
-        Every token counts as captured, and padding stays MISSING. The rows are copied to the batch's device. Raises
+        Every token counts as captured, and padding stays MISSING. A column ``route_weights`` is left out, since its
+        weights are those of other experts. The rows are copied to the batch's device. Raises
         UsageError (ARGUMENT) for another shape or type, and DataError for a row of a token that is not legal.
         """
         expected = (self.num_rows, *self.spec.row_shape)
@@ -461,7 +464,12 @@ class RouteBatch:
         check_rows(routes.view(routes_NLK.shape), self.spec, plan=self.plan)
         states = torch.where(self.pad_mask, NO_STATE, STATES.index("captured")).to(self.states)
         counts = count_states(states.reshape(-1).cpu().numpy(), records=self.counts.records)
-        return replace(self, routes=routes, states=states, counts=counts, fill="missing")
+        columns, types = (
+            MappingProxyType({name: value for name, value in mapping.items() if name != "route_weights"})
+            for mapping in (self.columns, self.column_types)
+        )
+        kept: dict[str, Any] = {"columns": columns, "column_types": types, "weights_meaning": None}
+        return replace(self, routes=routes, states=states, counts=counts, fill="missing", **kept)
 
     def model_inputs(self) -> dict[str, torch.Tensor | bool]:
         """Keyword arguments for a Transformers causal model; tensors are shared with the batch, or views of it.
@@ -484,13 +492,32 @@ class RouteBatch:
     def __reduce__(self) -> tuple[object, ...]:
         # a mappingproxy does not pickle, and loader workers send batches to their trainer
         content = {item.name: getattr(self, item.name) for item in fields(self)}
-        return _rebuild_batch, ({**content, **{name: dict(content[name]) for name in _MAPPINGS}},)
+        content |= {name: dict(content[name]) for name in _MAPPINGS}
+        content["columns"] = {name: _signed(value) for name, value in self.columns.items()}
+        content["column_parts"] = {
+            name: replace(column, values=_signed(column.values)) for name, column in self.column_parts.items()
+        }
+        return _rebuild_batch, (content,)
 
 
 _MAPPINGS = ("columns", "column_parts", "column_types")
 
 
+# a tensor of these types does not come out of a pickle (torch 2.13)
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _signed(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_SIGNED[values.dtype]) if values.dtype in _SIGNED else values
+
+
 def _rebuild_batch(content: dict[str, Any]) -> RouteBatch:
+    types = {name: getattr(torch, kind.dtype) for name, kind in content["column_types"].items()}
+    content["columns"] = {name: values.view(types[name]) for name, values in content["columns"].items()}
+    content["column_parts"] = {
+        name: replace(column, values=column.values.view(types[name]))
+        for name, column in content["column_parts"].items()
+    }
     return RouteBatch(**{**content, **{name: MappingProxyType(content[name]) for name in _MAPPINGS}})
 
 

@@ -41,6 +41,7 @@ from routeplane.batch.columns import (
     settle_states,
     states_of,
     stored_rows,
+    weights_meaning_of,
 )
 from routeplane.batch.layouts import Fill, balanced_rows, check_fill
 from routeplane.batch.plan import PADDING, Layout, PlanOptions, RankCounts, TokenPlan, budget_groups
@@ -300,10 +301,15 @@ class _TensorTypes:
 
     columns: Mapping[str, ColumnType]
     logprobs: bool
+    weights_meaning: str | None = None
 
     @classmethod
     def of(cls, batch: RouteBatch) -> _TensorTypes:
-        return cls(columns=batch.column_types, logprobs=batch.logprobs is not None)
+        return cls(
+            columns=batch.column_types,
+            logprobs=batch.logprobs is not None,
+            weights_meaning=batch.weights_meaning,
+        )
 
 
 def _admitted(group: tuple[RouteRecord, ...], admit: Callable[..., Admission] | None) -> tuple[RouteRecord, ...]:
@@ -408,6 +414,7 @@ def _collate(records: tuple[RouteRecord, ...], target: _Target, plan: TokenPlan 
         keys=tuple(record.key for record in records),
         counts=count_states(settled_N, records=count_first_tokens(plan)),
         fill=target.options.fill,
+        weights_meaning=weights_meaning_of(records),
     )
     if target.options.labels:
         _blank_last_labels(batch.columns, plan)
@@ -479,6 +486,7 @@ def _padding_batch(target: _Target, like: _TensorTypes | None) -> RouteBatch:
         keys=(),
         counts=count_states(states.reshape(-1), records=0),
         fill=target.options.fill,
+        weights_meaning=kept.weights_meaning,
     )
     return batch if buffers is None else buffers.lend(buffers.lease(), batch)
 

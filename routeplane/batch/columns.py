@@ -50,6 +50,7 @@ __all__ = [
     "settle_states",
     "states_of",
     "stored_rows",
+    "weights_meaning_of",
 ]
 
 #: The capture state of a row that is not a token.
@@ -115,6 +116,20 @@ def batch_columns(records: Sequence[RouteRecord], *, slots: list[int] | None) ->
     if slots is None:
         return columns
     return {name: [column.pick_layers(slots) for column in each] for name, each in columns.items()}
+
+
+def weights_meaning_of(records: Sequence[RouteRecord]) -> str | None:
+    """What the routing weights of all records are; None without such a column. Raises DataError where they differ."""
+    if "route_weights" not in records[0].columns:
+        return None
+    found = {record.attributes["weights_meaning"]: record.key for record in records}
+    if len(found) > 1:
+        raise DataError(
+            f"expected route_weights of one meaning in a batch, got {sorted(found)} @ samples "
+            f"{', '.join(map(str, found.values()))}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+    return next(iter(found))
 
 
 def _declared(name: str, kind: ColumnType) -> str:

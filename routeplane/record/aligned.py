@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, refused
 from routeplane.record.parse import RESERVED_COLUMNS, as_array, as_integers, check_text, frozen_view
+from routeplane.record.validate import WeightsMeaning, as_float32, illegal_weights
 
 if TYPE_CHECKING:
     from routeplane.record.checksum import CanonicalHash
@@ -621,24 +622,17 @@ def _check_weights(
             f"{kind.aligned}, {dict(attributes)}",
             sample,
         )
+    meaning = WeightsMeaning.from_text(attributes["weights_meaning"])
     values = weights.values[len(weights) - len(missing_SL) :]
-    nan_SLK = is_nan(values)
-    wrong_SL = nan_SLK.any(axis=2) != missing_SL
-    infinite = np.isinf(values) if kind.dtype == "float32" else (values & 0x7FFF) == 0x7F80
-    wrong_SL |= (nan_SLK.all(axis=2) != missing_SL) | infinite.any(axis=2)
+    wrong_SL = illegal_weights(values, missing_SL, meaning=meaning)
     if wrong_SL.any():
         token, slot = np.argwhere(wrong_SL)[0]
         raise _unfit(
             "route_weights",
-            "NaN exactly where the row is MISSING, finite elsewhere",
-            f"{values[token, slot].tolist()} at own row {token}, layer slot {slot}",
+            f"NaN exactly where the row is MISSING, else weights as {meaning.to_text()} says",
+            f"{as_float32(values[token, slot]).tolist()} at own row {token}, layer slot {slot}",
             sample,
         )
-
-
-def is_nan(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which float32 values, or bfloat16 ones as uint16 bits, are NaN."""
-    return np.asarray((values & 0x7FFF) > 0x7F80 if values.dtype == np.uint16 else np.isnan(values))
 
 
 def _check_mask(

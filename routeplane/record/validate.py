@@ -2,15 +2,18 @@
 
 ``find_problems`` returns findings, ``check_routes`` raises with them, ``all_legal`` is the fast verdict both stand on:
 it skips locating, never computes another rule. Where numba is installed, ``kernels`` gives the verdict on large arrays;
-numpy locates, and decides where there is none. Statistics of legal rows are ``alarms``.
+numpy locates, and decides where there is none. Statistics of legal rows are ``alarms``. ``WeightsMeaning`` is what
+routing weights of a row's slots declare, and ``illegal_weights`` holds them against it.
 
 Axes: S tokens, L captured layers, K top-k slots, N = S*L rows of a block.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -25,7 +28,17 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["all_legal", "check_routes", "find_problems", "kernels_for", "kernels_for_bytes", "missing_rows"]
+__all__ = [
+    "WeightsMeaning",
+    "all_legal",
+    "as_float32",
+    "check_routes",
+    "find_problems",
+    "illegal_weights",
+    "kernels_for",
+    "kernels_for_bytes",
+    "missing_rows",
+]
 
 # Rows per block: K int16 columns of 32k rows stay inside a second-level cache.
 _BLOCK_ROWS = 32_768
@@ -204,3 +217,143 @@ def _row_problem(row_K: NDArray[Any], spec: RouteSpec, *, slot: int, token: int,
     else:
         kind, message = ErrorKind.DUPLICATE_ID, f"expected pairwise distinct ids, got {ids}"
     return Problem(kind=kind, message=message, sample=sample, token=token, layer=spec.layer_ids[slot])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Routing weights: what they declare, and whether they are that
+# ----------------------------------------------------------------------------------------------------------------------
+
+Score = Literal["softmax", "sigmoid"]
+Scaling = Literal["none", "in", "out"]
+Multiplied = Literal["before", "after"]
+WeightDtype = Literal["float32", "bfloat16", "float16"]
+_CHOICES = {"score": Score, "scaling": Scaling, "multiplied": Multiplied, "dtype": WeightDtype}
+# What the sum of K weights may be off by, as a share: of arithmetic in float32, and of weights that were rounded to 8
+# or 11 bits of mantissa.
+_SUM_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsMeaning:
+    """What the numbers of a column ``route_weights`` are: ``attributes["weights_meaning"]``, as text.
+
+    A bias that only selects is in no weight. Raises DataError (TOKEN_COLUMN) for values that do not exist.
+
+    Attributes:
+        score: the function of the router's logits: ``softmax`` over the experts, or ``sigmoid`` of each.
+        renormalised: whether the weights were divided by the sum of the K chosen ones. A softmax over the K chosen
+            logits is the same as a renormalised softmax over all.
+        scaling: whether the model's constant factor on the routed output is ``in`` the weights, or ``out`` of them and
+            applied elsewhere; ``none`` where the model has none.
+        factor: that constant; 1 where ``scaling`` is ``none``.
+        multiplied: ``after`` the expert, with its output, or ``before`` it, with its input (Llama 4).
+        dtype: the type that the router computed the weights in, whatever they are stored in.
+
+    >>> meaning = WeightsMeaning(
+    ...     score="sigmoid", renormalised=True, scaling="in", factor=2.5, multiplied="after", dtype="float32"
+    ... )
+    >>> WeightsMeaning.from_text(meaning.to_text()) == meaning
+    True
+    """
+
+    score: Score
+    renormalised: bool
+    scaling: Scaling
+    factor: float = 1.0
+    multiplied: Multiplied
+    dtype: WeightDtype
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise _other_meaning(f"{name} of {get_args(choices)}", repr(getattr(self, name)))
+        if type(self.renormalised) is not bool:
+            raise _other_meaning("renormalised as true or false", repr(self.renormalised))
+        if type(self.factor) is not float or not 0 < self.factor < 1e6:
+            raise _other_meaning("factor as a float above 0", repr(self.factor))
+        if self.scaling == "none" and self.factor != 1.0:
+            raise _other_meaning("factor 1.0 where scaling is 'none'", repr(self.factor))
+
+    def to_text(self) -> str:
+        """The canonical text: a JSON object with sorted keys and no spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str | None) -> WeightsMeaning:
+        """Parse what ``to_text`` wrote. Raises DataError (TOKEN_COLUMN) for anything else, with what was expected."""
+        keys = sorted(item.name for item in fields(cls))
+        try:
+            found = json.loads(text or "null")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or sorted(found) != keys:
+            raise _other_meaning(f"a JSON object with the keys {keys}", repr(text))
+        meaning = cls(**found)
+        if meaning.to_text() != text:
+            raise _other_meaning(f"the canonical text {meaning.to_text()}", repr(text))
+        return meaning
+
+    @property
+    def ceiling(self) -> float:
+        """The largest weight that is possible, and the sum of a row's weights where they are renormalised."""
+        return self.factor if self.scaling == "in" else 1.0
+
+    def steps_to(self, other: WeightsMeaning) -> tuple[bool, float]:
+        """How weights of this meaning become those of another: whether to renormalise them, then what to multiply by.
+
+        Raises DataError (TOKEN_COLUMN) where no arithmetic leads there: another score function, weights that were
+        renormalised already, another place of the product, another factor. The dtype is not looked at.
+
+        >>> plain = WeightsMeaning(
+        ...     score="sigmoid", renormalised=False, scaling="out", factor=2.5, multiplied="after", dtype="float32"
+        ... )
+        >>> from dataclasses import replace
+        >>> plain.steps_to(replace(plain, renormalised=True, scaling="in"))
+        (True, 2.5)
+        """
+        apart = [name for name in ("score", "multiplied", "factor") if getattr(self, name) != getattr(other, name)]
+        apart += ["renormalised"] if self.renormalised and not other.renormalised else []
+        if apart:
+            raise _other_meaning(f"{other.to_text()}, or what converts to it (apart: {apart})", self.to_text())
+        renormalise = other.renormalised and not self.renormalised
+        return renormalise, other.ceiling / (1.0 if renormalise else self.ceiling)
+
+
+def _other_meaning(expected: str, got: str) -> DataError:
+    return DataError(f"expected weights_meaning with {expected}, got {got}", kind=ErrorKind.TOKEN_COLUMN)
+
+
+def as_float32(weights: NDArray[Any]) -> NDArray[np.float32]:
+    """Routing weights as float32: themselves, or the values whose bfloat16 bits these uint16 are."""
+    if weights.dtype != np.uint16:
+        return weights
+    return (weights.astype(np.uint32) << 16).view(np.float32)
+
+
+def illegal_weights(
+    weights_SLK: NDArray[Any], missing_SL: NDArray[np.bool_], *, meaning: WeightsMeaning
+) -> NDArray[np.bool_]:
+    """Which rows' weights are not what they declare: bool ``[S, L]``.
+
+    Legal are NaN in every slot where the row is MISSING, and elsewhere numbers in ``[0, meaning.ceiling]``, whose sum
+    is the ceiling where they are renormalised, and at most that where a softmax made them.
+
+    >>> meaning = WeightsMeaning(
+    ...     score="softmax", renormalised=True, scaling="none", multiplied="after", dtype="float32"
+    ... )
+    >>> weights = np.asarray([[[0.75, 0.25]], [[0.75, 0.75]]], dtype=np.float32)
+    >>> illegal_weights(weights, np.zeros((2, 1), dtype=bool), meaning=meaning).tolist()
+    [[False], [True]]
+    """
+    values_SLK = as_float32(weights_SLK)
+    stored = "bfloat16" if weights_SLK.dtype == np.uint16 else "float32"
+    tolerance = meaning.ceiling * max(_SUM_TOLERANCE[stored], _SUM_TOLERANCE[meaning.dtype])
+    nan_SLK = np.isnan(values_SLK)
+    with np.errstate(invalid="ignore", over="ignore"):
+        least_SL, most_SL, sum_SL = values_SLK.min(axis=2), values_SLK.max(axis=2), values_SLK.sum(axis=2)
+        fits_SL = (least_SL >= 0) & (most_SL <= meaning.ceiling + tolerance)
+        if meaning.renormalised or meaning.score == "softmax":
+            fits_SL &= sum_SL <= meaning.ceiling + tolerance
+        if meaning.renormalised:
+            fits_SL &= sum_SL >= meaning.ceiling - tolerance
+    return np.where(missing_SL, ~nan_SLK.all(axis=2), ~fits_SL)

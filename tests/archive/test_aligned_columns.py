@@ -15,11 +15,13 @@ from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spans import Sampling
+from routeplane.record.validate import WeightsMeaning
 from tests.archive.archives import SPEC, flip, shard_files
 from tests.archive.places import Place
 from tests.stream.streams import record
 
 LENGTHS = (300, 1_100, 5, 40)
+SIGMOID = WeightsMeaning(score="sigmoid", renormalised=False, scaling="none", multiplied="after", dtype="float32")
 
 
 def columns(tokens: int, *, seed: int) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def made(index: int, tokens: int, **changes: Any) -> RouteRecord:
         index,
         tokens,
         spec=SPEC,
-        **{"columns": columns(tokens, seed=index), "attributes": {"weights_meaning": "softmax"}, **changes},
+        **{"columns": columns(tokens, seed=index), "attributes": {"weights_meaning": SIGMOID.to_text()}, **changes},
     )
 
 

@@ -21,6 +21,7 @@ from routeplane.batch.slots import Shard
 from routeplane.errors import DataError, ErrorKind, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING
+from routeplane.record.validate import WeightsMeaning
 from routeplane.testing import strategies
 from tests.plain_columns import KINDS, WIDE, column_record, entry
 
@@ -178,6 +179,9 @@ def test_a_trainers_own_batch_is_joined_with_its_columns() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+HALVES = WeightsMeaning(score="softmax", renormalised=True, scaling="none", multiplied="after", dtype="bfloat16")
+
+
 def test_padding_of_bfloat16_weights_is_nan() -> None:
     """Routing weights as bfloat16 bits are NaN wherever there is no row, so at padding too."""
     record = column_record(0, 3)
@@ -185,10 +189,22 @@ def test_padding_of_bfloat16_weights_is_nan() -> None:
     bits[record.routes[:, 0, 0] == MISSING] = 0x7FC0
     kind = type(record.columns["layers"]).of(bits, aligned="fed", axes=("layers", "topk"))
     weighted = replace(
-        record, columns={"route_weights": kind}, attributes={"weights_meaning": "softmax"}, checksum=None
+        record, columns={"route_weights": kind}, attributes={"weights_meaning": HALVES.to_text()}, checksum=None
     )
-    batch = collate([weighted], WIDE, options=BatchOptions(seq_len=5))
+    batch = collate([weighted], WIDE, options=BatchOptions(seq_len=8))
     assert batch.columns["route_weights"].view(torch.bfloat16).isnan()[0, 3:].all()
+    assert HALVES.to_text() == batch.weights_meaning == pickle.loads(pickle.dumps(batch)).weights_meaning
+    cut = batch.shard(context_parallel=(0, 2), layers=[WIDE.layer_ids[1]])
+    assert HALVES.to_text() == cut.weights_meaning
+    assert (*cut.routes.shape,) == (*cut.columns["route_weights"].shape,)
+    missing = cut.routes == MISSING
+    assert torch.equal(missing, cut.columns["route_weights"].view(torch.bfloat16).isnan())
+    swapped = batch.with_routes(batch.routes.reshape(-1, *WIDE.row_shape).clone())
+    assert swapped.weights_meaning is None
+    assert "route_weights" not in {**swapped.columns, **swapped.column_types}
+    other = replace(weighted, attributes={"weights_meaning": replace(HALVES, dtype="float32").to_text()}, checksum=None)
+    with pytest.raises(DataError, match="one meaning"):
+        collate([weighted, other], WIDE)
     whole = batch.columns["route_weights"].view(torch.bfloat16)[0, :2]
     assert {0.5} == set(whole.reshape(-1).tolist())
 

@@ -1,7 +1,8 @@
 """Ranks whose batches are cut where the data lies: what comes into a rank's process, and what the relay holds.
 
 A relay is one process a node. It reads each block once and runs ``microbatches(shard=)`` for every rank; a rank is sent
-its batches alone. Here the relay is a process behind a pipe; ``docs/how-to/read-in-a-trainer.md`` shows one on Ray.
+its batches alone. Here the relay is a process behind a pipe, over a folder; ``tests/stream/test_mooncake.py`` has one
+over Mooncake, and ``docs/how-to/read-in-a-trainer.md`` shows one on Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import multiprocessing
 import pickle
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 from routeplane.batch import BatchOptions, RouteBatch, Shard, collate, microbatches
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import flight, folder
+from routeplane.stream import flight, folder, mooncake
 from routeplane.stream.blocks import ReadOptions
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
@@ -42,9 +43,14 @@ def shards() -> Iterator[Shard]:
         yield Shard(data_parallel=(data, DP), context_parallel=(context, CP), layers=layers)
 
 
-def relay(pipe: Any, place: str) -> None:
+def relay(pipe: Any, place: str, store: Mapping[str, Any] | None) -> None:
     """Read the place once, then cut for each rank that asks; None: say how much memory that took at most, and end."""
-    with folder.open_reader(place, producers=1, options=ReadOptions(acknowledge="call")) as reader:
+    options = ReadOptions(acknowledge="call")
+    with (
+        folder.open_reader(place, producers=1, options=options)
+        if store is None
+        else mooncake.open_reader(place, store=store, producers=1, options=options)
+    ) as reader:
         held = list(reader)
     pipe.send("ready")
     while (shard := pipe.recv()) is not None:
@@ -65,9 +71,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def served(place: str, count: int) -> tuple[list[bytes], int]:
-    """What a relay sends to the first ranks, and the most memory that it took, in kB."""
+    """What a relay over a folder sends to the first ranks, and the most memory that it took, in kB."""
+    return sent_by_relay(place, count)
+
+
+def sent_by_relay(place: str, count: int, store: Mapping[str, Any] | None = None) -> tuple[list[bytes], int]:
+    """What a relay sends to the first ranks, and the most memory that it took, in kB; ``store``: over Mooncake."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=relay, args=(theirs, place))
+    process = multiprocessing.get_context("spawn").Process(target=relay, args=(theirs, place, store))
     process.start()
     assert "ready" == ours.recv()
     sent = []
@@ -87,8 +98,13 @@ def trained_on(batch: RouteBatch) -> int:
 
 def test_a_rank_is_sent_what_it_trains_on(place: str) -> None:
     """At CP2 x PP4 x DP8 at most 1.1x of its tensors' bytes; they are those of a cut of the whole."""
+    sent, _ = served(place, CP * PP * DP)
+    require_own_parts(sent)
+
+
+def require_own_parts(sent: list[bytes]) -> None:
+    """Every rank was sent its own rows, and little else."""
     wanted = list(shards())
-    sent, _ = served(place, len(wanted))
     assert CP * PP * DP == len(sent)
     for data in sent:
         batches: list[RouteBatch] = pickle.loads(data)

@@ -24,6 +24,7 @@ from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.schema import FORMAT_VERSION, FORMATS
 from routeplane.record.spans import Capture, CaptureState, Sampling, Span
 from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import WeightsMeaning
 from routeplane.stream import IpcReader, new_stream, open_stream
 from tests.format import reference
 from tests.format.documents import SCHEMAS, dump, load, record_json, spec_json, spec_of
@@ -36,6 +37,8 @@ GOLDENS = {"1.0": SCHEMAS / "golden", "1.1": SCHEMAS / "golden-1.1"}
 
 #: A wide stride for the ids of a row, prime to every width below.
 STRIDE = 11
+#: What ``weights_of`` makes.
+PROBABILITIES = WeightsMeaning(score="softmax", renormalised=False, scaling="none", multiplied="after", dtype="float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +241,7 @@ def kept_ids(tokens: int, *, prompt: int, token_ids: list[int]) -> dict[str, Ali
 
 def weights_of(routes_SLK: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Routing weights float32: by slot, NaN where the row is MISSING."""
-    weights_SLK = np.broadcast_to(1 / (2 + np.arange(routes_SLK.shape[2])), routes_SLK.shape).astype(np.float32)
+    weights_SLK = np.broadcast_to(1 / (4 << np.arange(routes_SLK.shape[2])), routes_SLK.shape).astype(np.float32)
     return np.where(routes_SLK == MISSING, np.float32(np.nan), weights_SLK)
 
 
@@ -266,7 +269,12 @@ def every_column(spec: RouteSpec, tokens: int, *, sample: int) -> RouteRecord:
         **kept_ids(tokens, prompt=2, token_ids=ids),
     }
     return one_call(
-        spec, tokens, sample=sample, routes=routes_SLK, columns=columns, attributes={"weights_meaning": "made up"}
+        spec,
+        tokens,
+        sample=sample,
+        routes=routes_SLK,
+        columns=columns,
+        attributes={"weights_meaning": PROBABILITIES.to_text()},
     )
 
 

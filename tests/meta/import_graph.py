@@ -49,8 +49,11 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
+    # ``probe`` runs the checks of the engine's contract, which need no test runner
+    ("cli", "testing.contracts.engine_contract"),
     # capture reads the selection of a live gate, replay forces it: one probe finds both
     ("replay", "capture.gates"),
+    ("replay", "capture.weights"),
 }
 
 # the demo's two processes; `demo` itself starts them, and stays light for the command line
@@ -73,6 +76,7 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "logprobs")),
         "replay",
         "capture.gates",
+        "capture.weights",
         "capture.transformers",
         "inspect.audit",
         "record.meta_model",
@@ -121,6 +125,7 @@ DEFERRED = {
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "cli": "a command loads only what it runs",
+    "testing.plugin": "it loads in every run of pytest, and hypothesis loads it",
 }
 
 

@@ -6,7 +6,7 @@ import io
 import itertools
 import pickle
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from routeplane.record.assembly import UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.prefixes import as_delta, resolve
 from routeplane.record.record import RouteRecord
+from routeplane.record.validate import Scaling, Score, WeightsMeaning, as_float32, illegal_weights
 from routeplane.stream import new_stream, open_stream
 from routeplane.testing.builders import watermark, watermarked_record
 from tests.plain_columns import KINDS, NARROW, WIDE, column, column_record, columns, entry, lists_of, plain
@@ -205,6 +206,7 @@ def test_flipped_bits_are_found() -> None:
     assert 0 == silent
 
 
+HALVES = WeightsMeaning(score="softmax", renormalised=True, scaling="none", multiplied="after", dtype="float32")
 WEIGHTS = np.full((5, 2, 2), 0.5, dtype=np.float32)
 WEIGHTS[-1] = np.nan
 
@@ -212,6 +214,8 @@ BAD_WEIGHTS = {
     "nan_where_there_is_a_row": (np.where(np.arange(5)[:, None, None] == 1, np.nan, WEIGHTS), ("layers", "topk")),
     "a_number_where_there_is_none": (np.nan_to_num(WEIGHTS, nan=0.5), ("layers", "topk")),
     "infinite": (np.where(np.arange(5)[:, None, None] == 1, np.inf, WEIGHTS), ("layers", "topk")),
+    "negative": (np.where(np.arange(5)[:, None, None] == 1, [-0.5, 1.5], WEIGHTS), ("layers", "topk")),
+    "of_another_sum": (np.where(np.arange(5)[:, None, None] == 1, 0.4, WEIGHTS), ("layers", "topk")),
     "one_layer": (WEIGHTS[:, :1], ("layers", "topk")),
     "other_axes": (WEIGHTS, ("topk", "layers")),
 }
@@ -222,14 +226,107 @@ def test_weights_that_contradict_the_rows(name: str) -> None:
     """Routing weights are NaN exactly where the row is MISSING, and of the record's layers."""
     values, axes = BAD_WEIGHTS[name]
     record = watermarked_record(0, num_tokens=5, spec=WIDE)
-    meaning = {"weights_meaning": "softmax"}
+    meaning = {"weights_meaning": HALVES.to_text()}
     good = AlignedColumn.of(WEIGHTS, aligned="fed", axes=("layers", "topk"))
     replace(record, columns={"route_weights": good}, attributes=meaning, checksum=None).without_routes().verify()
     bad = AlignedColumn.of(np.asarray(values, dtype=np.float32), aligned="fed", axes=axes)
-    for weights, attributes in ((bad, meaning), (good, {})):
+    for weights, attributes in ((bad, meaning), (good, {}), (good, {"weights_meaning": "softmax"})):
         with pytest.raises(DataError) as caught:
             replace(record, columns={"route_weights": weights}, attributes=attributes, checksum=None)
         assert caught.value.kind is ErrorKind.TOKEN_COLUMN
+
+
+SCALED = WeightsMeaning(
+    score="sigmoid", renormalised=True, scaling="in", factor=2.5, multiplied="after", dtype="float32"
+)
+CANONICAL = '{"dtype":"float32","factor":2.5,"multiplied":"after","renormalised":true,"scaling":"in","score":"sigmoid"}'
+
+
+def test_meaning_as_text() -> None:
+    """The text is canonical: one meaning, one text."""
+    assert CANONICAL == SCALED.to_text()
+    assert SCALED == WeightsMeaning.from_text(CANONICAL)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "softmax",
+        "[]",
+        CANONICAL.replace('"score":"sigmoid"', '"score":"relu"'),
+        CANONICAL.replace('"scaling":"in"', '"scaling":true'),
+        CANONICAL.replace('"scaling":"in"', '"scaling":"none"'),
+        CANONICAL.replace("true", "1"),
+        CANONICAL.replace("2.5", "2"),
+        CANONICAL.replace("2.5", "2.50"),
+        CANONICAL.replace("2.5", "0.0"),
+        CANONICAL.replace("2.5", "NaN"),
+        CANONICAL.replace("2.5", "Infinity"),
+        CANONICAL.replace("float32", "float64"),
+        CANONICAL.replace('"after"', '"behind"'),
+        CANONICAL.replace('"after"', '["after"]'),
+        CANONICAL.replace('"dtype":"float32",', ""),
+        CANONICAL.replace("{", '{"bias":"in",'),
+        CANONICAL.replace("{", '{"dtype":"float32",'),
+        CANONICAL.replace(",", ", "),
+    ],
+)
+def test_meaning_of_another_form(text: str) -> None:
+    """Keys that are absent, unknown or twice, values that do not exist, and another spelling are refused."""
+    with pytest.raises(DataError, match="expected weights_meaning with") as caught:
+        WeightsMeaning.from_text(text)
+    assert ErrorKind.TOKEN_COLUMN is caught.value.kind
+
+
+MEANINGS = [
+    WeightsMeaning(
+        score=score,
+        renormalised=renormalised,
+        scaling=scaling,
+        factor=1.0 if scaling == "none" else 2.5,
+        multiplied="after",
+        dtype=dtype,
+    )
+    for score in get_args(Score)
+    for renormalised in (False, True)
+    for scaling in get_args(Scaling)
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize("meaning", MEANINGS, ids=str)
+def test_weights_of_every_meaning(meaning: WeightsMeaning) -> None:
+    """Weights computed as the meaning says are legal, and the same ones are not where their factor is doubled."""
+    logits_SLE = np.random.default_rng(0).normal(size=(50, 2, 8)).astype(np.float32)
+    scores_SLE = 1 / (1 + np.exp(-logits_SLE))
+    if meaning.score == "softmax":
+        scores_SLE = np.exp(logits_SLE) / np.exp(logits_SLE).sum(axis=2, keepdims=True)
+    weights_SLK = np.sort(scores_SLE, axis=2)[..., -3:]
+    if meaning.renormalised:
+        weights_SLK = weights_SLK / weights_SLK.sum(axis=2, keepdims=True)
+    if meaning.scaling == "in":
+        weights_SLK = weights_SLK * np.float32(2.5)
+    stored = weights_SLK.astype(np.float32)
+    if meaning.dtype == "bfloat16":
+        stored = ((stored.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+    there = np.zeros((50, 2), dtype=np.bool_)
+    assert not illegal_weights(stored, there, meaning=meaning).any()
+    assert illegal_weights(as_float32(stored) * np.float32(3), there, meaning=meaning).any()
+    assert illegal_weights(stored, ~there, meaning=meaning).all()
+
+
+def test_conversion_of_weights() -> None:
+    """What arithmetic can reach is converted; the rest is refused with what differs."""
+    plain = replace(SCALED, renormalised=False, scaling="out")
+    assert (False, 1.0) == SCALED.steps_to(SCALED)
+    assert (True, 2.5) == plain.steps_to(SCALED)
+    assert (False, 0.4) == SCALED.steps_to(replace(SCALED, scaling="out"))
+    assert (True, 1.0) == replace(SCALED, renormalised=False).steps_to(replace(SCALED, scaling="out"))
+    others: dict[str, Any] = {"score": "softmax", "multiplied": "before", "factor": 2.0, "renormalised": False}
+    for name, value in others.items():
+        with pytest.raises(DataError, match=name):
+            SCALED.steps_to(replace(SCALED, **{name: value}))
 
 
 MASKS = {

@@ -19,6 +19,7 @@ from routeplane.stream import mooncake as carrier
 from routeplane.stream.blocks import BlockLimits
 from routeplane.testing.builders import SPEC, sample
 from routeplane.testing.contracts import CarrierContract
+from tests.batch import test_rank_local_reads as rank_local
 
 # one master for the file
 pytestmark = pytest.mark.xdist_group("mooncake")
@@ -133,6 +134,21 @@ def test_a_key_that_exists_is_not_taken_for_a_block_of_ours(tmp_path: Path, port
     assert ErrorKind.WRITER == caught.value.kind
     client.store.remove(blocks._key(0), True)
     client.close()
+
+
+def test_ranks_behind_a_relay_are_sent_what_they_train_on(tmp_path: Path, port: int) -> None:
+    """Objects are fetched whole, once, by the relay; each of 64 ranks is sent its own rows, layers and tokens."""
+    settings, place = settings_of(port, segment=0), tmp_path / "place"
+    with carrier.open_writer(place, rank_local.SPEC, store=settings, run="run", producer="p") as writer:
+        for record in rank_local.records():
+            writer.write(record)
+    sent, _ = rank_local.sent_by_relay(str(place), 64, store=settings)
+    client = carrier.Client(settings)
+    document = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+    assert client.store.remove_by_regex(f"^{document['place']}/.*") > 0
+    client.close()
+
+    rank_local.require_own_parts(sent)
 
 
 def test_blocks_are_pinned_and_a_full_store_is_an_error(tmp_path: Path, port: int) -> None:

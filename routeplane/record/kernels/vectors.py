@@ -189,8 +189,9 @@ def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, in
     looks = min(looks, count)
     draws = looks * top_k
     # so many rows of a layer that chooses evenly among ``width`` experts are enough to tell, with a tenth to spare
+    highest, few = 0, top_k + top_k // 2 + 1
     probe = 1
-    while probe < looks and 10 * draws * draws < (top_k + 1) * (
+    while probe < looks and 10 * draws * draws < few * (
         11 * probe * top_k * (width + probe * top_k) // width + 10 * top_k * (looks * looks - probe * probe)
     ):
         probe += 1
@@ -209,17 +210,18 @@ def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, in
                     if expert < 0 or expert >= width:
                         return False
                     load_E[expert] += 1
+                    highest = max(highest, expert)
                 seen += 1
             agreeing = 0
             for expert in range(width):
                 agreeing += load_E[expert] * load_E[expert]
             # no later row can add more than one that repeats all before it
-            if draws * draws >= (top_k + 1) * (agreeing + top_k * (looks * looks - seen * seen)):
+            if draws * draws >= few * (agreeing + top_k * (looks * looks - seen * seen)):
                 break
             if seen == looks:
                 return False
             stop = min(looks, seen + 3)
-    return True
+    return highest >= (width + 1) // 2
 
 
 @compiled
