@@ -23,9 +23,10 @@ from transformers import GenerationConfig
 
 from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.gates import Gate, SelectionMode, find_gates
+from routeplane.capture.weights import WeightSite, find_weights, meaning_of
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record import spans
-from routeplane.record.aligned import AlignedColumn, mask_columns
+from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn, mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
 from routeplane.record.spec import RouteSpec
@@ -43,6 +44,9 @@ class Sampling:
     """How tokens are drawn and when a sequence ends, whatever the model's generation configuration says.
 
     Attributes:
+        route_weights: what records keep of the weights that the chosen experts got: None nothing; ``float32`` the
+            router's own values (those of a router that computes in bfloat16 as bfloat16 bits, which loses nothing);
+            ``bfloat16`` values rounded to bfloat16, half as large. Their meaning is observed, and kept beside them.
         temperature: 0 decodes greedily.
         top_p: Mass of the most likely tokens that are kept; 1 keeps all.
         top_k: How many of the most likely tokens are kept; 0 keeps all.
@@ -52,7 +56,7 @@ class Sampling:
         eos_token_id: The only tokens that end a sequence early.
         pad_token_id: Fills prompts of a batch from the left; its rows are dropped.
 
-    Raises UsageError for values out of range, cuts with raw log-probabilities, and processed ones without a
+    Raises UsageError for values out of range or unknown, cuts with raw log-probabilities, and processed ones without a
     temperature.
 
     >>> Sampling(temperature=0.8, top_p=0.9, logprobs_mode="processed").stops
@@ -66,8 +70,11 @@ class Sampling:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int = 0
+    route_weights: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
+        if self.route_weights not in (None, "float32", "bfloat16"):
+            raise refused("route_weights of (None, 'float32', 'bfloat16')", repr(self.route_weights))
         if self.logprobs_mode not in ("raw", "processed"):
             raise refused("logprobs_mode of ('raw', 'processed')", repr(self.logprobs_mode))
         if not (0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p < 1):
@@ -115,10 +122,26 @@ class GateTape:
     def __init__(self, spec: RouteSpec) -> None:
         self._spec = spec
         self._forwards: list[dict[int, torch.Tensor]] = []
+        self._weights: list[dict[int, torch.Tensor]] = []
+        #: what the weights are (``attributes["weights_meaning"]``); None where they are not kept
+        self.weights_meaning: str | None = None
 
     def begin(self) -> None:
         """A forward of the whole model starts."""
         self._forwards.append({})
+        self._weights.append({})
+
+    def weigh(self, layer_id: int, weights_NK: torch.Tensor) -> None:
+        """Keep the weights of one gate's last choice, in the order of its ids and in their own type."""
+        self._weights[-1][layer_id] = weights_NK.detach().to("cpu", copy=True)
+
+    def weights(self, stored: Literal["float32", "bfloat16"]) -> list[NDArray[Any]]:
+        """One array ``[N, L, K]`` per forward: float32, or uint16 bits of bfloat16 where the gates' type is that or
+        ``stored`` asks for it, which rounds."""
+        steps = [torch.stack([step[layer] for layer in self._spec.layer_ids], dim=1) for step in self._weights]
+        if stored == "bfloat16" or any(step.dtype == torch.bfloat16 for step in steps):
+            return [step.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16) for step in steps]
+        return [step.float().numpy() for step in steps]
 
     def add(self, layer_id: int, indices_NK: torch.Tensor) -> None:
         """Keep one gate's choice of one forward; copied to the host as int32, so the model may reuse its own.
@@ -145,21 +168,27 @@ class GateTape:
 
 
 @contextmanager
-def taping(model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = ()) -> Iterator[GateTape]:
+def taping(
+    model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = (), weights: bool = False
+) -> Iterator[GateTape]:
     """Record every gate's choice in the forwards of a ``with`` body, which must be forwards of ``model`` itself.
 
     Gates are found by what they do (``routeplane.capture.gates``): the model is probed first, and left as it was.
-    ``leave_live``: routers that are not recorded, as there.
+    ``leave_live``: routers that are not recorded, as there. ``weights``: whether to keep the weights of the chosen
+    experts too; the tape says what they are (``weights_meaning``).
 
-    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, SpecError where the model's gates are not
+    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, or whose weights cannot be told, SpecError where the model's gates are not
     the spec's (layers, E, K).
     """
     gates = find_gates(model, leave_live=leave_live)
     spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
     tape = GateTape(spec)
+    sites: Sequence[WeightSite | None] = find_weights(model, gates) if weights else [None] * len(gates)
+    known = [site for site in sites if site is not None]
+    tape.weights_meaning = meaning_of(known).to_text() if known else None
     handles = [_inner_model(model, gates).register_forward_pre_hook(lambda module, args: tape.begin())]
-    for gate, module in gates:
-        handles += _tape_gate(gate, module, tape)
+    for (gate, module), site in zip(gates, sites, strict=True):
+        handles += _tape_gate(gate, module, tape, site)
     try:
         yield tape
     finally:
@@ -184,12 +213,14 @@ def _spec_of(gates: Sequence[tuple[Gate, nn.Module]], spec: RouteSpec) -> RouteS
     return RouteSpec(num_experts=num_experts, top_k=max(top_ks), layer_ids=layer_ids, model=spec.model)
 
 
-def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape) -> list[Any]:
+def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape, site: WeightSite | None) -> list[Any]:
     """Two hooks that watch the gate's selection while its forward runs; its answer stays its own."""
     open_modes: list[SelectionMode] = []
+    chosen: list[torch.Tensor] = []
 
     def keep(scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> None:
         tape.add(gate.layer_id, live())
+        chosen.append(live())
 
     def enter(module: nn.Module, args: object) -> None:
         open_modes.append(SelectionMode(gate, keep))
@@ -197,6 +228,9 @@ def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape) -> list[Any]:
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if site is not None and output is not None and chosen:
+            tape.weigh(gate.layer_id, site.read(output, chosen[-1]))
+        chosen.clear()
 
     return [
         module.register_forward_pre_hook(enter),
@@ -219,29 +253,47 @@ def calls(
 
     ``model``: a Transformers causal language model in evaluation mode. ``max_tokens``: most tokens generated for a
     prompt. ``seed``: of all draws; the global random state is left as it was. ``call_ids``: default ``call-0``, ...
-    The calls own their arrays.
+    The calls own their arrays. With ``sampling.route_weights`` they have a column ``route_weights``; a call has no
+    place to say what these are: ``records`` does, or ``assemble(attributes={"weights_meaning": ...})`` with the tape's.
 
     Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
     names = sample_names(call_ids, len(prompts), stem="call")
+    options = _CallOptions(max_tokens=max_tokens, seed=seed, sampling=sampling, weights_version=weights_version)
+    return _sample(model, prompts, spec=spec, names=names, options=options)[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CallOptions:
+    max_tokens: int
+    seed: int
+    sampling: Sampling
+    weights_version: int
+
+
+def _sample(
+    model: Any, prompts: Sequence[Sequence[int]], *, spec: RouteSpec, names: Sequence[str], options: _CallOptions
+) -> tuple[list[ModelCall], str | None]:
+    """The calls, and what their routing weights are."""
+    sampling, max_tokens = options.sampling, options.max_tokens
     if model.training:
         raise refused(
             "a model in evaluation mode",
             "one that trains: its rows and log-probabilities are of dropped-out activations",
         )
-    check_requests(prompts, names, max_tokens=max_tokens, temperature=sampling.temperature, seed=seed)
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=sampling.temperature, seed=options.seed)
     inputs, mask = _left_padded(prompts, sampling.pad_token_id)
     config = _generation_config(sampling, max_tokens=max_tokens)
     device = next(model.parameters()).device
     # manual_seed seeds every accelerator that is there, whichever the model is on
     devices = list(range(torch.accelerator.device_count()))
     with (
-        taping(model, spec) as tape,
+        taping(model, spec, weights=sampling.route_weights is not None) as tape,
         torch.random.fork_rng(devices=devices),
         torch.inference_mode(),
         _without_defaults(model),
     ):
-        torch.manual_seed(seed)
+        torch.manual_seed(options.seed)
         output = model.generate(inputs.to(device), attention_mask=mask.to(device), generation_config=config)
     width = inputs.shape[1]
     generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
@@ -250,25 +302,36 @@ def calls(
     logprobs_BG = _sampled_logprobs(logits, output.sequences[:, width:])
     how = sampling.of_span()
     forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
+    weights = None if sampling.route_weights is None else tape.weights(sampling.route_weights)
     found = []
     for index, prompt in enumerate(prompts):
         length = _generated_length(generated_BG[index], sampling.stops)
         tokens_G = generated_BG[index, :length]
-        masks = _masks(output.scores, index, tokens_G, prompt=len(prompt), how=how, call=names[index])
+        columns = _masks(output.scores, index, tokens_G, prompt=len(prompt), how=how, call=names[index])
+        if weights is not None:
+            rows = _rows_of(weights, index, prompt=len(prompt), width=width, generated=length)
+            columns["route_weights"] = _weights_column(rows)
         found.append(
             ModelCall(
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
                 generation_ids=tokens_G,
                 routes=_rows_of(forwards, index, prompt=len(prompt), width=width, generated=length),
                 layer_ids=spec.layer_ids,
-                weights_version=weights_version,
+                weights_version=options.weights_version,
                 call_id=names[index],
                 logprobs=logprobs_BG[index, :length],
-                columns=masks,
+                columns=columns,
                 sampling=how,
             )
         )
-    return found
+    return found, tape.weights_meaning
+
+
+def _weights_column(rows: NDArray[Any]) -> AlignedColumn:
+    """The weights of a call's rows, and NaN at its last token, which was not fed."""
+    nan = BFLOAT16_NAN if rows.dtype == np.uint16 else np.nan
+    last = np.full((1, *rows.shape[1:]), nan, dtype=rows.dtype)
+    return AlignedColumn.of(np.concatenate([rows, last]), aligned="fed", axes=("layers", "topk"), name="route_weights")
 
 
 def records(
@@ -287,19 +350,13 @@ def records(
     ``sample_ids``: default ``sample-0``, ... Raises as ``calls``.
     """
     names = sample_names(sample_ids, len(prompts))
-    found = calls(
-        model,
-        prompts,
-        spec=spec,
-        max_tokens=max_tokens,
-        seed=seed,
-        sampling=sampling,
-        weights_version=weights_version,
-        call_ids=names,
-    )
-    mode = {"logprobs_mode": sampling.logprobs_mode}
+    options = _CallOptions(max_tokens=max_tokens, seed=seed, sampling=sampling, weights_version=weights_version)
+    found, meaning = _sample(model, prompts, spec=spec, names=names, options=options)
+    attributes: dict[str, str] = {"logprobs_mode": sampling.logprobs_mode}
+    if meaning is not None:
+        attributes["weights_meaning"] = meaning
     return [
-        assemble([call], spec, sample_id=name, attributes=mode).records[0]
+        assemble([call], spec, sample_id=name, attributes=attributes).records[0]
         for call, name in zip(found, names, strict=True)
     ]
 
@@ -390,9 +447,7 @@ def _generated_length(tokens_G: NDArray[np.int32], stops: Sequence[int]) -> int:
     return int(ends[0]) + 1 if ends.size else len(tokens_G)
 
 
-def _rows_of(
-    forwards: Sequence[NDArray[np.int32]], index: int, *, prompt: int, width: int, generated: int
-) -> NDArray[np.int32]:
+def _rows_of(forwards: Sequence[NDArray[Any]], index: int, *, prompt: int, width: int, generated: int) -> NDArray[Any]:
     """Rows of one sequence in token order: its unpadded part of the prefill, then one row per later forward."""
     start = index * width + width - prompt
     prefill = forwards[0][start : start + prompt]
