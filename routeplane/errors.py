@@ -140,6 +140,8 @@ class ErrorKind(StrEnum):
     STORAGE = "storage"  # an object store did not answer, or refused
     # replay again
     PACKING = "packing"  # a model that mixes packed sequences
+    # alarms again
+    UNUSED_EXPERTS = "unused_experts"  # no layer uses the upper half of its experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

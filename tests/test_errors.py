@@ -102,6 +102,7 @@ RELEASED_KINDS = [
     "rolled_back",
     "storage",
     "packing",
+    "unused_experts",
 ]
 
 CLASSES: list[type[RouteplaneError]] = [getattr(errors, name) for name in TREE]

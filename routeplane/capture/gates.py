@@ -285,7 +285,7 @@ def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
     rows = [0]
     names = {id(module): path for path, module in model.named_modules()}
 
-    def enter(module: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+    def enter(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         stack.append(names[id(module)])
         if not rows[0]:
             rows[0] = _count_rows(args, kwargs)
@@ -316,15 +316,10 @@ def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
     return watch.rows, [each for each in watch.seen if each.path in modules and _LAYER.search(each.path)]
 
 
-def _count_rows(args: object, kwargs: Mapping[str, object]) -> int:
-    values = [*(args if isinstance(args, tuple) else ()), *kwargs.values()]
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
-            return int(value.numel())
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return int(value.numel() // value.shape[-1])
-    return 0
+def _count_rows(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int:
+    values = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim() >= 2]
+    ids = [each.numel() for each in values if each.dim() == 2 and not each.is_floating_point()]
+    return int((ids or [each.numel() // each.shape[-1] for each in values] or [0])[0])
 
 
 def _is_left(path: str, leave_live: Sequence[str]) -> bool:
@@ -411,47 +406,56 @@ def _refused(observed: str, path: str, module: nn.Module | None = None) -> Repla
 # ---- leave no trace -------------------------------------------------------------------------------------------------
 
 
+#: modules and their instance attributes; tensors among these (token counters) with a copy of their values
+_State = list[tuple[nn.Module, dict[str, tuple[object, torch.Tensor | None]]]]
+#: what torch keeps in a module; other names with an underscore are a library's own (a call's token ids, loads)
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+
+
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no autocast of compiled code, and everything that a forward may change put back."""
-    modules = list(model.modules())
-    training = [module.training for module in modules]
-    state = [_plain_state(module) for module in modules]
+    state = _plain_state(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = list(range(torch.accelerator.device_count()))
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         try:
-            for module in modules:
+            for module, _ in state:
                 module.training = False
             yield
         finally:
-            with torch.no_grad():
-                for buffer, kept in buffers:
-                    if not torch.equal(buffer, kept):
-                        buffer.copy_(kept)
-            for module, flag, values in zip(modules, training, state, strict=True):
-                module.training = flag
-                _restore(module, values)
+            for buffer, kept in buffers:
+                _put_back(buffer, kept)
+            _restore(state)
 
 
-def _plain_state(module: nn.Module) -> dict[str, tuple[object, torch.Tensor | None]]:
-    """Instance attributes, tensors among them (token counters) with a copy of their values."""
-    return {
-        name: (value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
-    }
+def _plain_state(root: nn.Module) -> _State:
+    def kept(value: object) -> tuple[object, torch.Tensor | None]:
+        return value, value.detach().clone() if isinstance(value, torch.Tensor) else None
+
+    def plain(found: dict[str, object]) -> Iterator[tuple[str, object]]:
+        for name, value in found.items():
+            if name[0] != "_" or (isinstance(value, torch.Tensor | int | float | None) and name not in _TORCHS_OWN):
+                yield name, value
+
+    return [(each, {name: kept(value) for name, value in plain(vars(each))}) for each in root.modules()]
 
 
-def _restore(module: nn.Module, values: Mapping[str, tuple[object, torch.Tensor | None]]) -> None:
-    own = vars(module)
-    for name in [name for name in own if not name.startswith("_") and name != "training" and name not in values]:
-        del own[name]
-    for name, (value, kept) in values.items():
-        own[name] = value
-        if kept is not None and isinstance(value, torch.Tensor) and not torch.equal(value, kept):
-            with torch.no_grad():
-                value.copy_(kept)
+def _restore(state: _State) -> None:
+    for module, values in state:
+        own = vars(module)
+        for name in [name for name in own if not name.startswith("_") and name not in values]:
+            del own[name]
+        for name, (value, kept) in values.items():
+            own[name] = value
+            if kept is not None and isinstance(value, torch.Tensor):
+                _put_back(value, kept)
+
+
+@torch.no_grad()
+def _put_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
+    if not torch.equal(tensor, kept):
+        tensor.copy_(kept)
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -499,6 +503,8 @@ class _Trial:
     rows: int
     observed: str = ""
     called: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
+    #: attributes of the block's modules when it was called: what a model tells a gate beside its arguments (token ids)
+    told: _State = field(default_factory=list)
     done: bool = False
 
     @property
@@ -517,6 +523,7 @@ class _Trial:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.called = copied(args), copied(kwargs)
+            self.told = _plain_state(module)
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if not self.done:
@@ -537,6 +544,7 @@ class _Trial:
         """The block's forward; ``ids_NK`` None leaves the gate live."""
         seen = _Sight(self.gate, ids_NK)
         args, kwargs = copied(self.called[0]), copied(self.called[1])
+        _restore(self.told)
         torch.manual_seed(seed)
         with seen.within(self.scope, whole=self.scope is self.block):
             output = self.block.forward(*args, **kwargs)
@@ -565,9 +573,8 @@ class _Trial:
         if live.hits != 1:
             return f"{live.hits} selections in one call"
         same = torch.equal(forced[0].scores_NE, forced[1].scores_NE)
-        if same and not _close(forced[0].output_NH, forced[1].output_NH):
-            return "random numbers behind the selection: two calls with the same forced ids differ"
-        return ""
+        noisy = same and not _close(forced[0].output_NH, forced[1].output_NH)
+        return "random numbers behind the selection: two calls with the same forced ids differ" if noisy else ""
 
     def _own(self, live: _Outcome) -> str:
         forced, again = self.run(live.live_NK), self.run(None)
@@ -578,18 +585,15 @@ class _Trial:
 
     def _obeys(self, live: _Outcome) -> str:
         forced = self.run(self.other(live))
-        if bool((live.output_NH - forced.output_NH).abs().amax() == 0):
-            return "an output that does not follow forced ids"
-        return ""
+        return "an output that does not follow forced ids" if torch.equal(live.output_NH, forced.output_NH) else ""
 
     def _alone(self, live: _Outcome) -> str:
         other = self.other(live)
         crowd = other[-1:].expand_as(other).contiguous()
         mixed = live.live_NK.clone()
         mixed[-1] = other[-1]
-        if not _close(self.run(crowd).output_NH[-1], self.run(mixed).output_NH[-1]):
-            return "a row that changes when other rows choose the same experts, as under an expert capacity"
-        return ""
+        alone = _close(self.run(crowd).output_NH[-1], self.run(mixed).output_NH[-1])
+        return "" if alone else "a row that changes when other rows choose the same experts (an expert capacity)"
 
     def _weights(self, live: _Outcome) -> str:
         other = self.other(live)
@@ -683,28 +687,24 @@ class _Sight:
     def within(self, scope: nn.Module, *, whole: bool) -> Iterator[None]:
         """Watch the forward of a module; ``whole``: of what runs in the body."""
         modes = (SelectionMode(self.gate, self.choose), _FirstLogits(self))
+        inside = ExitStack()
 
         def enter(*_: object) -> None:
             for mode in modes:
-                mode.__enter__()  # type: ignore[no-untyped-call]
+                inside.enter_context(mode)
 
         def leave(*_: object) -> None:
-            for mode in reversed(modes):
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            inside.close()
 
-        if whole:
-            enter()
-            try:
-                yield
-            finally:
-                leave()
-            return
-        handles = (scope.register_forward_pre_hook(enter), scope.register_forward_hook(leave, always_call=True))
+        hooks = (scope.register_forward_pre_hook(enter), scope.register_forward_hook(leave, always_call=True))
         try:
+            if whole:  # its body alone runs, no hook
+                enter()
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            leave()
+            for hook in hooks:
+                hook.remove()
 
 
 class _FirstLogits(TorchFunctionMode):
@@ -725,10 +725,8 @@ class _FirstLogits(TorchFunctionMode):
         if (
             self.seen.logits_NE is None
             and isinstance(result, torch.Tensor)
-            and result.requires_grad
             and result.dim() >= 2
             and result.shape[-1] == self.seen.gate.num_experts
-            and not isinstance(result, nn.Parameter)
             and result.grad_fn is not None
             and result.numel() > self.seen.gate.num_experts
         ):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["LayerAxis", "rows_from_axis", "rows_from_layers", "rows_from_slots", "rows_without_filler"]
+__all__ = [
+    "LayerAxis",
+    "LayerOrder",
+    "orders_of_axis",
+    "rows_from_axis",
+    "rows_from_layers",
+    "rows_from_slots",
+    "rows_without_filler",
+]
 
 #: What axis 1 of an engine's array counts: every decoder layer, or the spec's layers alone.
 LayerAxis = Literal["decoder", "captured"]
@@ -166,6 +174,35 @@ def rows_without_filler(
             array_SDK[start:stop], spec, axis=axis, first_row=first_token + start, call=call
         )
     return rows_SLK
+
+
+class LayerOrder(NamedTuple):
+    """An order that a layer axis has by mistake: layer ``d`` stands in slot ``source[d]``.
+
+    ``by``: how far all layers moved, around the end; None where the axis is reversed.
+
+    >>> str(LayerOrder(source=(1, 2, 0), by=1))
+    'layers that stand 1 too high'
+    """
+
+    source: tuple[int, ...]
+    by: int | None
+
+    def __str__(self) -> str:
+        if self.by is None:
+            return "the last layer first"
+        return f"layers that stand {abs(self.by)} too {'high' if self.by > 0 else 'low'}"
+
+
+def orders_of_axis(depth: int) -> list[LayerOrder]:
+    """The orders that an axis of ``depth`` layers has by mistake, the shortest moves first, and the reversed axis last.
+
+    >>> [order.source for order in orders_of_axis(3)]
+    [(2, 0, 1), (1, 2, 0), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+    """
+    shifts = [by for by in sorted(range(1 - depth, depth), key=abs) if by]
+    moved = [LayerOrder(tuple((layer + by) % depth for layer in range(depth)), by) for by in shifts]
+    return [*moved, LayerOrder(tuple(reversed(range(depth))), None)]
 
 
 def _check_range(

@@ -5,6 +5,8 @@ prefill's rows are those of the left-padded prompts, every later forward brings 
 model is changed, and the hooks are gone when the call returns. No server is needed, so this is also the reference that
 other engines are compared with.
 
+A request may be a record: its tokens are fed again, the gates follow its rows, and sampling goes on behind them.
+
 Axes: B sequences, P prompt tokens (padded), G generated tokens, N token rows of one forward, L captured layers, K
 slots.
 """
@@ -13,28 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.gates import Gate, SelectionMode, find_gates
+from routeplane.capture.resuming import extend, require_resumable
 from routeplane.capture.weights import WeightSite, find_weights, meaning_of
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record import spans
 from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn, mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
-from routeplane.record.spec import RouteSpec
+from routeplane.record.record import RouteRecord
+from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from routeplane.record.record import RouteRecord
 
 __all__ = ["GateTape", "Sampling", "calls", "records", "taping"]
 
@@ -119,8 +122,9 @@ class GateTape:
     [[[3, 1]]]
     """
 
-    def __init__(self, spec: RouteSpec) -> None:
+    def __init__(self, spec: RouteSpec, *, follow: Sequence[NDArray[Any]] = ()) -> None:
         self._spec = spec
+        self._follow = follow
         self._forwards: list[dict[int, torch.Tensor]] = []
         self._weights: list[dict[int, torch.Tensor]] = []
         #: what the weights are (``attributes["weights_meaning"]``); None where they are not kept
@@ -155,6 +159,28 @@ class GateTape:
             )
         self._forwards[-1][layer_id] = indices_NK.detach().to("cpu", torch.int32, copy=True)
 
+    def choose(self, layer_id: int, live_NK: torch.Tensor) -> torch.Tensor | None:
+        """Keep what a gate uses: the ids to follow, where this forward has some, else its own ``live_NK``.
+
+        Returns int64 ``[N, K]``, or None where the gate is to go on with its own. Raises CaptureError for another
+        number of rows than there are to follow (ROW_COUNT), else as ``add``.
+        """
+        number = len(self._forwards) - 1
+        if not 0 <= number < len(self._follow):
+            self.add(layer_id, live_NK)
+            return None
+        rows_NK = torch.from_numpy(np.ascontiguousarray(self._follow[number][:, self._spec.slot(layer_id)], np.int64))
+        if rows_NK.shape != live_NK.shape:
+            raise CaptureError(
+                f"expected {len(rows_NK)} token rows in forward {number}, as there are to follow, got {len(live_NK)} "
+                f"@ layer {layer_id}",
+                kind=ErrorKind.ROW_COUNT,
+            )
+        rows_NK = rows_NK.to(live_NK.device)
+        chosen_NK = torch.where(rows_NK != MISSING, rows_NK, live_NK.to(torch.int64))
+        self.add(layer_id, chosen_NK)
+        return chosen_NK
+
     def forwards(self) -> list[NDArray[np.int32]]:
         """One array ``[N, L, K]`` per forward, layers in spec order. Raises CaptureError where a gate stayed silent."""
         for number, step in enumerate(self._forwards):
@@ -169,26 +195,32 @@ class GateTape:
 
 @contextmanager
 def taping(
-    model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = (), weights: bool = False
+    model: nn.Module,
+    spec: RouteSpec,
+    *,
+    leave_live: Sequence[str] = (),
+    follow: Sequence[NDArray[Any]] = (),
+    weights: bool = False,
 ) -> Iterator[GateTape]:
     """Record every gate's choice in the forwards of a ``with`` body, which must be forwards of ``model`` itself.
 
     Gates are found by what they do (``routeplane.capture.gates``): the model is probed first, and left as it was.
-    ``leave_live``: routers that are not recorded, as there. ``weights``: whether to keep the weights of the chosen
-    experts too; the tape says what they are (``weights_meaning``).
+    ``leave_live``: routers that are not recorded, as there. ``follow``: rows ``[N, L, K]`` of the first forwards, which
+    the gates use instead of their own; a MISSING row, and every later forward, is live. ``weights``: whether to keep
+    the weights of the chosen experts too; the tape says what they are (``weights_meaning``).
 
-    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, or whose weights cannot be told, SpecError where the model's gates are not
-    the spec's (layers, E, K).
+    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, or whose weights cannot be told, SpecError
+    where the model's gates are not the spec's (layers, E, K).
     """
     gates = find_gates(model, leave_live=leave_live)
     spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
-    tape = GateTape(spec)
+    tape = GateTape(spec, follow=follow)
     sites: Sequence[WeightSite | None] = find_weights(model, gates) if weights else [None] * len(gates)
     known = [site for site in sites if site is not None]
     tape.weights_meaning = meaning_of(known).to_text() if known else None
     handles = [_inner_model(model, gates).register_forward_pre_hook(lambda module, args: tape.begin())]
     for (gate, module), site in zip(gates, sites, strict=True):
-        handles += _tape_gate(gate, module, tape, site)
+        handles += _tape_gate(gate, module, tape=tape, site=site)
     try:
         yield tape
     finally:
@@ -213,14 +245,15 @@ def _spec_of(gates: Sequence[tuple[Gate, nn.Module]], spec: RouteSpec) -> RouteS
     return RouteSpec(num_experts=num_experts, top_k=max(top_ks), layer_ids=layer_ids, model=spec.model)
 
 
-def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape, site: WeightSite | None) -> list[Any]:
-    """Two hooks that watch the gate's selection while its forward runs; its answer stays its own."""
+def _tape_gate(gate: Gate, module: nn.Module, *, tape: GateTape, site: WeightSite | None) -> list[Any]:
+    """Two hooks that watch the gate's selection while its forward runs; its answer stays its own, or the tape's."""
     open_modes: list[SelectionMode] = []
-    chosen: list[torch.Tensor] = []
+    used: list[torch.Tensor] = []
 
-    def keep(scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> None:
-        tape.add(gate.layer_id, live())
-        chosen.append(live())
+    def keep(scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        chosen_NK = tape.choose(gate.layer_id, live())
+        used[:] = [live() if chosen_NK is None else chosen_NK]
+        return chosen_NK
 
     def enter(module: nn.Module, args: object) -> None:
         open_modes.append(SelectionMode(gate, keep))
@@ -228,9 +261,8 @@ def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape, site: WeightSite |
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if site is not None and output is not None and chosen:
-            tape.weigh(gate.layer_id, site.read(output, chosen[-1]))
-        chosen.clear()
+        if site is not None and output is not None and used:
+            tape.weigh(gate.layer_id, site.read(output, used.pop()))
 
     return [
         module.register_forward_pre_hook(enter),
@@ -259,84 +291,17 @@ def calls(
     Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
     names = sample_names(call_ids, len(prompts), stem="call")
-    options = _CallOptions(max_tokens=max_tokens, seed=seed, sampling=sampling, weights_version=weights_version)
-    return _sample(model, prompts, spec=spec, names=names, options=options)[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CallOptions:
-    max_tokens: int
-    seed: int
-    sampling: Sampling
-    weights_version: int
-
-
-def _sample(
-    model: Any, prompts: Sequence[Sequence[int]], *, spec: RouteSpec, names: Sequence[str], options: _CallOptions
-) -> tuple[list[ModelCall], str | None]:
-    """The calls, and what their routing weights are."""
-    sampling, max_tokens = options.sampling, options.max_tokens
-    if model.training:
-        raise refused(
-            "a model in evaluation mode",
-            "one that trains: its rows and log-probabilities are of dropped-out activations",
-        )
-    check_requests(prompts, names, max_tokens=max_tokens, temperature=sampling.temperature, seed=options.seed)
-    inputs, mask = _left_padded(prompts, sampling.pad_token_id)
-    config = _generation_config(sampling, max_tokens=max_tokens)
-    device = next(model.parameters()).device
-    # manual_seed seeds every accelerator that is there, whichever the model is on
-    devices = list(range(torch.accelerator.device_count()))
-    with (
-        taping(model, spec, weights=sampling.route_weights is not None) as tape,
-        torch.random.fork_rng(devices=devices),
-        torch.inference_mode(),
-        _without_defaults(model),
-    ):
-        torch.manual_seed(options.seed)
-        output = model.generate(inputs.to(device), attention_mask=mask.to(device), generation_config=config)
-    width = inputs.shape[1]
-    generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
-    # scores are what the sampler itself drew from: filtered logits, -inf outside of the kept ids
-    logits = output.logits if output.scores is None else output.scores
-    logprobs_BG = _sampled_logprobs(logits, output.sequences[:, width:])
-    how = sampling.of_span()
-    forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
-    weights = None if sampling.route_weights is None else tape.weights(sampling.route_weights)
-    found = []
-    for index, prompt in enumerate(prompts):
-        length = _generated_length(generated_BG[index], sampling.stops)
-        tokens_G = generated_BG[index, :length]
-        columns = _masks(output.scores, index, tokens_G, prompt=len(prompt), how=how, call=names[index])
-        if weights is not None:
-            rows = _rows_of(weights, index, prompt=len(prompt), width=width, generated=length)
-            columns["route_weights"] = _weights_column(rows)
-        found.append(
-            ModelCall(
-                prompt_ids=np.asarray(prompt, dtype=np.int32),
-                generation_ids=tokens_G,
-                routes=_rows_of(forwards, index, prompt=len(prompt), width=width, generated=length),
-                layer_ids=spec.layer_ids,
-                weights_version=options.weights_version,
-                call_id=names[index],
-                logprobs=logprobs_BG[index, :length],
-                columns=columns,
-                sampling=how,
-            )
-        )
-    return found, tape.weights_meaning
-
-
-def _weights_column(rows: NDArray[Any]) -> AlignedColumn:
-    """The weights of a call's rows, and NaN at its last token, which was not fed."""
-    nan = BFLOAT16_NAN if rows.dtype == np.uint16 else np.nan
-    last = np.full((1, *rows.shape[1:]), nan, dtype=rows.dtype)
-    return AlignedColumn.of(np.concatenate([rows, last]), aligned="fed", axes=("layers", "topk"), name="route_weights")
+    requests = [_Request(prompt=list(prompt)) for prompt in prompts]
+    answers = _generate(model, requests, spec=spec, max_tokens=max_tokens, seed=seed, sampling=sampling, names=names)
+    return [
+        _call(request, answer, spec=spec, sampling=sampling, weights_version=weights_version, name=name)
+        for request, answer, name in zip(requests, answers, names, strict=True)
+    ]
 
 
 def records(
     model: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | RouteRecord],
     *,
     spec: RouteSpec,
     max_tokens: int,
@@ -345,20 +310,278 @@ def records(
     weights_version: int = 0,
     sample_ids: Sequence[str] | None = None,
 ) -> list[RouteRecord]:
-    """Sample as ``calls`` does and return each call as one record.
+    """Sample as ``calls`` does and return each call as one record; go on where records end.
 
-    ``sample_ids``: default ``sample-0``, ... Raises as ``calls``.
+    A prompt that is a record is fed again: all before its last generation in one forward, the tokens of that generation
+    one by one, as they were fed when they were sampled. The gates follow its rows; MISSING ones are live, and so are
+    those behind. What comes back is that record, longer: its tokens, rows, spans and log-probabilities stay, and the
+    attributes ``forced_rows`` and ``live_rows`` count what was fed, one token in one layer each. A record without
+    log-probabilities gets those of this pass. Under the same weights, batch, seed and settings a record that was cut
+    ends with the very bits of the one that was not; in another batch, kernels may round otherwise.
+
+    ``max_tokens`` counts the tokens of the last generation that a record has. ``sample_ids``: default ``sample-0``,
+    ..., or the record's own.
+
+    Raises as ``calls``, and UsageError for a record that cannot be gone on with (one that ended, a delta, columns that
+    have no value for new tokens, rows of later weights; any, with ``sampling.route_weights``), SpecError for one of
+    another geometry.
     """
     names = sample_names(sample_ids, len(prompts))
-    options = _CallOptions(max_tokens=max_tokens, seed=seed, sampling=sampling, weights_version=weights_version)
-    found, meaning = _sample(model, prompts, spec=spec, names=names, options=options)
-    attributes: dict[str, str] = {"logprobs_mode": sampling.logprobs_mode}
-    if meaning is not None:
-        attributes["weights_meaning"] = meaning
-    return [
-        assemble([call], spec, sample_id=name, attributes=attributes).records[0]
-        for call, name in zip(found, names, strict=True)
+    if sampling.route_weights is not None and any(isinstance(each, RouteRecord) for each in prompts):
+        raise refused("route_weights=None where records are gone on with", repr(sampling.route_weights))
+    if sample_ids is None:
+        names = [
+            each.sample_id if isinstance(each, RouteRecord) else name for each, name in zip(prompts, names, strict=True)
+        ]
+    requests = [
+        _request_of(each, spec, sampling=sampling, weights_version=weights_version)
+        if isinstance(each, RouteRecord)
+        else _Request(prompt=list(each))
+        for each in prompts
     ]
+    answers = _generate(model, requests, spec=spec, max_tokens=max_tokens, seed=seed, sampling=sampling, names=names)
+    attributes: dict[str, str] = {"logprobs_mode": sampling.logprobs_mode}
+    made = []
+    for before, request, answer, name in zip(prompts, requests, answers, names, strict=True):
+        if isinstance(before, RouteRecord):
+            made.append(_longer(replace(before, sample_id=name, checksum=None), answer, sampling, weights_version))
+            continue
+        call = _call(request, answer, spec=spec, sampling=sampling, weights_version=weights_version, name=name)
+        meaning = {} if answer.weights is None else {"weights_meaning": answer.weights.meaning}
+        made.append(assemble([call], spec, sample_id=name, attributes={**attributes, **meaning}).records[0])
+    return made
+
+
+# ---- one batch ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """A prompt, fed in one forward; then tokens that were generated before, fed one by one; int16 rows ``[R, L, K]`` of
+    the first tokens, to be followed."""
+
+    prompt: list[int]
+    generated: tuple[int, ...] = ()
+    routes_RLK: NDArray[np.int16] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Weights:
+    """Routing weights of the fed tokens, ``[R, L, K]`` as they are stored, and what they are."""
+
+    values_RLK: NDArray[Any]
+    meaning: str
+
+    def column(self) -> AlignedColumn:
+        """The column of a call, NaN at its last token, which was not fed."""
+        nan = BFLOAT16_NAN if self.values_RLK.dtype == np.uint16 else np.nan
+        last_1LK = np.full_like(self.values_RLK[:1], nan)
+        values_SLK = np.concatenate([self.values_RLK, last_1LK])
+        return AlignedColumn.of(values_SLK, aligned="fed", axes=("layers", "topk"), name="route_weights")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What became of a request: all generated tokens ``[G]``, rows of the fed ones, log-probabilities ``[G]``, for each
+    token the ids that it was drawn from (None: not known), and routing weights where they were asked for."""
+
+    tokens_G: NDArray[np.int32]
+    routes_RLK: NDArray[Any]
+    logprobs_G: NDArray[np.float32]
+    kept: list[Any] | None
+    vocab_size: int
+    weights: _Weights | None = None
+
+
+class _Again(LogitsProcessor):
+    """Leaves one token to draw where a request has it already; draws of the others take the same random numbers."""
+
+    def __init__(self, requests: Sequence[_Request], width: int) -> None:
+        self._requests = requests
+        self._width = width
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        step = input_ids.shape[1] - self._width
+        had = [(at, each.generated[step]) for at, each in enumerate(self._requests) if step < len(each.generated)]
+        if not had:
+            return scores
+        rows, tokens = torch.tensor(had, device=scores.device).unbind(1)
+        scores = scores.clone()
+        scores[rows] = -torch.inf
+        scores[rows, tokens] = 0.0
+        return scores
+
+
+def _generate(
+    model: Any,
+    requests: Sequence[_Request],
+    *,
+    spec: RouteSpec,
+    max_tokens: int,
+    seed: int,
+    sampling: Sampling,
+    names: Sequence[str],
+) -> list[_Answer]:
+    if model.training:
+        raise refused(
+            "a model in evaluation mode",
+            "one that trains: its rows and log-probabilities are of dropped-out activations",
+        )
+    prompts = [request.prompt for request in requests]
+    check_requests(prompts, names, max_tokens=max_tokens, temperature=sampling.temperature, seed=seed)
+    had = max(len(request.generated) for request in requests)
+    if had > max_tokens:
+        raise refused(f"max_tokens of at least {had}, which a record has generated already", repr(max_tokens))
+    inputs, mask = _left_padded(prompts, sampling.pad_token_id)
+    width = inputs.shape[1]
+    config = _generation_config(sampling, max_tokens=max_tokens)
+    device = next(model.parameters()).device
+    # manual_seed seeds every accelerator that is there, whichever the model is on
+    devices = list(range(torch.accelerator.device_count()))
+    with (
+        taping(
+            model,
+            spec,
+            follow=_rows_to_follow(requests, spec, width=width),
+            weights=sampling.route_weights is not None,
+        ) as tape,
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(),
+        _without_defaults(model),
+    ):
+        torch.manual_seed(seed)
+        output = model.generate(
+            inputs.to(device),
+            attention_mask=mask.to(device),
+            generation_config=config,
+            logits_processor=[_Again(requests, width)] if had else [],
+        )
+    generated_BG = output.sequences[:, width:].cpu().numpy().astype(np.int32)
+    # scores are what the sampler itself drew from: filtered logits, -inf outside of the kept ids
+    logits = output.logits if output.scores is None else output.scores
+    logprobs_BG = _sampled_logprobs(logits, output.sequences[:, width:])
+    forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
+    steps = [] if sampling.route_weights is None else tape.weights(sampling.route_weights)
+    found = []
+    for index, prompt in enumerate(prompts):
+        length = _generated_length(generated_BG[index], sampling.stops)
+        weights = None
+        if tape.weights_meaning is not None:
+            values_RLK = _rows_of(steps, index, prompt=len(prompt), width=width, generated=length)
+            weights = _Weights(values_RLK=values_RLK, meaning=tape.weights_meaning)
+        found.append(
+            _Answer(
+                tokens_G=generated_BG[index, :length],
+                routes_RLK=_rows_of(forwards, index, prompt=len(prompt), width=width, generated=length),
+                logprobs_G=logprobs_BG[index, :length],
+                kept=_kept(output.scores, index, length),
+                vocab_size=logits[0].shape[-1],
+                weights=weights,
+            )
+        )
+    return found
+
+
+def _rows_to_follow(requests: Sequence[_Request], spec: RouteSpec, *, width: int) -> list[NDArray[np.int16]]:
+    """Rows of the prefill ``[B * width, L, K]`` and of each step ``[B, L, K]``, MISSING where a request has none."""
+    reach = max(map(_reach, requests))
+    if reach < 0:
+        return []
+    count = len(requests)
+    prefill = spec.missing_rows(count * width).reshape(count, width, *spec.row_shape)
+    steps = [spec.missing_rows(count) for _ in range(reach)]
+    for index, request in enumerate(requests):
+        if request.routes_RLK is None:
+            continue
+        size = len(request.prompt)
+        head = request.routes_RLK[:size]
+        prefill[index, width - size : width - size + len(head)] = head
+        for step, row_LK in zip(steps, request.routes_RLK[size:], strict=False):
+            step[index] = row_LK
+    return [prefill.reshape(-1, *spec.row_shape), *steps]
+
+
+def _reach(request: _Request) -> int:
+    """How many steps behind the prefill have rows to follow; -1 where not even the prefill has."""
+    return -1 if request.routes_RLK is None else max(len(request.routes_RLK) - len(request.prompt), 0)
+
+
+def _call(
+    request: _Request, answer: _Answer, *, spec: RouteSpec, sampling: Sampling, weights_version: int, name: str
+) -> ModelCall:
+    how, columns = sampling.of_span(), {}
+    if answer.kept is not None:
+        columns = mask_columns(
+            answer.kept,
+            answer.tokens_G,
+            prompt=len(request.prompt),
+            sampling=how,
+            call=name,
+            vocab_size=answer.vocab_size,
+        )
+    if answer.weights is not None:
+        columns["route_weights"] = answer.weights.column()
+    return ModelCall(
+        prompt_ids=np.asarray(request.prompt, dtype=np.int32),
+        generation_ids=answer.tokens_G,
+        routes=answer.routes_RLK,
+        layer_ids=spec.layer_ids,
+        weights_version=weights_version,
+        call_id=name,
+        logprobs=answer.logprobs_G,
+        columns=columns,
+        sampling=how,
+    )
+
+
+# ---- going on where a record ends -----------------------------------------------------------------------------------
+
+
+def _request_of(record: RouteRecord, spec: RouteSpec, *, sampling: Sampling, weights_version: int) -> _Request:
+    """Verify a record and say what of it is fed how. Raises as ``records``."""
+    start = require_resumable(
+        record,
+        spec,
+        logprobs_mode=sampling.logprobs_mode,
+        weights_version=weights_version,
+        stops=sampling.stops,
+    )
+    tokens = record.token_ids.tolist()
+    return _Request(prompt=tokens[:start], generated=tuple(tokens[start:]), routes_RLK=record.routes)
+
+
+def _longer(record: RouteRecord, answer: _Answer, sampling: Sampling, weights_version: int) -> RouteRecord:
+    """The record, and behind it what was sampled now."""
+    size, had = record.num_tokens, record.num_tokens + len(answer.tokens_G) - len(answer.routes_RLK) - 1
+    fresh = slice(had, None)
+    routes_RLK = answer.routes_RLK.astype(np.int16)
+    if had == len(answer.tokens_G):
+        routes_RLK = np.concatenate([routes_RLK, record.routes[-1:]])  # the last token was not fed again
+    call = _call(
+        _Request(prompt=record.token_ids.tolist()),
+        replace(
+            answer,
+            tokens_G=answer.tokens_G[fresh],
+            routes_RLK=routes_RLK,
+            logprobs_G=answer.logprobs_G[fresh],
+            kept=None if answer.kept is None else answer.kept[fresh],
+        ),
+        spec=record.spec,
+        sampling=sampling,
+        weights_version=weights_version,
+        name=f"{record.sample_id}#{len({span.call for span in record.spans})}",
+    )
+    known_S = np.full(size, np.nan, dtype=np.float32)
+    if sampling.logprobs_mode == "raw":  # of processed ones only the token itself was left
+        known_S[size - had :] = answer.logprobs_G[:had]
+    fed = call.num_tokens - 1
+    forced = int(np.count_nonzero(~missing_rows(record.routes[:fed])))
+    counts = {"forced_rows": str(forced), "live_rows": str(fed * len(record.spec.layer_ids) - forced)}
+    said = {"logprobs_mode": sampling.logprobs_mode, **counts}
+    return extend(record, call, known=known_S, attributes=said)
+
+
+# ---- a batch's arrays -----------------------------------------------------------------------------------------------
 
 
 def _generation_config(sampling: Sampling, *, max_tokens: int) -> Any:
@@ -414,20 +637,11 @@ def _sampled_logprobs(logits: Sequence[torch.Tensor], sampled_BG: torch.Tensor) 
     return np.ascontiguousarray(torch.cat(columns, dim=1).numpy())
 
 
-def _masks(
-    scores: Sequence[torch.Tensor] | None,
-    index: int,
-    tokens_G: NDArray[np.int32],
-    *,
-    prompt: int,
-    how: spans.Sampling,
-    call: str,
-) -> dict[str, AlignedColumn]:
-    """The ids of finite score at each step of one sequence; no column where there are no scores."""
+def _kept(scores: Sequence[torch.Tensor] | None, index: int, length: int) -> list[Any] | None:
+    """The ids of finite score at each step of one sequence; None where there are no scores."""
     if scores is None:
-        return {}
-    kept = [torch.isfinite(step_BV[index]).nonzero()[:, 0].cpu().numpy() for step_BV in scores[: len(tokens_G)]]
-    return mask_columns(kept, tokens_G, prompt=prompt, sampling=how, call=call, vocab_size=scores[0].shape[-1])
+        return None
+    return [torch.isfinite(step_BV[index]).nonzero()[:, 0].cpu().numpy() for step_BV in scores[:length]]
 
 
 def _checked_forwards(tape: GateTape, *, rows: int, width: int, steps: int) -> list[NDArray[np.int32]]:

@@ -1,4 +1,4 @@
-"""The commands that look: ``info``, ``validate``, ``stats``, ``diff``, ``explain``, ``report``, ``audit``.
+"""The commands that look: ``info``, ``validate``, ``stats``, ``diff``, ``explain``, ``report``, ``audit``, ``probe``.
 
 ``cli.main`` adds them to its parser; each loads only what it runs. They pass over damage by default, tell it first, and
 then end with status 1.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from routeplane.inspect.overview import Overview
     from routeplane.record.record import RouteRecord
 
-__all__ = ["add_audit", "add_commands", "require_report", "write_comparison"]
+__all__ = ["add_audit", "add_commands", "add_probe", "require_report", "write_comparison"]
 
 _SOURCE = "a stream, archive, Parquet file, folder of blocks, URL, quoted pattern, or - for stdin"
 
@@ -393,3 +393,75 @@ def _audit(options: argparse.Namespace) -> int:
 def _captured(batch: Any, field: str) -> list[int]:
     values = [sample[field] for sample in batch] if isinstance(batch, list) else batch[field]
     return [int(value) for value in values]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A running engine
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def add_probe(commands: Any) -> Any:
+    """Add the command to a parser's subcommands; returns its parser."""
+    probe = commands.add_parser("probe", help="ask a running server whether its rows are those of its tokens")
+    probe.add_argument("url", metavar="URL", help="an OpenAI-compatible server, without a path")
+    probe.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or the folder it is in")
+    probe.add_argument("--layers", metavar="IDS", help="without --model: decoder layers with a router, such as 0,2,3")
+    probe.add_argument("--experts", type=int, metavar="N", help="without --model: the router's width")
+    probe.add_argument("--top-k", type=int, metavar="K", help="without --model: experts of a row")
+    probe.add_argument("--vocabulary", type=int, metavar="N", help="token ids to draw prompts from")
+    probe.add_argument("--served-model", metavar="NAME", help="the name that the server knows; default: its first one")
+    probe.add_argument(
+        "--axis", choices=("decoder", "captured"), default="decoder", help="what the server's layer axis counts"
+    )
+    probe.add_argument(
+        "--header", action="append", metavar="NAME:VALUE", help="sent with every request; repeat for more of them"
+    )
+    probe.add_argument("--at-once", type=int, default=8, metavar="N", help="requests in flight where they are many")
+    probe.add_argument("--max-flipped", type=float, default=0.02, help="share of rows that may be other experts")
+    probe.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    probe.set_defaults(run=_probe)
+    return probe
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from routeplane.capture.http.openai import HttpEngine
+    from routeplane.testing.contracts.engine_contract import CheckOptions, check_engine
+
+    config = _model_config(options.model) if options.model is not None else {}
+    spec = RouteSpec.from_hf_config(config) if config else _spec_of_options(options)
+    vocabulary = options.vocabulary or config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    pairs = [text.partition(":") for text in options.header or ()]
+    headers = {name.strip(): value.strip() for name, _, value in pairs}
+    engine = HttpEngine(options.url, spec, model=options.served_model, axis=options.axis, headers=headers)
+    chosen = CheckOptions(
+        vocabulary=vocabulary or 256,
+        at_once=options.at_once,
+        max_flipped=options.max_flipped,
+        axis=options.axis,
+        seed=options.seed,
+    )
+    found = check_engine(engine, spec, options=chosen)
+    lines = [str(one) for one in found.findings]
+    lines += [f"{name:<12} {became}" for name, became in found.checks.items()]
+    verdict = f"{len(found.findings)} findings" if found.findings else "no finding"
+    lines.append(f"{found.requests} requests, {found.rows} rows compared, {found.flipped} flipped: {verdict}")
+    show(options, found.to_dict(), lines=lines)
+    return 1 if found.findings else 0
+
+
+def _model_config(place: Path) -> dict[str, Any]:
+    path = place / "config.json" if place.is_dir() else place
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise refused("a config.json with an object", type(found).__name__)
+    return found
+
+
+def _spec_of_options(options: argparse.Namespace) -> RouteSpec:
+    if options.layers is None or options.experts is None or options.top_k is None:
+        raise refused("--model, or --layers, --experts and --top-k, which say the geometry", "neither")
+    try:
+        layer_ids = tuple(int(text) for text in options.layers.split(","))
+    except ValueError:
+        raise refused("--layers as numbers with commas between", repr(options.layers)) from None
+    return RouteSpec(num_experts=options.experts, top_k=options.top_k, layer_ids=layer_ids)

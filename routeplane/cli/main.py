@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from routeplane import __version__
-from routeplane.cli.commands import add_audit, add_commands, require_report, write_comparison
+from routeplane.cli.commands import add_audit, add_commands, add_probe, require_report, write_comparison
 from routeplane.cli.demo import DemoOptions, format_table, run_demo
 from routeplane.cli.output import Progress, complain, flush, show, show_error
 from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, RouteplaneError, UsageError, refused
@@ -30,6 +30,7 @@ _EPILOG = """examples:
   routeplane report run.arrows            one interactive HTML file: what is wrong first
   routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
   routeplane archive add blocks run.zarr  take the sealed blocks of a folder, each record once
+  routeplane probe http://127.0.0.1:8000 --model config.json   whether a server's rows are those of its tokens
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
 exit status: 0 good, 1 data invalid or different, 2 could not run, 130 interrupted"""
 
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"routeplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    made = [*add_commands(commands), add_audit(commands)]
+    made = [*add_commands(commands), add_audit(commands), add_probe(commands)]
     made += [_convert_parser(commands), _archive_parser(commands), _demo_parser(commands)]
     for command in made:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")

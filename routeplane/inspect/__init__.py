@@ -20,7 +20,6 @@ from routeplane.inspect.overview import Overview, survey
 from routeplane.inspect.statistics import Collector, RouteStatistics, collect
 
 if TYPE_CHECKING:
-    from routeplane.inspect.charts import draw_timeline
     from routeplane.inspect.page import render_report, view_sample, write_report
     from routeplane.inspect.ray_data import collect_on_ray, dataset, filter_batches, records_of
 
@@ -46,7 +45,6 @@ __all__ = [
     "compare",
     "compare_records",
     "dataset",
-    "draw_timeline",
     "explain",
     "filter_batches",
     "find_findings",
@@ -66,7 +64,6 @@ __all__ = [
 #: Names that load an extra, and their module.
 _ON_FIRST_USE = {
     **dict.fromkeys(("collect_on_ray", "dataset", "filter_batches", "records_of"), "routeplane.inspect.ray_data"),
-    "draw_timeline": "routeplane.inspect.charts",
     **dict.fromkeys(("render_report", "view_sample", "write_report"), "routeplane.inspect.page"),
 }
 

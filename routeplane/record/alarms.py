@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import comb
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,11 @@ __all__ = ["find_alarms", "first_look"]
 _FIRST_LOOK = 16
 # More tokens than this with the same rows are an alarm; and layers are looked at from so many rows on.
 _LONGEST_RUN, _LEAST_ROWS = 32, 64
+# Of the different tokens of a collapsed layer, the share that has one row, its ids in one order. A router that has
+# collapsed changes at least the order from token to token; a buffer does not. Measured: ``tests.trust.alarm_rates``.
+_SAME_SHARE = 0.9
+# How rarely chance alone may leave half of the experts unused in all layers.
+_CHANCE = 1e-6
 _NO_TOKENS = frozen_view(np.empty(0, dtype=np.int32))
 
 
@@ -51,12 +57,18 @@ def find_alarms(
     problems.
 
     * identical rows: more than ``longest_run`` consecutive tokens with the same rows in *all* layers (a stale buffer);
-    * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel);
-    * entropy collapse: fewer than K + 1 effective experts in a layer over at least ``least_rows`` tokens. A layer that
-      shows more in 16 evenly spaced rows is not looked at further.
+    * constant layer: one layer gives the same row for all of at least ``least_rows`` tokens (an unbound kernel). Where
+      K = 1 a router may do so honestly: there, expert 0 (a buffer of zeros) for ``least_rows`` *different* tokens;
+    * entropy collapse: fewer than K + K // 2 + 1 effective experts in a layer over at least ``least_rows`` tokens,
+      and over at least so many different ones, of which 9 in 10 have one row, the ids in the same order. A layer that
+      shows more experts in 16 evenly spaced rows is not looked at further. Not where K = 1;
+    * unused experts: over at least ``least_rows`` tokens no layer uses an expert of the upper half, and together they
+      use half of the lower half, by a chance below one in a million if experts were numbered anyhow (a router
+      that is half as wide).
 
     Tokens that lack a row in any layer are left out (``absent``: which these are, for a caller that knows:
     ``RouteRecord.absent_tokens``). A layer with E == K has one set of ids to give, and is left out.
+    Another request's rows, or those of older weights, look like any: token ids, checksums and a second pass tell them.
     Runs of one repeated token are honest (measured: 64 equal tokens give 64 equal rows; greedy decoding repeats at most
     2 rows in all layers), so with ``token_ids`` ``[S]`` positions that repeat their predecessor are left out. Raises
     UsageError for token ids of another length.
@@ -94,10 +106,7 @@ def find_alarms(
     kept = np.flatnonzero(keep_S)
     found = _run_alarm(routes, kept, choosing, longest_run)
     if len(kept) >= least_rows:
-        looks = min(_FIRST_LOOK, len(kept))
-        spaced = np.arange(looks) * (len(kept) - 1) // max(1, looks - 1)
-        for slot in sorted(_suspects(routes[kept[spaced]], spec) & set(choosing)):
-            found += _layer_alarms(routes[kept, slot], spec, spec.layer_ids[slot])
+        found += _all_layers(routes, kept, spec=spec, choosing=choosing, token_ids=token_ids, least_rows=least_rows)
     return [_placed(problem, first_token=first_token, sample=sample) for problem in found]
 
 
@@ -180,10 +189,18 @@ def _suspects(rows_NLK: NDArray[Any], spec: RouteSpec) -> set[int]:
     load_LE = np.bincount(ids.ravel(), minlength=layers * width).reshape(layers, width)
     # Never more than the effective number, and found without a logarithm: one over the chance that two choices agree.
     draws = rows_NLK[:, 0].size
-    suspects = np.flatnonzero(draws**2 < (spec.top_k + 1) * np.einsum("le,le->l", load_LE, load_LE))
+    suspects = np.flatnonzero(draws**2 < _few(spec.top_k) * np.einsum("le,le->l", load_LE, load_LE))
     if len(suspects) == 0:
         return set()  # nearly always
-    return set(suspects[_effective(load_LE[suspects]) < spec.top_k + 1].tolist())
+    return set(suspects[_effective(load_LE[suspects]) < _few(spec.top_k)].tolist())
+
+
+def _few(top_k: int) -> int:
+    """A layer with fewer effective experts uses hardly more than it must; as in ``kernels.shows_enough``.
+
+    The bound grows with K: two odd rows among the 16 of a first look show 12.7 experts where K = 8.
+    """
+    return top_k + top_k // 2 + 1
 
 
 def _effective(load_LE: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -193,16 +210,79 @@ def _effective(load_LE: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.asarray(np.exp(-bits_LE.sum(axis=1)))
 
 
-def _layer_alarms(rows_NK: NDArray[Any], spec: RouteSpec, layer: int) -> list[Problem]:
+def _all_layers(
+    routes_SLK: NDArray[Any],
+    kept: NDArray[np.int64],
+    *,
+    spec: RouteSpec,
+    choosing: tuple[int, ...],
+    token_ids: NDArray[np.int32] | None,
+    least_rows: int,
+) -> list[Problem]:
+    """What layers show over enough rows."""
+    looks = min(_FIRST_LOOK, len(kept))
+    spaced = np.arange(looks) * (len(kept) - 1) // max(1, looks - 1)
+    different = np.arange(len(kept)) if token_ids is None else np.unique(token_ids[kept], return_index=True)[1]
+    found: list[Problem] = []
+    for slot in sorted(_suspects(routes_SLK[kept[spaced]], spec) & set(choosing)):
+        rows_NK, layer = routes_SLK[kept, slot], spec.layer_ids[slot]
+        found += _layer_alarms(rows_NK, rows_NK[different], spec=spec, layer=layer, least_rows=least_rows)
+    return found + _unused_alarm(routes_SLK, kept, spec, spaced)
+
+
+def _layer_alarms(
+    rows_NK: NDArray[Any], different_MK: NDArray[Any], *, spec: RouteSpec, layer: int, least_rows: int
+) -> list[Problem]:
+    """What one layer shows. ``different_MK``: its rows where each token counts once."""
+    enough, only = len(different_MK) >= least_rows, spec.top_k == 1
     if (rows_NK == rows_NK[0]).all():
+        if only and not (enough and rows_NK[0, 0] == 0):
+            return []
         message = f"expected rows that vary over {len(rows_NK)} tokens, got {rows_NK[0].tolist()} throughout"
         return [Problem(kind=ErrorKind.CONSTANT_LAYER, message=message, layer=layer, severity="alarm")]
+    # a narrower router cannot use more
+    if only or not enough or spec.experts_per_layer[spec.slot(layer)] <= _few(spec.top_k):
+        return []
     effective = float(_effective(np.bincount(rows_NK.ravel())[None])[0])
-    # A gate that uses hardly more experts than it must; a router no wider than K + 1 cannot do otherwise.
-    if effective < spec.top_k + 1 < spec.experts_per_layer[spec.slot(layer)]:
-        message = f"expected at least {spec.top_k + 1} effective experts, got {effective:.2f}"
-        return [Problem(kind=ErrorKind.ENTROPY_COLLAPSE, message=message, layer=layer, severity="alarm")]
-    return []
+    if effective >= _few(spec.top_k):
+        return []
+    share = float(np.unique(different_MK, axis=0, return_counts=True)[1].max()) / len(different_MK)
+    if share < _SAME_SHARE:
+        return []
+    message = (
+        f"expected at least {_few(spec.top_k)} effective experts or varied rows, got {effective:.2f} and one row for "
+        f"{share:.0%} of {len(different_MK)} different tokens"
+    )
+    return [Problem(kind=ErrorKind.ENTROPY_COLLAPSE, message=message, layer=layer, severity="alarm")]
+
+
+def _unused_alarm(
+    routes_SLK: NDArray[Any],
+    kept: NDArray[np.int64],
+    spec: RouteSpec,
+    spaced: NDArray[np.int64],
+) -> list[Problem]:
+    """No id in the upper half of any layer, beyond chance.
+
+    The numbers of experts mean nothing, so those that a layer uses are as likely as any others: of U experts in use,
+    all are in the lower half with the chance C(half, U) / C(E, U), in each layer by itself.
+    """
+    widths = spec.experts_per_layer
+    halves_L1 = np.asarray([(width + 1) // 2 for width in widths])[:, None]
+    if (routes_SLK[kept[spaced]] >= halves_L1).any():
+        return []  # nearly always
+    rows_NLK = routes_SLK[kept]
+    # fewer than half of the lower half, over all layers: too few rows to tell, or ids that are made up
+    if (rows_NLK >= halves_L1).any() or 4 * len(np.unique(rows_NLK)) < max(widths):
+        return []
+    chance = 1.0
+    for slot, width in enumerate(widths):
+        used = len(np.unique(rows_NLK[:, slot]))
+        chance *= comb((width + 1) // 2, used) / comb(width, used)
+    if chance >= _CHANCE:
+        return []
+    message = f"expected experts up to {max(spec.experts_per_layer) - 1} in use, got none above {int(rows_NLK.max())}"
+    return [Problem(kind=ErrorKind.UNUSED_EXPERTS, message=message, severity="alarm")]
 
 
 def _placed(problem: Problem, *, first_token: int, sample: str | None) -> Problem:

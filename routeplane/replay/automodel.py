@@ -1,19 +1,19 @@
-"""Replay on NeMo Automodel models: finds the RouterReplay handles of a live model and attaches to them.
+"""Replay on NeMo Automodel models: finds the gates of a live model by what they do and attaches a handle to them.
 
-Automodel's own replay drives every handle of the process, in the order in which gates were built: a second model, or a
-copy of one, is a count mismatch or not replayed at all, and -1 is an index. Here gates are found by walking the modules
-that are there, named by their paths, and each call of a gate is answered from the rows of its own microbatch; MISSING
-rows keep the live choice. The registry is neither read nor written.
+Automodel's own replay drives every ``RouterReplay`` handle of the process, in the order in which gates were built: a
+second model, or a copy of one, is a count mismatch or not replayed at all, -1 is an index, and some gates make a handle
+and never ask it. Here gates are found by probing the model (``routeplane.capture.gates``), named by their paths, and
+each call of a gate is answered from the rows of its own microbatch; MISSING rows keep the live choice. Automodel's
+handles and their registry are neither read nor written, and a model needs none.
 
-Reads class names and attributes only and does not import the package. ``check_setup`` and ``with_replay`` come before
-the model is built, ``attach`` after.
+Knows no class by name and does not import the package. ``check_setup`` comes before the model is built, ``attach``
+after.
 
 Axes: N token rows of one gate call (``b*S + s`` padded, ``t`` packed), E experts, K top-k slots.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,34 +24,20 @@ from torch import nn
 
 from routeplane.batch.slots import RankOf, Shard
 from routeplane.capture.gates import Gate
+from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
-from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, spec_of_gates, uninstaller
+from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
 from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
-from routeplane.replay.transformers import checkpoint_sites
+from routeplane.replay.transformers import PackingCheck, Probe, checkpoint_sites
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["ParallelSetup", "attach", "check_setup", "find_gates", "rank_shard", "record", "with_replay"]
+__all__ = ["ParallelSetup", "Probe", "attach", "check_setup", "find_gates", "rank_shard", "record"]
 
-#: Gate classes that ask their RouterReplay handle for the ids they use.
-KNOWN_GATES = frozenset({"Gate", "Gemma4Gate"})
-#: Those that do not, and what they do instead.
-_BLIND_GATES = {
-    "KimiK3Gate": "makes a handle and never asks it",
-    "DeepseekV4VisionGate": "makes a handle and never asks it",
-    "DeepseekV4HashGate": "selects by token id",
-    "InklingGate": "has no handle",
-    "FakeBalancedGate": "selects by position, for benchmarks",
-}
-#: Architectures that are built of such gates.
-_BLIND_ARCHITECTURES = re.compile(r"^(?:KimiK3|DeepseekV4|DeepseekV41|Inkling)")
-_GATE_LIKE = re.compile(r"(?<!SSM)(?:Gate|Router)$")
-#: What wrappers for checkpointing and compiling put into paths.
-_WRAPPER = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod)\.")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.)")
-_MTP = re.compile(r"(?:^|\.)mtp[^.]*(?=\.|$)", re.IGNORECASE)
+#: the model is called with ``input_ids``, and no router is left live
+_WHOLE_MODEL = Probe()
 
 #: Engines whose routes ``routeplane.capture`` reads.
 _ENGINES = ("sglang", "transformers", "vllm")
@@ -87,92 +73,70 @@ def attach(
     aux: AuxChoice = "live",
     mode: Mode = "force",
     limits: ReplayLimits = DEFAULT_LIMITS,
+    probe: Probe = _WHOLE_MODEL,
 ) -> ReplayHandle:
     """Attach to the gates of one model or pipeline stage; the handle is a context manager that detaches on leaving.
 
     ``spec`` must name exactly the model's gates, by decoder layer (for a stage: ``spec.select(its layers)``).
     ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``mode`` and ``limits`` as in
     ``routeplane.replay.transformers.attach``. ``aux``: which choice the load-balancing
-    loss counts; ``"forced"`` is what Automodel does by itself.
+    loss counts; ``"forced"`` is what Automodel does by itself. ``probe``: routers to leave live by name (hash layers),
+    and how the model is run where a call with ``input_ids`` is not enough (a later pipeline stage).
 
-    Raises ReplayError: NO_SEAM for a model without gates, with a gate that never asks its handle, or built without
-    handles (``with_replay``), naming it, and for ``aux="forced"`` without such a loss; SPEC_MISMATCH where spec and
-    model differ; and UsageError where a handle is attached already.
+    The model is probed with two short forwards (under FSDP2 on every rank), the first packed batch makes three more;
+    the model is left as it was. Raises ReplayError: NO_SEAM for a model without gates, with a gate that does not obey,
+    naming it and what was observed, and for ``aux="forced"`` without such a loss; SPEC_MISMATCH where spec and model
+    differ; and UsageError where a handle is attached already.
+
+    Example::
+
+        with gates.attach(model, spec) as replay, replay.replaying(batch):
+            loss = model(batch.token_ids, padding_mask=batch.pad_mask).logits.square().mean()
     """
-    policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits)
-    gates = find_gates(model)
-    if aux == "forced":
-        _require_losses(gates)
-    stand_ins = [_GateStandIn(module) for _, module in gates]
-    losses = [_LiveAux(stand_in) for stand_in in stand_ins if aux == "live" and _has_loss(stand_in.module)]
-    uninstall = uninstaller(stand_ins)
-
-    def undo() -> None:
-        uninstall()
-        for loss in losses:
-            loss.remove()
-
-    handle = ReplayHandle(
-        spec,
-        [
-            GateSite(gate=gate, module=module, force=partial(_force, stand_in))
-            for (gate, module), stand_in in zip(gates, stand_ins, strict=True)
-        ],
-        wiring=Wiring(),
-        policy=policy,
-        checkpoint_sites=partial(checkpoint_sites, model),
-        undo=undo,
-        root=model,
-    )
-    install(stand_ins)
-    for loss in losses:
-        loss.install()
-    return handle
+    policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits, leave_live=probe.leave_live)
+    return _attached(model, spec, find_gates(model, probe=probe), policy=policy, probe=probe)
 
 
-def record(model: nn.Module, *, aux: AuxChoice = "live") -> ReplayHandle:
+def record(model: nn.Module, *, aux: AuxChoice = "live", probe: Probe = _WHOLE_MODEL) -> ReplayHandle:
     """Attach without anybody's records: for ``handle.recording``, and for replaying what that recorded (R2).
 
     The geometry is what the model's gates have. Raises as ``attach`` does, and ReplayError (NO_SEAM) for gates of
     different K.
     """
-    spec = spec_of_gates([gate for gate, _ in find_gates(model)], model="")
-    return attach(model, spec, aux=aux)
+    gates = find_gates(model, probe=probe)
+    spec = spec_of_gates([gate for gate, _ in gates], model="")
+    return _attached(model, spec, gates, policy=ReplayPolicy(aux=aux, leave_live=probe.leave_live), probe=probe)
 
 
-def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:
-    """The model's gates in module order, which is layer order; MTP left out.
-
-    Raises ReplayError (NO_SEAM) as ``attach`` does.
-    """
-    found = []
-    for path, module in model.named_modules():
-        if not _MTP.search(path) and _selects(module):
-            name = _WRAPPER.sub("", path)
-            _refuse_blind(name, module)
-            found.append((_gate(name, module), module))
-    if not found:
-        raise ReplayError(
-            f"expected a mixture-of-experts model of Automodel's own, got {type(model).__name__} without a gate (one "
-            "that was built with force_hf has the gates of Transformers: routeplane.replay.transformers)",
-            kind=ErrorKind.NO_SEAM,
-        )
-    return found
+def find_gates(model: nn.Module, /, *, probe: Probe = _WHOLE_MODEL) -> list[tuple[Gate, nn.Module]]:
+    """Probe the model for its gates, in module order, MTP left out. Raises ReplayError (NO_SEAM) as ``attach`` does."""
+    return probe_gates(model, leave_live=probe.leave_live, probe=probe.forward)
 
 
-def with_replay(arguments: Mapping[str, Any], /) -> dict[str, Any]:
-    """The arguments that a model is built with, with routing replay switched on; a copy.
+def _attached(
+    model: nn.Module, spec: RouteSpec, gates: list[tuple[Gate, nn.Module]], *, policy: ReplayPolicy, probe: Probe
+) -> ReplayHandle:
+    if policy.aux == "forced":
+        _require_losses(gates)
+    losses = {id(module): _LiveAux(module) for _, module in gates if policy.aux == "live" and _has_loss(module)}
 
-    Other ``moe_overrides`` stay as they are. Raises UsageError (ARGUMENT) beside a ``moe_config``, which Automodel does
-    not take together with overrides: set ``enable_routing_replay=True`` in it.
-    """
-    if arguments.get("moe_config") is not None:
-        raise UsageError(
-            "expected moe_overrides or nothing, got moe_config: build it with enable_routing_replay=True instead",
-            kind=ErrorKind.ARGUMENT,
-        )
-    overrides = {**(arguments.get("moe_overrides") or {}), "enable_routing_replay": True}
-    return {**arguments, "moe_overrides": overrides}
+    def undo() -> None:
+        for loss in losses.values():
+            loss.remove()
+
+    handle = ReplayHandle(
+        spec,
+        [GateSite(gate=gate, module=module, force=partial(_force, losses.get(id(module)))) for gate, module in gates],
+        wiring=Wiring(),
+        policy=policy,
+        checkpoint_sites=partial(checkpoint_sites, model),
+        row_order=PackingCheck(model, probe.packed),
+        undo=undo,
+        root=model,
+    )
+    for loss in losses.values():
+        loss.install()
+    return handle
 
 
 def check_setup(
@@ -238,38 +202,20 @@ def rank_shard(
     )
 
 
-class _GateStandIn(StandIn):
-    """What ``replay_selection`` asks for the ids to use."""
-
-    def __init__(self, module: nn.Module, /) -> None:
-        super().__init__(module)
-        #: of the call of the gate that is running, int64 ``[N, K]``
-        self.live_NK: torch.Tensor | None = None
-
-    def apply(self, indices: torch.Tensor) -> torch.Tensor:
-        """Ids ``[N, K]`` for those that the gate has just selected."""
-        if self.forcing is None:
-            self.live_NK = None
-            found: torch.Tensor = self.original.apply(indices)
-            return found
-        self.live_NK = indices
-        return self.forcing.answer(indices, lambda: indices)
-
-
 class _LiveAux:
     """Makes one gate's load-balancing loss count what the gate would have chosen."""
 
-    def __init__(self, stand_in: _GateStandIn) -> None:
-        self.stand_in = stand_in
-        self.module: Any = stand_in.module
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
         self.original: Any = self.module._compute_aux_loss
+        #: of the call of the gate that is running under rows, int64 ``[N, K]``
+        self.live_NK: torch.Tensor | None = None
 
     def __call__(
         self, scores_NE: torch.Tensor, load_E: torch.Tensor, token_mask_N: torch.Tensor, *more: Any
     ) -> torch.Tensor:
-        live_NK = self.stand_in.live_NK
-        if live_NK is not None:
-            load_E = self.module._compute_expert_load(live_NK, token_mask_N)
+        if self.live_NK is not None:
+            load_E = self.module._compute_expert_load(self.live_NK, token_mask_N)
         found: torch.Tensor = self.original(scores_NE, load_E, token_mask_N, *more)
         return found
 
@@ -287,45 +233,25 @@ class _LiveAux:
         return partial(type(self.module)._compute_aux_loss, memo[id(self.module)])
 
 
-def _force(stand_in: _GateStandIn, rows: GateRows) -> SeamForcing:
-    return SeamForcing(rows, stand_in)
+class _ForcedBesideLive(ForcedTopK):
+    """Forces a gate's selection, and hands the gate's own to the loss that counts it."""
+
+    def __init__(self, rows: GateRows, loss: _LiveAux, /) -> None:
+        super().__init__(rows)
+        self.loss = loss
+
+    def _answer(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        self.loss.live_NK = live()
+        return super()._answer(scores_NE, live)
+
+    def close(self) -> None:
+        """Pop the mode; the next call of the gate may be live."""
+        super().close()
+        self.loss.live_NK = None
 
 
-def _own_class(module: nn.Module) -> str:
-    """The class name, past those that FSDP2 derives."""
-    return next(base.__name__ for base in type(module).__mro__ if not base.__name__.startswith("FSDP"))
-
-
-def _selects(module: nn.Module) -> bool:
-    return hasattr(module, SEAM) or bool(_GATE_LIKE.search(_own_class(module)))
-
-
-def _refuse_blind(path: str, module: nn.Module) -> None:
-    name = _own_class(module)
-    if name not in KNOWN_GATES:
-        raise ReplayError(
-            f"expected gates of {', '.join(sorted(KNOWN_GATES))}, got {name}, which "
-            f"{_BLIND_GATES.get(name, 'is not known')} @ {path}",
-            kind=ErrorKind.NO_SEAM,
-        )
-    if getattr(module, SEAM, None) is None:
-        raise ReplayError(
-            f"expected a gate with a RouterReplay handle, got one without @ {path}: build the model with "
-            "routeplane.replay.automodel.with_replay(arguments)",
-            kind=ErrorKind.NO_SEAM,
-        )
-
-
-def _gate(path: str, module: nn.Module) -> Gate:
-    layer = _LAYER.search(path)
-    num_experts = getattr(module, "n_experts", getattr(module, "num_experts", None))
-    top_k = getattr(module, "topk", None)
-    if layer is None or not isinstance(num_experts, int) or not isinstance(top_k, int):
-        raise ReplayError(
-            f"expected a gate under layers.<index> with experts and topk, got {num_experts!r} and {top_k!r} @ {path}",
-            kind=ErrorKind.NO_SEAM,
-        )
-    return Gate(name=path, layer_id=int(layer.group(1)), num_experts=num_experts, top_k=top_k)
+def _force(loss: _LiveAux | None, rows: GateRows) -> ForcedTopK:
+    return ForcedTopK(rows) if loss is None else _ForcedBesideLive(rows, loss)
 
 
 def _has_loss(module: nn.Module) -> bool:
@@ -348,8 +274,6 @@ def _engine_reasons(engine: str) -> list[str]:
 def _model_reasons(architectures: tuple[str, ...], registry: Container[str] | None, *, force_hf: bool) -> list[str]:
     if force_hf:
         return ["force_hf, whose gates are those of Transformers (routeplane.replay.transformers)"]
-    if architectures and _BLIND_ARCHITECTURES.match(architectures[0]):
-        return [f"architecture {architectures[0]}, whose gates never ask a handle"]
     if registry is not None and not architectures:
         return ["a model configuration without architectures"]
     if registry is not None and architectures[0] not in registry:

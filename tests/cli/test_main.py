@@ -155,6 +155,10 @@ OPTIONS = {
         *SALVAGE,
     },
     "audit": {"--against", "--captured", "--decoder-layers", "--help", "--json", "--layout", "--model"},
+    "probe": {
+        *("--help", "--json", "--model", "--layers", "--experts", "--top-k", "--vocabulary", "--served-model"),
+        *("--axis", "--header", "--at-once", "--max-flipped", "--seed"),
+    },
     "convert": {"--help", "--json", "--encoding", "--overwrite", "--flat", "--nested", *SALVAGE},
     "archive": {"--help", "--json", "--group", "--producers", "--follow", "--blocks-per-run"},
     "demo": {

@@ -49,6 +49,8 @@ KNOWS: dict[str, set[str]] = {
 #: Single modules of a stage that another stage may import besides: (importing stage, imported module).
 ALSO_KNOWS = {
     ("inspect", "batch.layouts"),
+    # ``probe`` runs the checks of the engine's contract, which need no test runner
+    ("cli", "testing.contracts.engine_contract"),
     # capture reads the selection of a live gate, replay forces it: one probe finds both
     ("replay", "capture.gates"),
     ("replay", "capture.weights"),

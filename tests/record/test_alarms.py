@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -106,6 +108,53 @@ def test_a_router_one_wider_than_its_slots_cannot_spread() -> None:
     assert [] == find_alarms(np.asarray(rows, dtype=np.int16)[:, None], spec)
 
 
+def test_a_router_that_collapsed_honestly_reorders_its_experts() -> None:
+    """Four experts for nearly all tokens, by scores that differ: the order changes, and no alarm is raised."""
+    rng = np.random.default_rng(0)
+    routes_SLK = healthy(300)
+    routes_SLK[:, 1] = np.argsort(rng.random((300, 4)), axis=1)
+    routes_SLK[::40, 1, 0] = 9
+
+    assert [] == find_alarms(routes_SLK, SPEC)
+
+
+def test_few_different_tokens_are_little_evidence() -> None:
+    """Sixty tokens that take turns are sixty observations, however long the sequence: no collapse is told from them."""
+    routes_SLK = healthy(600)
+    routes_SLK[:, 0] = [0, 1, 2, 3]
+    routes_SLK[::20, 0, 3] = 4
+    few, enough = (np.arange(600, dtype=np.int32) % count for count in (60, 64))
+
+    assert [] == find_alarms(routes_SLK, SPEC, token_ids=few)
+    assert [(ErrorKind.ENTROPY_COLLAPSE, None, 1)] == _kinds(find_alarms(routes_SLK, SPEC, token_ids=enough))
+
+
+def test_a_single_choice_may_be_constant_honestly() -> None:
+    """With K = 1 there is no order: a layer that gives one expert is left alone, one of zeros is not."""
+    spec = RouteSpec(num_experts=32, top_k=1, layer_ids=(1, 5, 9))
+    routes_SLK = healthy(100, spec=spec)
+    routes_SLK[:, 1] = 7
+    honest = find_alarms(routes_SLK, spec)
+    routes_SLK[:, 1] = 0
+
+    assert [] == honest
+    assert [(ErrorKind.CONSTANT_LAYER, None, 5)] == _kinds(find_alarms(routes_SLK, spec))
+    few = np.arange(100, dtype=np.int32) % 60
+    assert [] == find_alarms(routes_SLK, spec, token_ids=few)
+
+
+def test_a_narrow_choice_is_honest_where_chance_may_give_it() -> None:
+    """Nine experts of 18 in use are the lower half once in 48,620 layers; in three layers at once, hardly ever."""
+    rows_SK = np.tile(np.asarray([0, 1, 2, 3], dtype=np.int16), (100, 1))
+    rows_SK[:, 0] = np.asarray([0, 4, 5, 6, 7, 8])[np.arange(100) % 6]
+    one, three = (RouteSpec(num_experts=18, top_k=4, layer_ids=layers) for layers in ((1,), (1, 5, 9)))
+
+    assert [] == find_alarms(rows_SK[:, None], one)
+    assert [ErrorKind.UNUSED_EXPERTS] == [
+        found.kind for found in find_alarms(np.repeat(rows_SK[:, None], 3, axis=1), three)
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Broken captures
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,9 +209,43 @@ def test_a_collapsed_layer_is_an_alarm() -> None:
     assert [(ErrorKind.ENTROPY_COLLAPSE, None, 1)] == _kinds(find_alarms(routes_SLK, SPEC))
 
 
+@ways
+@pytest.mark.parametrize("experts", [32, 33, (32, 64, 40)], ids=str)
+def test_a_router_half_as_wide_is_an_alarm(way: str, experts: int | tuple[int, ...]) -> None:
+    """Rows of a model with 16 experts under a spec with twice as many: no layer uses an expert of the upper half."""
+    narrow_SLK = healthy(80, spec=RouteSpec(num_experts=16, top_k=4, layer_ids=(1, 5, 9)))
+    spec = RouteSpec(num_experts=experts, top_k=4, layer_ids=(1, 5, 9))
+    one_SLK = narrow_SLK.copy()
+    one_SLK[41, 2, 0] = 31
+    with asked(way):
+        assert [(ErrorKind.UNUSED_EXPERTS, None, None)] == _kinds(find_alarms(narrow_SLK, spec))
+        assert [] == find_alarms(narrow_SLK[:63], spec)
+        assert [] == find_alarms(one_SLK, spec)
+        wide = RouteSpec(num_experts=128, top_k=4, layer_ids=(1, 5, 9))
+        assert len(np.unique(narrow_SLK)) < 32
+        assert [] == find_alarms(narrow_SLK, wide)
+
+
+@ways
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_a_collapsed_layer_is_found_behind_odd_rows(way: str, top_k: int) -> None:
+    """One token in a hundred has another row: found in 99 records of 100, whichever rows the first look is at."""
+    spec = RouteSpec(num_experts=64, top_k=top_k, layer_ids=(1, 5))
+    rng = np.random.default_rng(0)
+    found = 0
+    for seed in range(100):
+        routes_SLK = healthy(150, spec=spec, seed=seed)
+        routes_SLK[rng.random(150) >= 0.01, 1] = np.arange(top_k) + seed % 40
+        with asked(way):
+            found += bool(find_alarms(routes_SLK, spec))
+
+    assert found >= 99
+
+
 def test_constant_everywhere_is_named_in_every_way() -> None:
     """A whole capture of one legal row: the run, and each layer."""
-    routes_SLK = np.repeat(healthy(1), 100, axis=0)
+    routes_SLK = np.repeat(healthy(1, seed=3), 100, axis=0)
+    assert routes_SLK.max() >= 16
     expected = [(ErrorKind.IDENTICAL_ROWS, 0, None), *((ErrorKind.CONSTANT_LAYER, None, layer) for layer in (1, 5, 9))]
 
     assert expected == _kinds(find_alarms(routes_SLK, SPEC))
@@ -198,14 +281,26 @@ def plain_alarms(
             best = (run, kept[at - run + 1])
     if choosing and best[0] > longest_run:
         found.add((ErrorKind.IDENTICAL_ROWS, best[1], None))
+    first = [token for at, token in enumerate(kept) if token_ids[token] not in {token_ids[each] for each in kept[:at]}]
+    chance = 1.0
     for slot in choosing if len(kept) >= least_rows else ():
-        rows_NK, layer = rows_SLK[kept, slot], spec.layer_ids[slot]
+        rows_NK, layer, width = rows_SLK[kept, slot], spec.layer_ids[slot], spec.experts_per_layer[slot]
         counts = np.unique(rows_NK, return_counts=True)[1] / rows_NK.size
         effective = float(np.exp(-(counts * np.log(counts)).sum()))
+        common = Counter(map(tuple, rows_SLK[first, slot].tolist())).most_common(1)[0][1]
         if len({tuple(row) for row in rows_NK.tolist()}) == 1:
-            found.add((ErrorKind.CONSTANT_LAYER, None, layer))
-        elif effective < spec.top_k + 1 < spec.experts_per_layer[slot]:
-            found.add((ErrorKind.ENTROPY_COLLAPSE, None, layer))
+            if spec.top_k > 1 or (rows_NK[0, 0] == 0 and len(first) >= least_rows):
+                found.add((ErrorKind.CONSTANT_LAYER, None, layer))
+        elif effective < spec.top_k + spec.top_k // 2 + 1 < width and spec.top_k > 1 and len(first) >= least_rows:
+            if common >= 0.9 * len(first):
+                found.add((ErrorKind.ENTROPY_COLLAPSE, None, layer))
+    if choosing and len(kept) >= least_rows:
+        for slot, width in enumerate(spec.experts_per_layer):
+            used, half = set(rows_SLK[kept, slot].ravel().tolist()), math.ceil(width / 2)
+            lower = math.comb(half, len(used)) / math.comb(width, len(used))
+            chance *= lower if max(used) < half else np.inf
+        if chance < 1e-6 and len(set(rows_SLK[kept].ravel().tolist())) >= max(spec.experts_per_layer) / 4:
+            found.add((ErrorKind.UNUSED_EXPERTS, None, None))
     return found
 
 

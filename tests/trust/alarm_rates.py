@@ -2,7 +2,7 @@
 
 Models of several Transformers families at random weights, whose routers collapse far more often than trained ones do;
 prompts of random tokens over a wide and a narrow vocabulary (511 and 7 tokens), counted apart. A record counts once per
-kind. Faults are planted in the longer records of the wide vocabulary.
+kind. Faults are planted in records of the wide vocabulary with 128 tokens or more.
 """
 
 # ruff: noqa: T201  it prints a table
@@ -32,10 +32,20 @@ from routeplane.record.spec import RouteSpec
 
 __all__ = ["honest_records", "measure", "planted"]
 
-KINDS = (ErrorKind.IDENTICAL_ROWS, ErrorKind.CONSTANT_LAYER, ErrorKind.ENTROPY_COLLAPSE)
+KINDS = (ErrorKind.IDENTICAL_ROWS, ErrorKind.CONSTANT_LAYER, ErrorKind.ENTROPY_COLLAPSE, ErrorKind.UNUSED_EXPERTS)
+#: What is planted. The last looks like any other record: no alarm can find it, and none does.
+FAULTS = (
+    "stale buffer",
+    "arange runs",
+    "constant layer",
+    "zero layer",
+    "collapsed layer",
+    "half the experts",
+    "another request's rows",
+)
 FAMILIES = ("Qwen3-MoE", "Mixtral", "OLMoE")
 #: number of experts, top-k
-WIDTHS = ((8, 2), (16, 4), (64, 8))
+WIDTHS = ((8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (32, 4), (60, 4), (64, 8), (128, 8))
 LENGTHS = (32, 64, 128, 256)
 
 _COMMON: dict[str, Any] = {
@@ -85,11 +95,11 @@ def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Recor
                     yield name, (spec, rows_SLK.astype(np.int16), tokens_S)
 
 
-def planted(record: Record, kind: str, rng: np.random.Generator) -> NDArray[np.int16]:
-    """The rows with a broken capture planted."""
+def planted(record: Record, kind: str, other: NDArray[np.int16], rng: np.random.Generator) -> NDArray[np.int16]:
+    """The rows with a broken capture planted. ``other``: rows of another record of the same model and length."""
     spec, rows_SLK, _ = record
     out = rows_SLK.copy()
-    layer = int(rng.integers(spec.num_layers))
+    layer, width = int(rng.integers(spec.num_layers)), max(spec.experts_per_layer)
     if kind == "stale buffer":
         start = int(rng.integers(0, max(1, len(out) - 48)))
         out[start : start + 48] = out[start]
@@ -97,36 +107,64 @@ def planted(record: Record, kind: str, rng: np.random.Generator) -> NDArray[np.i
         out[len(out) // 4 :] = np.arange(spec.top_k)
     elif kind == "constant layer":
         out[:, layer] = out[0, layer]
+    elif kind == "zero layer":  # legal for K = 1 alone
+        out[:, layer] = 0
+    elif kind == "collapsed layer":
+        odd_S = rng.random(len(out)) < 0.01
+        out[:, layer] = np.where(odd_S[:, None], out[:, layer], out[0, layer])
+    elif kind == "half the experts":
+        scores_SLE = rng.gumbel(size=(1, spec.num_layers, width // 2)) + rng.gumbel(
+            size=(len(out), spec.num_layers, width // 2)
+        )
+        out = np.argsort(-scores_SLE, axis=2)[:, :, : spec.top_k].astype(np.int16)
+    elif kind == "another request's rows":
+        out = other
     return out
+
+
+def faults_of(spec: RouteSpec) -> tuple[str, ...]:
+    """The faults that can be planted under a spec: with K = 1 an honest layer may be constant, unless it is zeros."""
+    only = spec.top_k == 1
+    return tuple(
+        fault
+        for fault in FAULTS
+        if {"zero layer": only, "constant layer": not only, "collapsed layer": not only}.get(fault, True)
+    )
 
 
 def measure(*, seeds: int) -> tuple[Counter[Any], Counter[Any]]:
     """Alarms over honest records, ``[family, kind]`` with ``[family, "records"]``; and planted faults, found or not."""
     honest, found, rng = Counter[Any](), Counter[Any](), np.random.default_rng(0)
+    before: tuple[RouteSpec, NDArray[np.int16]] | None = None
     for family, record in honest_records(seeds=seeds):
         spec, rows_SLK, ids_S = record
-        honest[family, "records"] += 1
-        alarms = {problem.kind for problem in find_alarms(rows_SLK, spec, token_ids=ids_S)}
-        honest[family, "any"] += bool(alarms)
-        for kind in alarms:
-            honest[family, kind] += 1
+        for name in (family, f"K = 1, {family.split(', ')[1]}" if spec.top_k == 1 else "", "all"):
+            honest[name, "records"] += 1
+            alarms = {problem.kind for problem in find_alarms(rows_SLK, spec, token_ids=ids_S)}
+            honest[name, "any"] += bool(alarms)
+            for kind in alarms:
+                honest[name, kind] += 1
         if len(rows_SLK) >= 128 and family.endswith(" 511 tokens"):
-            for fault in ("stale buffer", "arange runs", "constant layer"):
-                found[fault, "planted"] += 1
-                found[fault, "found"] += bool(find_alarms(planted(record, fault, rng), spec))
+            other = before[1] if before is not None and before[0] == spec else None
+            for fault in faults_of(spec):
+                if other is not None and len(other) == len(rows_SLK):
+                    broken = planted(record, fault, other, rng)
+                    found[fault, "planted"] += 1
+                    found[fault, "found"] += bool(find_alarms(broken, spec, token_ids=ids_S))
+            before = (spec, rows_SLK)
     return honest, found
 
 
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=8, help="models of each family and width")
     honest, found = measure(seeds=parser.parse_args().seeds)
     print("| family | records | any | " + " | ".join(kind.value for kind in KINDS) + " |")
-    for family in sorted({name for name, _ in honest}):
+    for family in sorted({name for name, _ in honest if name}):
         counts = [honest[family, "records"], honest[family, "any"], *(honest[family, kind] for kind in KINDS)]
         print(f"| {family} | " + " | ".join(map(str, counts)) + " |")
-    for fault in ("stale buffer", "arange runs", "constant layer"):
+    for fault in FAULTS:
         print(f"{fault}: {found[fault, 'found']} of {found[fault, 'planted']} found")
 
 

@@ -2,7 +2,8 @@
 
 Owns where servers put ids, log-probabilities and routes: vLLM on the choice and the response, NeMo RL on the message,
 SGLang and NVIDIA Dynamo in an extension of either, our middleware a ticket in the same place. A response is an object
-of a client, a mapping, or JSON text. Needs no client library. Streamed responses are ``chunks``.
+of a client, a mapping, or JSON text. Needs no client library. Streamed responses are ``chunks``. ``HttpEngine`` asks a
+server, for those who check one.
 """
 
 from __future__ import annotations
@@ -10,21 +11,34 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from routeplane.capture import choices, wire
 from routeplane.capture.choices import DEFAULTS, CaptureOptions, Choice
-from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
+from routeplane.errors import CaptureError, DataError, ErrorKind, TransportError, UsageError, refused
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routeplane.capture.layers import LayerAxis
     from routeplane.capture.wire import WireForm
     from routeplane.record.calls import ModelCall
     from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
+    "Engine",
+    "EngineAnswer",
+    "EngineChoice",
+    "EngineRequest",
+    "HttpEngine",
     "Places",
     "as_document",
     "as_list",
@@ -236,6 +250,19 @@ class Places:
         found = self.first(keys, response=response)
         return None if found is None else as_list(found, " or ".join(keys))
 
+    def prompt_ids(self) -> list[Any] | None:
+        """Token ids of the prompt."""
+        return self.ids(_PROMPT_KEYS, response=True)
+
+    def generation_ids(self) -> list[Any] | None:
+        """Token ids that were generated."""
+        return self.ids(_GENERATION_KEYS)
+
+    def weights_version(self) -> Any:
+        """What the server calls the weights; SGLang says it of the whole response, in ``metadata``."""
+        said = self.first(["weight_version"], response=True)
+        return as_mapping(self.response.get("metadata"), "metadata").get("weight_version") if said is None else said
+
     def routes(self) -> tuple[Any, WireForm | None]:
         """The routes, and their form where the place alone tells it."""
         found = self.first(_ROUTE_KEYS)
@@ -260,10 +287,10 @@ def _choice(
     places = Places.of(document, choice, alone=alone)
     routes, form = places.routes()
     routes = _engine_ticket(document, name) if routes is None and alone else routes
-    prompt = places.ids(_PROMPT_KEYS, response=True)
+    prompt = places.prompt_ids()
     logprobs = places.first(_LOGPROB_KEYS)
     said = choice.get("logprobs")
-    generation = places.ids(_GENERATION_KEYS)
+    generation = places.generation_ids()
     if prompt is not None and prompt_ids is not None and list(prompt_ids) != prompt:
         raise _another_prompt(prompt_ids, prompt, name)
     if isinstance(routes, str) and routes.startswith("{") and prompt is None and generation is None:
@@ -285,17 +312,11 @@ def _choice(
         prompt_routes=places.first(["prompt_routed_experts"], response=True),
         form=form,
         logprobs=choice_logprobs(said, generation or [], name=name) if logprobs is None else logprobs,
-        weight_version=_weight_version(places),
+        weight_version=places.weights_version(),
         weight_versions=places.first(["weight_versions"]),
         kept=places.first(_MASK_KEYS),
         why_absent=why_absent(document),
     )
-
-
-def _weight_version(places: Places) -> Any:
-    """What the server calls the weights; SGLang says it of the whole response, in ``metadata``."""
-    said = places.first(["weight_version"], response=True)
-    return as_mapping(places.response.get("metadata"), "metadata").get("weight_version") if said is None else said
 
 
 def _how_to_get_ids(places: Places) -> str:
@@ -459,3 +480,232 @@ def _cached(document: Mapping[str, Any]) -> int | None:
     details = as_mapping(document.get("usage"), "usage").get("prompt_tokens_details")
     found = as_mapping(details, "prompt_tokens_details").get("cached_tokens")
     return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A server that is asked
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRequest:
+    """What a check asks of an engine: token ids in, sampled at temperature 1.
+
+    ``salt``: keeps the request apart from the prefix cache of others; None shares it. ``stop``, ``stop_ids``: text and
+    tokens that end the answer. ``hang_up_after``: leave a streamed answer after so many chunks. ``first_row``: leave
+    out the rows before it. ``keep_prompt``: cut the prompt to its last tokens.
+
+    >>> EngineRequest(prompt_ids=(5, 6), max_tokens=3).choices
+    1
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int = 1
+    choices: int = 1
+    seed: int = 0
+    salt: str | None = None
+    stop: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    stream: bool = False
+    hang_up_after: int | None = None
+    first_row: int = 0
+    keep_prompt: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EngineChoice:
+    """One choice: the tokens, and the rows ``[R, D, K]`` as they came, or None.
+
+    >>> EngineChoice(generation_ids=(7,), routes=None).finish_reason is None
+    True
+    """
+
+    generation_ids: tuple[int, ...]
+    routes: NDArray[Any] | None
+    text: str = ""
+    finish_reason: str | None = None
+    weights_version: object = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EngineAnswer:
+    """What came: the prompt as the engine fed it, and the choices in order. ``cached``: prompt tokens that the engine
+    says came from its prefix cache.
+
+    >>> EngineAnswer(prompt_ids=(5, 6), choices=()).cached is None
+    True
+    """
+
+    prompt_ids: tuple[int, ...]
+    choices: tuple[EngineChoice, ...]
+    cached: int | None = None
+
+
+class Engine(Protocol):
+    """What an engine's contract (``testing.contracts``) asks. ``ask`` raises UsageError for what is not offered."""
+
+    def ask(self, request: EngineRequest) -> EngineAnswer:
+        """Answer one request; may be called from several threads at once."""
+        ...
+
+    def update(self) -> object:
+        """Load other weights; the version that answers name from then on. None: cannot be tried."""
+        ...
+
+    def reference(self, token_ids: Sequence[int]) -> NDArray[Any] | None:
+        """The true rows of these tokens, ``[S, L, K]`` in the spec's layers; None: there is no reference."""
+        ...
+
+
+class HttpEngine:
+    """The client of an OpenAI-compatible server (``/v1/completions`` with token ids).
+
+    Args:
+        url: The server, without a path.
+        spec: The geometry of the rows.
+        model: The name that it serves; None asks ``/v1/models``.
+        axis: What its layer axis counts.
+        headers: Sent with every request.
+        body: Fields of every request's body; None leaves a field out.
+        timeout_s: How long an answer may take.
+
+    Answers are read as ``capture.http.openai`` reads them. Raises TransportError where the server does not answer or
+    fails, UsageError where it refuses a request.
+
+    Example:
+        ``HttpEngine("http://127.0.0.1:8000", spec).ask(EngineRequest(prompt_ids=(5, 6, 7)))``
+    """
+
+    def __init__(
+        self,
+        url: str,
+        spec: RouteSpec,
+        *,
+        model: str | None = None,
+        axis: LayerAxis = "decoder",
+        headers: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise refused("a URL of http or https", repr(url))
+        self._url, self._model, self._timeout_s = url.rstrip("/"), model, timeout_s
+        self._headers = {"content-type": "application/json", **(headers or {})}
+        self._extra = dict(body or {})
+        self._depth = spec.num_layers if axis == "captured" else spec.decoder_layers or spec.layer_ids[-1] + 1
+        self._slots = spec.top_k
+
+    def ask(self, request: EngineRequest) -> EngineAnswer:
+        """Ask the server."""
+        with self._open("/v1/completions", self.body(request)) as response:
+            if not request.stream:
+                return self.read(_json(response.read()), request)
+            chunks = itertools.islice(_events(response), request.hang_up_after)
+            return self.read_chunks(list(chunks), request)
+
+    def update(self) -> object:
+        """There is no common way to have a server load weights."""
+        return None
+
+    def reference(self, token_ids: Sequence[int]) -> NDArray[Any] | None:
+        """A server is its own reference."""
+        del token_ids
+        return None
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        """The request as the server's JSON."""
+        if self._model is None:
+            with self._open("/v1/models", None) as response:
+                found = _json(response.read()).get("data") or [{}]
+            self._model = str(found[0].get("id", ""))
+        optional = {
+            "cache_salt": request.salt,
+            "stop": request.stop,
+            "stop_token_ids": list(request.stop_ids) or None,
+            "routed_experts_prompt_start": request.first_row or None,
+            "truncate_prompt_tokens": request.keep_prompt,
+            "stream": request.stream or None,
+        }
+        fields = {
+            "model": self._model,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": request.max_tokens,
+            "n": request.choices,
+            "seed": request.seed,
+            "temperature": 1.0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            **{name: value for name, value in optional.items() if value is not None},
+            **self._extra,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def read(self, response: object, request: EngineRequest) -> EngineAnswer:
+        """Read a whole answer. Raises DataError for what is not in the form that it claims."""
+        document = as_document(response)
+        refuse_server_error(document)
+        found = sorted(document.get("choices") or (), key=lambda one: int(one.get("index", 0)))
+        places = [Places.of(document, choice, alone=len(found) == 1) for choice in found]
+        prompt = next((ids for place in places if (ids := place.prompt_ids()) is not None), request.prompt_ids)
+        details = (document.get("usage") or {}).get("prompt_tokens_details") or {}
+        return EngineAnswer(
+            prompt_ids=tuple(prompt),
+            choices=tuple(self._choice(place) for place in places),
+            cached=details.get("cached_tokens"),
+        )
+
+    def read_chunks(self, chunks: Sequence[object], request: EngineRequest) -> EngineAnswer:
+        """Join the chunks of a stream of one choice; rows that grow are the whole so far, others are what is new."""
+        answers = [self.read(chunk, request) for chunk in chunks]
+        parts = [choice for answer in answers for choice in answer.choices]
+        rows = [choice.routes for choice in parts if choice.routes is not None]
+        whole = len(rows) > 1 and all(len(after) > len(rows[0]) for after in rows[1:])
+        joined = EngineChoice(
+            generation_ids=tuple(itertools.chain.from_iterable(choice.generation_ids for choice in parts)),
+            routes=None if not rows else rows[-1] if whole else np.concatenate(rows),
+            text="".join(choice.text for choice in parts),
+            finish_reason=next((choice.finish_reason for choice in parts if choice.finish_reason), None),
+        )
+        prompt = answers[0].prompt_ids if answers else request.prompt_ids
+        return EngineAnswer(prompt_ids=prompt, choices=(joined,))
+
+    def _choice(self, places: Places) -> EngineChoice:
+        routes, form = places.routes()
+        decoded = None if routes is None else wire.decode(routes, form=form, layers=self._depth, slots=self._slots)
+        return EngineChoice(
+            generation_ids=tuple(places.generation_ids() or ()),
+            routes=None if decoded is None else decoded.routes,
+            text=str(places.choice.get("text") or ""),
+            finish_reason=finish_reason(places.choice),
+            weights_version=places.weights_version(),
+        )
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(self._url + path, data=data, headers=self._headers)
+        try:
+            return urllib.request.urlopen(asked, timeout=self._timeout_s)
+        except urllib.error.HTTPError as error:
+            said = error.read(400).decode("utf-8", "replace")
+            if error.code in (401, 403) or (error.code >= 500 and error.code != 501):
+                raise TransportError(
+                    f"expected an answer of {self._url}{path}, got status {error.code}: {said}",
+                    kind=ErrorKind.CONNECTION,
+                ) from None
+            raise refused(f"a request that {self._url}{path} takes", f"status {error.code}: {said}") from None
+        except OSError as error:
+            raise TransportError(f"expected {self._url} to answer, got: {error}", kind=ErrorKind.CONNECTION) from error
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"expected an answer as JSON, got {error}", kind=ErrorKind.ENCODING) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+            yield _json(line[5:])

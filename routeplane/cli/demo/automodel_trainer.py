@@ -40,14 +40,14 @@ def _without_cuda() -> AbstractContextManager[object]:
 
 
 def load(options: DemoOptions) -> TrainerModel:
-    """The model that the engine used, in float32, built with routing replay switched on."""
+    """The model that the engine used, in float32."""
     config: Any = Qwen3MoeConfig.from_pretrained(options.model_dir, dtype=torch.float32)
     gates.check_setup(engine=options.engine.partition("-")[0], architectures=config.architectures)
     backend = BackendConfig(
         attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts="torch", dispatcher="torch"
     )
     with _without_cuda():
-        model: Any = Qwen3MoeForCausalLM(config, backend=backend, **gates.with_replay({}))
+        model: Any = Qwen3MoeForCausalLM(config, backend=backend)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.model.rotary_emb.device = device
     weights = load_file(Path(options.model_dir) / "model.safetensors")

@@ -143,8 +143,9 @@ def shows_enough(
     ``rows``: int16 or narrow ``[S, L, K]``, C-contiguous. ``absent``: tokens to leave out, in ascending order;
     ``token_ids``: ``[S]``, or none: tokens that repeat the one before are left out too. Of what is kept, no two
     neighbours of every ``step``-th row may be equal in the layer at slot ``layer``; and from ``least_rows`` kept rows
-    on, ``looks`` evenly spaced ones must use more than K + 1 experts in each layer, counted by how often two choices
-    agree. ``width``: E of the widest layer; an id outside is suspect. The caller has checked types and lengths.
+    on, ``looks`` evenly spaced ones must use K + K // 2 + 1 experts in each layer, counted by how often two choices
+    agree, and some id must be in the upper half. ``width``: E of the widest layer; an id outside is suspect. The
+    caller has checked types and lengths.
     """
     # one type each, so that no second version is compiled
     rows, absent, token_ids = _frozen(rows), _frozen(absent), _frozen(token_ids)

@@ -189,6 +189,7 @@ def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, in
     looks = min(looks, count)
     draws = looks * top_k
     load_E = np.zeros(width, dtype=np.int32)
+    highest, few = 0, top_k + top_k // 2 + 1
     for place in range(layers):
         agreeing, seen = 0, 0
         while seen < looks:
@@ -200,17 +201,18 @@ def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, in
                 # the sum of squares grows by this much when a load grows by one
                 agreeing += 2 * load_E[expert] + 1
                 load_E[expert] += 1
+                highest = max(highest, expert)
             seen += 1
             # no later row can add more than one that repeats all before it
-            if draws * draws >= (top_k + 1) * (agreeing + top_k * (looks * looks - seen * seen)):
+            if draws * draws >= few * (agreeing + top_k * (looks * looks - seen * seen)):
                 break
-        if draws * draws < (top_k + 1) * agreeing:
+        if draws * draws < few * agreeing:
             return False
         for look in range(seen):
             token = kept[look * (count - 1) // max(1, looks - 1)]
             for slot in range(top_k):
                 load_E[rows[token, place, slot]] = 0
-    return True
+    return highest >= (width + 1) // 2
 
 
 @compiled

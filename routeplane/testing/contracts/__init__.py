@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from routeplane.testing.contracts.carrier_contract import CarrierContract
+    from routeplane.testing.contracts.engine_contract import EngineContract
     from routeplane.testing.contracts.replay_contract import ReplayContract
     from routeplane.testing.contracts.stream_contract import LiveContract, StreamContract
 
-__all__ = ["CarrierContract", "LiveContract", "ReplayContract", "StreamContract"]
+__all__ = ["CarrierContract", "EngineContract", "LiveContract", "ReplayContract", "StreamContract"]
 
 #: public name -> the module that defines it
 _HOMES = {
     "CarrierContract": "routeplane.testing.contracts.carrier_contract",
+    "EngineContract": "routeplane.testing.contracts.engine_contract",
     "LiveContract": "routeplane.testing.contracts.stream_contract",
     "ReplayContract": "routeplane.testing.contracts.replay_contract",
     "StreamContract": "routeplane.testing.contracts.stream_contract",

@@ -17,20 +17,18 @@ from nemo_automodel.components.distributed.context_parallel.sharder import (
     contiguous_local_indices,
     round_robin_local_indices,
 )
-from nemo_automodel.components.models.kimi_k3.model import KimiK3Gate
-from nemo_automodel.components.moe.config import MoEConfig
-from nemo_automodel.components.moe.layers import FakeBalancedGate, Gate
+from nemo_automodel.components.moe.layers import Gate
 from nemo_automodel.components.moe.router_replay import RouterReplay
 from torch import nn
 
 from routeplane.batch import PlanOptions, collate
 from routeplane.batch.plan import TokenPlan
-from routeplane.errors import ErrorKind, ReplayError, UsageError
+from routeplane.errors import ErrorKind, UsageError
 from routeplane.replay import automodel as gates
 from routeplane.replay.automodel import ParallelSetup
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_contract import feature, unlike_rows
-from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
+from tests.replay.automodel.tiny_automodel import FAMILIES, NUM_ROWS, Family, gate_modules, recorded, tokens_of
 from tests.replay.reads import reads_of
 
 pytestmark = pytest.mark.automodel
@@ -55,9 +53,6 @@ def logits_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
         ({"force_hf": True}, ["force_hf"]),
         ({"architectures": []}, ["without architectures"]),
         ({"architectures": ["Qwen3MoeForCausalLM2"]}, ["does not build itself"]),
-        ({"architectures": ["KimiK3ForCausalLM"]}, ["never ask a handle"]),
-        ({"architectures": ["DeepseekV4ForCausalLM"]}, ["never ask a handle"]),
-        ({"architectures": ["InklingForConditionalGeneration"]}, ["never ask a handle"]),
         ({"parallel": ParallelSetup(context=2, context_layout="blockdiag")}, ["layout 'blockdiag'"]),
         ({"parallel": ParallelSetup(context=2, packing=True)}, ["'thd' cuts each"]),
         ({"parallel": ParallelSetup(sequence=True)}, ["without tensor parallelism"]),
@@ -98,17 +93,6 @@ def test_parallel_modes_that_align_pass(options: Mapping[str, Any]) -> None:
     gates.check_setup(**{**good, "registry": ModelRegistry.model_arch_name_to_cls, **options})
 
 
-def test_build_arguments_are_merged() -> None:
-    """Other overrides stay; a moe_config, which Automodel does not take beside overrides, is refused."""
-    given = {"moe_overrides": {"aux_loss_coeff": 0.1}, "backend": "b"}
-    expected = {"moe_overrides": {"aux_loss_coeff": 0.1, "enable_routing_replay": True}, "backend": "b"}
-    assert expected == gates.with_replay(given)
-    assert {"aux_loss_coeff": 0.1} == given["moe_overrides"]
-    assert {"moe_overrides": {"enable_routing_replay": True}} == gates.with_replay({"moe_overrides": None})
-    with pytest.raises(UsageError, match="got moe_config"):
-        gates.with_replay({"moe_config": object()})
-
-
 # ---- which gates -----------------------------------------------------------------------------------------------------
 
 
@@ -126,72 +110,15 @@ def test_gates_of_multi_token_prediction_are_left_out() -> None:
     assert [0, 1] == [gate.layer_id for gate, _ in gates.find_gates(model)]
 
 
-def test_a_model_built_without_replay_is_refused() -> None:
-    """The message says how to build it."""
-    with pytest.raises(ReplayError, match=r"without @ model\.layers\.0\.mlp\.gate: build.*with_replay") as caught:
-        gates.attach(QWEN3.build(replay=False), QWEN3.spec)
-    assert ErrorKind.NO_SEAM == caught.value.kind
-
-
-class DeepseekV4VisionGate(Gate):  # type: ignore[misc]
-    """Of that name; Automodel's own needs an image library to be imported."""
-
-
-def blind_gate(kind: Any) -> Any:
-    """A gate of a class that never asks its handle, without its own construction."""
-    gate = kind.__new__(kind)
-    nn.Module.__init__(gate)
-    return gate
-
-
-@pytest.mark.parametrize("kind", [KimiK3Gate, DeepseekV4VisionGate, FakeBalancedGate], ids=lambda kind: kind.__name__)
-def test_gates_that_never_ask_their_handle_are_refused_by_name(kind: type[Any]) -> None:
-    """Two of these register a handle, so that Automodel's own replay takes targets for them and uses none."""
-    model = QWEN3.build()
-    model.model.layers["1"].mlp.gate = blind_gate(kind)
-    with pytest.raises(ReplayError, match=rf"got {kind.__name__}, which .* @ model\.layers\.1\.mlp\.gate") as caught:
-        gates.attach(model, QWEN3.spec)
-    assert ErrorKind.NO_SEAM == caught.value.kind
-
-
-def test_a_gate_that_registers_and_never_replays_does_so_in_silence() -> None:
-    """What the refusal is for: KimiK3Gate under Automodel's own replay returns its live choice."""
-    config = MoEConfig(
-        **{
-            **dict.fromkeys(("n_shared_experts", "n_expert_groups", "n_limited_groups", "gate_bias_update_factor"), 0),
-            "dim": HIDDEN,
-            "inter_dim": 24,
-            "moe_inter_dim": 16,
-            "n_routed_experts": 8,
-            "n_activated_experts": 3,
-            "train_gate": True,
-            "score_func": "sigmoid_with_bias",
-            "route_scale": 1.0,
-            "aux_loss_coeff": 0.0,
-            "norm_topk_prob": True,
-            "dtype": torch.float32,
-            "enable_routing_replay": True,
-        }
-    )
-    before = list(RouterReplay.instances())
-    RouterReplay.clear_registry()
-    try:
-        gate = KimiK3Gate(config)
-        nn.init.normal_(gate.weight)
-        hidden = torch.randn(4, HIDDEN)
-        _, live_NK, _ = gate(hidden, torch.ones(4, dtype=torch.bool))
-        with RouterReplay.replay([(live_NK + 1) % 8]):
-            _, found_NK, _ = gate(hidden, torch.ones(4, dtype=torch.bool))
-    finally:
-        RouterReplay.clear_registry()
-        RouterReplay.instances().extend(before)
-    assert torch.equal(live_NK, found_NK)
-
-
-def test_a_dense_model_is_refused() -> None:
-    """And a model of Transformers is sent to its own adapter."""
-    with pytest.raises(ReplayError, match=r"got Linear without a gate.*routeplane\.replay\.transformers"):
-        gates.attach(nn.Linear(2, 2), QWEN3.spec)
+def test_a_model_needs_no_handles() -> None:
+    """Built with or without ``enable_routing_replay``, it gives the same answers under the same rows."""
+    rows = unlike_rows(QWEN3.spec, NUM_ROWS, seed=5, missing=0.3)
+    found = []
+    for replay in (True, False):
+        model = QWEN3.build(replay=replay)
+        with gates.attach(model, QWEN3.spec) as handle, handle.replaying(rows):
+            found.append(logits_of(model))
+    assert torch.equal(*found)
 
 
 def test_a_class_made_for_sharding_is_known_by_its_base() -> None:
@@ -214,7 +141,7 @@ def test_every_way_of_scoring_follows(family: Family) -> None:
     with gates.attach(model, family.spec) as handle, recorded(model) as seen, handle.replaying(rows):
         logits_of(model)
     assert list(family.layer_ids) == sorted(seen)
-    modules: dict[int, Any] = {gate.layer_id: module for gate, module in gates.find_gates(model)}
+    modules = gate_modules(model)
     for layer, (firing,) in seen.items():
         routes_NK = rows.layer(layer).long()
         live_NK = family.choice(firing.logits_NE, modules[layer].e_score_correction_bias)
@@ -290,7 +217,7 @@ def test_layouts_that_do_not_align_have_no_shard() -> None:
 def test_the_registry_is_neither_read_nor_written() -> None:
     """With a second model and a copy in the process, where Automodel's own replay counts wrongly or does nothing."""
     model, other = QWEN3.build(), QWEN3.build(seed=1)
-    own = [module.router_replay for _, module in gates.find_gates(model)]
+    own = [module.router_replay for module in gate_modules(model).values()]
     listed = list(RouterReplay.instances())
     copied = copy.deepcopy(model)
     rows = unlike_rows(QWEN3.spec, NUM_ROWS, seed=5)
@@ -305,13 +232,13 @@ def test_the_registry_is_neither_read_nor_written() -> None:
         with copied_handle.replaying(rows):
             assert torch.equal(expected, logits_of(copied))
     assert listed == RouterReplay.instances()
-    assert own == [module.router_replay for _, module in gates.find_gates(model)]
+    assert own == [module.router_replay for module in gate_modules(model).values()]
 
 
 def test_automodels_own_recording_works_beside_an_attached_handle() -> None:
     """Outside ``replaying`` the gate's own handle answers, mode and all."""
     model = QWEN3.build()
-    own: list[Any] = [module.router_replay for _, module in gates.find_gates(model)]
+    own: list[Any] = [module.router_replay for module in gate_modules(model).values()]
     with gates.attach(model, QWEN3.spec) as handle, torch.no_grad():
         with RouterReplay.record(), recorded(model) as seen:
             logits_of(model)

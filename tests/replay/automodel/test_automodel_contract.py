@@ -15,7 +15,7 @@ from nemo_automodel.components.moe.parallelizer import apply_ac
 
 from routeplane.replay import automodel as gates
 from routeplane.testing.contracts.replay_contract import Firing, ReplayContract
-from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, recorded, tokens_of
+from tests.replay.automodel.tiny_automodel import FAMILIES, HIDDEN, NUM_ROWS, Family, gate_modules, recorded, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +85,7 @@ class AutomodelContract(ReplayContract):
 
     def gate(self, model: nn.Module, layer_id: int) -> Any:
         """The gate of a layer."""
-        return {gate.layer_id: module for gate, module in gates.find_gates(model)}[layer_id]
+        return gate_modules(model)[layer_id]
 
     def gate_weight(self, model: nn.Module, layer_id: int) -> nn.Parameter:
         """``[E, H]``."""
@@ -129,7 +129,7 @@ class AutomodelContract(ReplayContract):
         found: list[torch.Tensor] = []
         hooks = [
             module.register_forward_hook(lambda gate, args, output: found.append(output[2].detach()))
-            for _, module in gates.find_gates(model)
+            for module in gate_modules(model).values()
         ]
         self.forward(model, inputs)
         for hook in hooks:

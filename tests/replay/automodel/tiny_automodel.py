@@ -22,10 +22,21 @@ from torch.nn import functional
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
 from routeplane.record.spec import RouteSpec
-from routeplane.replay import automodel as gates
 from routeplane.testing.contracts.replay_contract import Firing
 
-__all__ = ["FAMILIES", "NUM_ROWS", "Family", "recorded", "tokens_of"]
+__all__ = [
+    "EXPERTS",
+    "FAMILIES",
+    "HIDDEN",
+    "NUM_ROWS",
+    "TOP_K",
+    "Family",
+    "backend",
+    "drawn",
+    "gate_modules",
+    "recorded",
+    "tokens_of",
+]
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 32
 NUM_ROWS = 12
@@ -69,23 +80,20 @@ class Family:
         return RouteSpec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=self.layer_ids, model=self.name)
 
     def build(self, *, seed: int = 0, aux: float | None = None, replay: bool = True, experts: str = "torch") -> Any:
-        """A model in training mode with random weights, gates and their biases included."""
-        arguments: dict[str, Any] = {"moe_overrides": {**self.moe, "aux_loss_coeff": self.aux if aux is None else aux}}
-        backend = BackendConfig(
-            attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts=experts, dispatcher="torch"
-        )
+        """A model in training mode with random weights, gates and their biases included.
+
+        ``replay``: whether gates have handles of Automodel's own.
+        """
+        overrides = {
+            **self.moe,
+            "aux_loss_coeff": self.aux if aux is None else aux,
+            "enable_routing_replay": replay,
+        }
         kind, config = (Glm4MoeForCausalLM, glm4_config()) if self.glm else (Qwen3MoeForCausalLM, qwen3_config())
         with mock.patch.object(torch.cuda, "current_device", return_value=0):
-            model: Any = kind(config, backend=backend, **(gates.with_replay(arguments) if replay else arguments))
+            model: Any = kind(config, backend=backend(experts), moe_overrides=overrides)
         model.model.rotary_emb.device = torch.device("cpu")
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith("norm.weight"):
-                    tensor.fill_(1.0)
-                elif tensor.is_floating_point():
-                    tensor.normal_(std=0.3 if "gate." in name else 0.2)
-        return model.train()
+        return drawn(model, seed=seed).train()
 
     def choice(self, logits_NE: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
         """The ids that the gate chooses by itself, restated."""
@@ -101,6 +109,27 @@ class Family:
         """The weights of ids, restated."""
         picked_NK = self.scores(logits_NE, logits_NE).gather(1, ids_NK)
         return self.scale * (picked_NK / picked_NK.sum(dim=-1, keepdim=True) if self.normalised else picked_NK)
+
+
+def backend(experts: str = "torch") -> BackendConfig:
+    """Plain torch."""
+    return BackendConfig(
+        attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts=experts, dispatcher="torch"
+    )
+
+
+def drawn(model: nn.Module, *, seed: int = 0) -> nn.Module:
+    """Random weights, gates, biases and tables of experts included."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            elif tensor.is_floating_point():
+                tensor.normal_(std=0.3 if "gate." in name else 0.2)
+            elif name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), EXPERTS).argsort(dim=-1)[:, : tensor.shape[1]])
+    return model
 
 
 _GROUPS = {"n_expert_groups": 4, "n_limited_groups": 2, "force_e_score_correction_bias": True}
@@ -166,6 +195,12 @@ def tokens_of(seed: int, *, count: int = 2, width: int = 6) -> torch.Tensor:
     return torch.randint(3, 64, (count, width), generator=torch.Generator().manual_seed(seed))
 
 
+def gate_modules(model: nn.Module) -> dict[int, Any]:
+    """The gates by layer, as the tiny models name them."""
+    found = [(path, module) for path, module in model.named_modules() if path.endswith("mlp.gate")]
+    return {int(path.split("layers.")[1].split(".")[0]): module for path, module in found}
+
+
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[dict[int, list[Firing]]]:
     """Every complete gate call, by layer, read from what the gate was given and returned."""
@@ -181,9 +216,9 @@ def recorded(model: nn.Module) -> Iterator[dict[int, list[Firing]]]:
 
     hooks = [
         module.register_forward_hook(
-            lambda gate, args, output, layer_id=found.layer_id: record(layer_id, gate, args[0], output)
+            lambda gate, args, output, layer_id=layer_id: record(layer_id, gate, args[0], output)
         )
-        for found, module in gates.find_gates(model)
+        for layer_id, module in gate_modules(model).items()
     ]
     try:
         yield seen
