@@ -262,7 +262,7 @@ def _refuse_uncompilable(policy: ReplayPolicy, gates: list[Gate]) -> None:
     for gate in gates:
         if gate.rounds or gate.axes != 2:
             raise ReplayError(
-                f"expected a selection by topk over [N, E] for compiled=True, got another @ {gate}",
+                f"expected a selection by topk over [N, E] for a compiled model, got another @ {gate}",
                 kind=ErrorKind.NO_SEAM,
             )
 
