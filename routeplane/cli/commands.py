@@ -443,7 +443,7 @@ def _probe(options: argparse.Namespace) -> int:
     found = check_engine(engine, spec, options=chosen)
     lines = [str(one) for one in found.findings]
     lines += [f"{name:<12} {became}" for name, became in found.checks.items()]
-    verdict = f"{len(found.findings)} findings" if found.findings else "no finding"
+    verdict = f"findings: {len(found.findings)}" if found.findings else "no finding"
     lines.append(f"{found.requests} requests, {found.rows} rows compared, {found.flipped} flipped: {verdict}")
     show(options, found.to_dict(), lines=lines)
     return 1 if found.findings else 0

@@ -299,6 +299,7 @@ def geometry_from_model(model: object) -> Geometry:
     gates = _gates_by_layer(modules)
     if not gates:
         raise _gateless(model, modules)
+    _require_one_place(model, gates.values())
     chosen = {gate.top_k for gate in gates.values()}
     if len(chosen) > 1:
         raise _odd("one top-k for all layers", ", ".join(f"{gate.top_k} at {gate.path}" for gate in gates.values()))
@@ -309,6 +310,21 @@ def geometry_from_model(model: object) -> Geometry:
     return Geometry(
         num_experts=_folded(widths), top_k=chosen.pop(), layer_ids=layer_ids, model=name or type(model).__name__
     )
+
+
+def _require_one_place(model: object, gates: Iterable[_Gate]) -> None:
+    """Refuse a layer that stands at several places of a model: it runs several times in one forward."""
+    walk = getattr(model, "named_modules", None)
+    try:
+        found = walk(remove_duplicate=False) if callable(walk) else ()
+    except TypeError:
+        return  # of another class than torch's
+    places = [(id(module), str(path)) for path, module in found]
+    own = {path: identity for identity, path in places}
+    for gate in gates:
+        others = [path for identity, path in places if identity == own[gate.path] and path != gate.path]
+        if others:
+            raise _odd("each layer once in a model", f"the gate {gate.path} at {', '.join(others[:4])} too")
 
 
 def gate_paths(model: object) -> dict[int, str]:

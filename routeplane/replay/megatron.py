@@ -39,7 +39,9 @@ from routeplane.replay.handle import (
     ReplayHandle,
     ReplayLimits,
     ReplayPolicy,
+    RowOrder,
 )
+from routeplane.replay.transformers import PackedForward, PackingCheck
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -65,6 +67,7 @@ def attach(
     aux: AuxChoice = "live",
     mode: Mode = "force",
     limits: ReplayLimits = DEFAULT_LIMITS,
+    packed: PackedForward | None = None,
 ) -> ReplayHandle:
     """Attach to the routers of one model chunk; the handle is a context manager that detaches on leaving.
 
@@ -73,6 +76,10 @@ def attach(
     routers: ``local_spec(model, spec)``. ``on_missing="raise"`` refuses batches with fed tokens that have no row;
     ``mode`` and ``limits`` as in ``routeplane.replay.transformers.attach``.
     ``aux``: which choice the load-balancing losses count; ``"live"`` is what Megatron does by itself.
+
+    ``packed``: runs a forward of the whole model over packed ``input_ids`` and ``position_ids``, each ``[1, T]``, as
+    the training loop does, and returns its logits. Where it is given, the first packed batch runs it three times, and
+    packed batches are refused, ReplayError (PACKING), where a sequence's output depends on the sequence before it.
 
     A batch with ``token_ids`` of shape ``[B, S]`` is put into Megatron's order (``row_order``); any other must come in
     the order of the routers. Raises ReplayError: NO_SEAM for a model without routers, with one that is not known, or
@@ -100,7 +107,7 @@ def attach(
         ],
         wiring=wiring,
         policy=policy,
-        row_order=row_order,
+        row_order=row_order if packed is None else _checked_order(PackingCheck(model, packed)),
         undo=undo,
         root=model,
     )
@@ -205,6 +212,14 @@ def check_setup(config: object, *, engine: str = "vllm") -> None:
 
 #: Engines whose routes ``routeplane.capture`` reads.
 _ENGINES = ("sglang", "transformers", "vllm")
+
+
+def _checked_order(check: PackingCheck) -> RowOrder:
+    def order(batch: ReplayBatch) -> torch.Tensor | None:
+        check(batch)
+        return row_order(batch)
+
+    return order
 
 
 class _RouterStandIn(StandIn):

@@ -74,9 +74,11 @@ class Server:
 
 
 @contextmanager
-def running_server(folder: Path, *, fifo: Path, log: Path) -> Iterator[Server]:
-    """The server of a model folder with the tests' middleware; it is stopped on the way out, and its output is in
-    ``log``."""
+def running_server(folder: Path, *, log: Path, fifo: Path | None = None) -> Iterator[Server]:
+    """The server of a model folder; it is stopped on the way out, and its output is in ``log``.
+
+    ``fifo``: where the tests' middleware writes; None leaves the middleware out.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,7 +89,7 @@ def running_server(folder: Path, *, fifo: Path, log: Path) -> Iterator[Server]:
         *("--enforce-eager", "--no-enable-chunked-prefill", "--enable-return-routed-experts", "--enable-scale-out"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "words"),
         *("--tool-parser-plugin", str(ROOT / "tests" / "capture" / "serving.py")),
-        *("--middleware", "tests.capture.serving.Routes"),
+        *(() if fifo is None else ("--middleware", "tests.capture.serving.Routes")),
         # on a CPU vLLM asks for that share of the memory to be free, whatever KV cache it is given
         *("--gpu-memory-utilization", "0.05"),
         "--disable-uvicorn-access-log",

@@ -78,6 +78,7 @@ THIRD_PARTY = {
         "capture.gates",
         "capture.weights",
         "capture.transformers",
+        "capture.vllm.forcing",
         "inspect.audit",
         "record.meta_model",
         *_REPLAY_SUITE,
@@ -125,6 +126,7 @@ DEFERRED = {
     "inspect": "compiled loops are used where numba is installed; pictures are drawn where they are asked for",
     "fleet": "vLLM is reached through capture.vllm, in the process that runs it",
     "cli": "a command loads only what it runs",
+    "testing.plugin": "it loads in every run of pytest, and hypothesis loads it",
 }
 
 

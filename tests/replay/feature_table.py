@@ -67,6 +67,8 @@ FEATURES = {
     "FSDP2": "gradients on two ranks are those of one process",
     "pipeline": "an interleaved schedule with virtual stages, on two ranks: the gradients of one process, bit for bit",
     "sequence parallel": "on two ranks, each router uses the ids of its own rows",
+    "tensor parallel": "on two ranks, each router uses the ids of every token",
+    "expert parallel": "experts on two ranks, a batch for each: output and gradients of one process",
     "context parallel": "a rank's rows are those that the framework's own slices take",
 }
 

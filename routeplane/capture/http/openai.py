@@ -590,6 +590,7 @@ class HttpEngine:
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise refused("a URL of http or https", repr(url))
         self._url, self._model, self._timeout_s = url.rstrip("/"), model, timeout_s
+        self.spec = spec
         self._headers = {"content-type": "application/json", **(headers or {})}
         self._extra = dict(body or {})
         self._depth = spec.num_layers if axis == "captured" else spec.decoder_layers or spec.layer_ids[-1] + 1

@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import nn
 
-from routeplane.batch import collate
+from routeplane.batch import RouteBatch, collate
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.replay import megatron as gates
 from routeplane.replay.handle import ReplayHandle
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from routeplane.testing.contracts.replay_contract import unlike_rows
-from tests.replay.megatron.tiny_megatron import FAMILIES, HIDDEN, TokenBatch, build, config_of, inputs_of, recorded
+from tests.replay.megatron.tiny_megatron import (
+    EXPERTS,
+    FAMILIES,
+    HIDDEN,
+    Inputs,
+    TokenBatch,
+    build,
+    config_of,
+    inputs_of,
+    recorded,
+)
 from tests.replay.reads import reads_of
 
 pytestmark = pytest.mark.megatron
@@ -145,6 +157,91 @@ def test_packed_rows_of_a_padded_forward_are_refused() -> None:
         with handle.replaying(batch):
             loss_of(model, 1)
     assert ErrorKind.ROW_COUNT == caught.value.kind
+
+
+LENGTHS = (9, 12, 8)
+
+
+def records_batch(layout: Any) -> RouteBatch:
+    """Three records; rows are drawn, one for each token but the last."""
+    generator = torch.Generator().manual_seed(7)
+    records = []
+    for sample, length in enumerate(LENGTHS):
+        routes = torch.rand(length, 2, EXPERTS, generator=generator).argsort(-1)[..., : PLAIN.spec.top_k]
+        routes[-1] = -1
+        wide = watermarked_record(sample, num_tokens=length, spec=watermarked_spec(layers=(0, 1), top_k=2))
+        tokens = torch.randint(3, 60, (length,), generator=generator).int().numpy()
+        rows = routes.short().numpy()
+        records.append(replace(wide, routes=rows, spec=PLAIN.spec, token_ids=tokens, checksum=None))
+    return collate(records, PLAIN.spec, layout=layout)
+
+
+def packed_forward(model: Any, *, apart: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Under a causal mask, or one that hides the sequences before; True is hidden."""
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        sequence = (positions[0] == 0).cumsum(0)
+        hidden = torch.ones(len(sequence), len(sequence), dtype=torch.bool).triu(1)
+        if apart:
+            hidden |= sequence[:, None] != sequence[None]
+        found: torch.Tensor = model(ids, positions, hidden[None, None])
+        return found
+
+    return forward
+
+
+def test_packed_sequences_that_are_kept_apart_equal_padded_ones() -> None:
+    """Under a mask of blocks: the logits of each sequence are those of its own row, in single precision."""
+    model = build(PLAIN.options)
+    packed, padded = records_batch("packed"), records_batch("padded")
+    forward = packed_forward(model, apart=True)
+    with gates.attach(model, PLAIN.spec, packed=forward) as handle, torch.no_grad():
+        with handle.replaying(packed):
+            found = forward(packed.token_ids[None], packed.position_ids[None])
+        with handle.replaying(padded):
+            expected = model(*Inputs(tokens=padded.token_ids).arguments())
+    assert [2 * (sum(LENGTHS) - 3)] * 2 == [gate.forced_rows for gate in handle.report().gates]
+    for sequence, (logits, length) in enumerate(zip(torch.split(found[0], list(LENGTHS)), LENGTHS, strict=True)):
+        torch.testing.assert_close(logits, expected[sequence, :length], rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_that_are_mixed_are_refused() -> None:
+    """Where the loop's forward is given, before any forward of the batch."""
+    model = build(PLAIN.options)
+    before = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    with gates.attach(model, PLAIN.spec, packed=packed_forward(model, apart=False)) as handle:
+        for _ in range(2):
+            with pytest.raises(ReplayError, match="with the tokens of the sequence before") as caught:
+                with handle.replaying(records_batch("packed")):
+                    pytest.fail("the body must not run")
+            assert ErrorKind.PACKING == caught.value.kind
+        with handle.replaying(records_batch("padded")):
+            model(*Inputs(tokens=records_batch("padded").token_ids).arguments())
+    after = model.state_dict()
+    assert [] == [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert model.training
+
+
+def test_megatrons_packed_attention_does_not_run_here() -> None:
+    """Attention that knows sequences is Transformer Engine's; what a CPU has refuses ``PackedSeqParams`` by itself."""
+    model = build(PLAIN.options)
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        begins = (positions[0] == 0).nonzero()[:, 0].int()
+        edges = torch.cat([begins, torch.tensor([positions.numel()], dtype=torch.int32)])
+        longest = int(edges.diff().max())
+        sequences = PackedSeqParams(
+            qkv_format="thd",
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), edges),
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+        )
+        found: torch.Tensor = model(ids, positions, None, packed_seq_params=sequences)
+        return found
+
+    with gates.attach(model, PLAIN.spec, packed=forward) as handle:
+        with pytest.raises(ReplayError, match="a packed forward that raises AssertionError: Packed sequence"):
+            with handle.replaying(records_batch("packed")):
+                pytest.fail("the body must not run")
 
 
 def test_a_padded_batch_is_turned() -> None:

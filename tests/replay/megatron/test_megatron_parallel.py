@@ -28,9 +28,16 @@ ROOT = Path(__file__).parents[3]
 PLAIN = FAMILIES[0]
 
 
+#: verl's wheel, in the same environment, has a package ``tests`` of its own, which hides ours from ``python -m``.
+START = (
+    "import sys, types; tests = types.ModuleType('tests'); tests.__path__ = ['tests']; sys.modules['tests'] = tests; "
+    "from tests.replay.megatron.two_ranks import main; main(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
+)
+
+
 def two_ranks(mode: str, folder: Path) -> list[dict[str, Any]]:
     """Both processes of ``two_ranks``, and what each printed."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.replay.megatron.two_ranks", mode]
+    command = [sys.executable, "-W", "ignore", "-c", START, mode]
     ranks = [
         subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -71,6 +78,25 @@ class TestTwoRanks:
                 used = dict(zip(places, found["ids"][str(layer)], strict=True))
                 assert {place: mark(*place, layer) for place in fed} == {place: used[place] for place in fed}
             assert [len(fed)] * 2 == found["forced"]
+
+    @feature("tensor parallel")
+    def test_tensor_parallel_ranks_follow_every_row(self, tmp_path: Path) -> None:
+        """Without sequence parallelism both ranks' routers see all tokens, and use the same ids."""
+        for found in two_ranks("tensor", tmp_path):
+            assert [2, 8] == found["shape"]
+            fed = [(sample, token) for sample in range(2) for token in range(LENGTHS[sample])]
+            places = [(sample, token) for sample in range(2) for token in range(8)]
+            for layer in (0, 1):
+                used = dict(zip(places, found["ids"][str(layer)], strict=True))
+                assert {place: mark(*place, layer) for place in fed} == {place: used[place] for place in fed}
+            assert [len(fed)] * 2 == found["forced"]
+
+    @feature("expert parallel")
+    def test_expert_parallel_ranks_are_exact(self, tmp_path: Path) -> None:
+        """Half of the experts on each rank, another batch on each, all layers recomputed: as in one process."""
+        for found in two_ranks("expert", tmp_path):
+            assert 4 == found["experts"]
+            assert found["worst"] < 1e-6
 
 
 class Group:

@@ -1,6 +1,6 @@
 """One of two ranks of a real parallel run; ``test_megatron_parallel`` starts both and reads what they found.
 
-Run as ``python -m tests.replay.megatron.two_ranks MODE RANK FOLDER``: figures go to stdout as one line of JSON. Ranks
+Run as ``main(MODE, RANK, FOLDER)``: figures go to stdout as one line of JSON. Ranks
 meet over gloo, through a file in the folder.
 
 Axes: B sequences, S positions, N token rows, K top-k slots.
@@ -9,6 +9,7 @@ Axes: B sequences, S positions, N token rows, K top-k slots.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,26 +53,94 @@ def marked_record(sample: int, length: int, spec: RouteSpec) -> RouteRecord:
     routes = [[mark(sample, token, layer) for layer in spec.layer_ids] for token in range(length)]
     wide = watermarked_spec(layers=spec.layer_ids, top_k=spec.top_k)
     record = watermarked_record(sample, num_tokens=length, spec=wide, last_token_fed=True)
-    return replace(record, routes=np.array(routes, dtype=np.int16), spec=spec, checksum=None)
+    tokens = record.token_ids % 64
+    return replace(record, routes=np.array(routes, dtype=np.int16), token_ids=tokens, spec=spec, checksum=None)
 
 
 def sequence(rank: int) -> dict[str, Any]:
-    """Tensor parallelism of two with sequence parallelism: the ids that each router used, by sequence and position."""
+    """Tensor parallelism of two with sequence parallelism."""
+    return _marked({"tensor_model_parallel_size": 2, "sequence_parallel": True})
+
+
+def tensor(rank: int) -> dict[str, Any]:
+    """Tensor parallelism of two: each rank's routers see every token. Megatron itself refuses to train so."""
+    return _marked({"tensor_model_parallel_size": 2}, train=False)
+
+
+def _marked(options: Mapping[str, Any], *, train: bool = True) -> dict[str, Any]:
+    """The ids that each router used, by sequence and position."""
     spec = RouteSpec(num_experts=32, top_k=TOP_K, layer_ids=(0, 1), model="tiny")
-    model = build({"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_moe_experts": spec.num_experts})
+    model = build({**options, "num_moe_experts": spec.num_experts}).train(train)
     records = [marked_record(sample, length, spec) for sample, length in enumerate(LENGTHS)]
     batch = collate(
         records, spec, layout="padded", shard=gates.rank_shard(model, spec), options=BatchOptions(seq_len=8)
     )
     whole = collate(records, spec, layout="padded", options=BatchOptions(seq_len=8))
     with gates.attach(model, spec) as handle, recorded(model) as seen, handle.replaying(batch):
-        output = model(*Inputs(tokens=whole.token_ids % 64).arguments())
-        torch.autograd.backward(output.square().mean())
+        output = model(*Inputs(tokens=whole.token_ids).arguments())
+        if train:
+            torch.autograd.backward(output.square().mean())
     return {
         "shape": list(batch.token_ids.shape),
         "ids": {layer: [sorted(row) for row in fired[0].ids_NK.tolist()] for layer, fired in seen.items()},
         "forced": [gate.forced_rows for gate in handle.report().gates],
     }
+
+
+# ---- expert parallelism ---------------------------------------------------------------------------------------------
+
+
+def expert(rank: int) -> dict[str, Any]:
+    """Experts on two ranks, a batch for each, full recomputation: the worst difference from one process of all experts.
+
+    Gradients of a rank's experts are those of both batches, all others those of its own.
+    """
+    spec = RouteSpec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=(0, 1), model="tiny")
+    own = build({**RECOMPUTE, "expert_model_parallel_size": 2})
+    # the groups of the reference are those of a process by itself
+    with mock.patch.multiple(parallel_state, **_alone(rank)):
+        whole = build({})
+        _take_experts(own, whole, rank)
+        expected = [_rank_step(whole, spec, batch) for batch in range(2)]
+    found = _rank_step(own, spec, rank)
+    worst = float((found["output"] - expected[rank]["output"]).abs().max())
+    for name, gradient in found.items():
+        at_whole = _expert_name(name, rank)
+        both = [each[at_whole] for each in expected]
+        wanted = both[0] + both[1] if "local_experts" in name else both[rank]
+        worst = max(worst, float((gradient - wanted).abs().max()))
+    return {"worst": worst, "experts": len(own.decoder.layers[0].mlp.experts.local_experts)}
+
+
+def _alone(rank: int) -> dict[str, Any]:
+    """What Megatron asks for the expert-parallel groups, answered for one rank."""
+    groups = [torch.distributed.new_group([each], backend="gloo") for each in range(2)]
+    names = [name for name in dir(parallel_state) if re.fullmatch("get_expert_.*group", name)]
+    return {name: lambda *args, **options: groups[rank] for name in names}
+
+
+def _expert_name(name: str, rank: int) -> str:
+    """An expert's parameter by its number in the whole model; any other's name."""
+    return re.sub(r"(?<=local_experts\.)\d+", lambda found: str(int(found.group()) + rank * EXPERTS // 2), name)
+
+
+def _take_experts(own: Any, whole: Any, rank: int) -> None:
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, weight in own.named_parameters():
+            weight.copy_(weights[_expert_name(name, rank)])
+
+
+def _rank_step(model: Any, spec: RouteSpec, index: int) -> dict[str, torch.Tensor]:
+    """The output and the gradients of one microbatch under replay."""
+    inputs, batch = _microbatch(index, spec)
+    with gates.attach(model, spec) as handle:
+        with handle.replaying(batch):
+            output = model(*inputs.arguments())
+        torch.autograd.backward(output.square().mean())
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    return {"output": output.detach(), **found}
 
 
 # ---- an interleaved pipeline ----------------------------------------------------------------------------------------
@@ -187,6 +256,8 @@ def _reference_gradients(reference: Any, spec: RouteSpec) -> Mapping[str, Any]:
 
 MODES = {
     "sequence": (sequence, {"tensor_model_parallel_size": 2}),
+    "tensor": (tensor, {"tensor_model_parallel_size": 2}),
+    "expert": (expert, {"expert_model_parallel_size": 2}),
     "pipeline": (
         pipeline,
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
@@ -214,7 +285,3 @@ def main(mode: str, rank: int, folder: str) -> None:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     sys.stdout.write(json.dumps(figures) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
