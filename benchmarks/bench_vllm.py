@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.measure import Result
 from routeplane import RouteSpec
 from routeplane.capture.vllm.engine_writer import EngineWriter
-from routeplane.capture.vllm.writer_options import WriterConfig
+from routeplane.capture.vllm.interface import WriterConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from routeplane.capture.vllm.engine_writer import open_carrier
-from routeplane.capture.vllm.writer_options import WriterConfig
+from routeplane.capture.vllm.interface import WriterConfig
 from routeplane.errors import ErrorKind, TransportError, UsageError
 from routeplane.record.record import RouteRecord
 from routeplane.stream.blocks import ReadOptions

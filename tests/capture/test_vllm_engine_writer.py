@@ -22,7 +22,7 @@ from routeplane.capture import CaptureOptions
 from routeplane.capture.http import openai
 from routeplane.capture.http.tickets import call_of_ticket
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, open_carrier
-from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, request_args
+from routeplane.capture.vllm.interface import KEY, RequestOptions, WriterConfig, request_args
 from routeplane.capture.wire import encode
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, UsageError
 from routeplane.record.interfaces import RouteTicket

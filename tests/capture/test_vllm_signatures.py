@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from routeplane.capture.vllm.interface import FIELDS, FUNCTIONS, find_drift
+from routeplane.capture.vllm.interface import (
+    FIELDS,
+    FOLLOWING_FIELDS,
+    FOLLOWING_FUNCTIONS,
+    FUNCTIONS,
+    find_drift,
+)
 from tests.vllm_wheels import SIGNATURES, drift_of
 
 FOUND: dict[str, dict[str, list[str] | None]] = json.loads(SIGNATURES.read_text(encoding="utf-8"))
@@ -58,3 +64,15 @@ def test_a_name_that_changes_is_named(name: str) -> None:
         assert [f"{name} has no {', '.join(expected)}"] == find_drift(
             {**newest, name: []}.get, {**newest, name: []}.get
         )
+
+
+@pytest.mark.parametrize("name", [*FOLLOWING_FUNCTIONS, *FOLLOWING_FIELDS])
+def test_a_name_that_following_rests_on_is_named_too(name: str) -> None:
+    """The worker compares this table with the vLLM that runs, when following is turned on."""
+    tables = {"functions": FOLLOWING_FUNCTIONS, "fields": FOLLOWING_FIELDS}
+    whole = {**FOLLOWING_FUNCTIONS, **FOLLOWING_FIELDS}
+    gone, less = {**whole, name: None}, {**whole, name: ()}
+
+    assert [] == find_drift(whole.get, whole.get, **tables)
+    assert [f"{name} is gone"] == find_drift(gone.get, gone.get, **tables)
+    assert [f"{name} has no {', '.join(whole[name])}"] == find_drift(less.get, less.get, **tables)

@@ -78,6 +78,7 @@ THIRD_PARTY = {
         "capture.gates",
         "capture.weights",
         "capture.transformers",
+        "capture.vllm.forcing",
         "inspect.audit",
         "record.meta_model",
         *_REPLAY_SUITE,

@@ -19,7 +19,7 @@ import pytest
 from routeplane import new_stream, open_stream
 from routeplane.archive import open_archive, save_archive
 from routeplane.archive.store import LocalFolder
-from routeplane.capture.vllm.writer_options import RequestOptions, WriterConfig
+from routeplane.capture.vllm.interface import RequestOptions, WriterConfig
 from routeplane.errors import ErrorKind, RouteplaneError, UsageError
 from routeplane.fleet.endpoints import Endpoints, reserve
 from routeplane.fleet.engine import EngineConfig

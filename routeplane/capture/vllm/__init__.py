@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from routeplane.capture.vllm.async_llm import Answer, Conversation, RouteWritingEngine, WritingReport
     from routeplane.capture.vllm.engine_writer import EngineReport
     from routeplane.capture.vllm.engines import generate_records, generate_tickets, start_engine, stop_engine
-    from routeplane.capture.vllm.interface import spec_from_vllm
+    from routeplane.capture.vllm.interface import WriterConfig, request_args, spec_from_vllm
     from routeplane.capture.vllm.outputs import LogprobsMode, OutputOptions, calls, merge_deltas, options_of, records
     from routeplane.capture.vllm.probing import ProbeReport, probe, probe_async
     from routeplane.capture.vllm.scheduler import RouteScheduler
-    from routeplane.capture.vllm.writer_options import WriterConfig, request_args
 
 __all__ = [
     "Answer",
@@ -54,12 +53,11 @@ _HOMES = {
     "api_server": ("ServedEngine", "load_engine"),
     "async_llm": ("Answer", "Conversation", "RouteWritingEngine", "WritingReport"),
     "engines": ("generate_records", "generate_tickets", "start_engine", "stop_engine"),
-    "interface": ("spec_from_vllm",),
+    "interface": ("WriterConfig", "request_args", "spec_from_vllm"),
     "outputs": ("LogprobsMode", "OutputOptions", "calls", "merge_deltas", "options_of", "records"),
     "probing": ("ProbeReport", "probe", "probe_async"),
     "scheduler": ("RouteScheduler",),
     "engine_writer": ("EngineReport",),
-    "writer_options": ("WriterConfig", "request_args"),
 }
 
 

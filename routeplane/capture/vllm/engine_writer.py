@@ -24,7 +24,7 @@ from routeplane.capture.choices import cached_rows, loss_of_rows
 from routeplane.capture.http.tickets import ticket_of_record
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
-from routeplane.capture.vllm.writer_options import KEY, RequestOptions, WriterConfig, choice_of
+from routeplane.capture.vllm.interface import KEY, RequestOptions, WriterConfig, choice_of
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.counts import Counts, add_by_key, rule

@@ -7,20 +7,22 @@ The engine reads its own environment. For the same records in every run it must 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.choices import check_requests, sample_names
-from routeplane.capture.vllm.interface import captures_routes, require_moe, spec_from_vllm
+from routeplane.capture.resuming import FollowedRows, extend, require_resumable
+from routeplane.capture.vllm.interface import KEY, captures_routes, request_args, require_moe, spec_from_vllm
+from routeplane.capture.vllm.outputs import calls as calls_of
 from routeplane.capture.vllm.outputs import options_of, records
-from routeplane.capture.vllm.writer_options import KEY, request_args
-from routeplane.errors import CaptureError, ErrorKind, UsageError
+from routeplane.errors import CaptureError, ErrorKind, UsageError, refused
 from routeplane.record.interfaces import RouteTicket
+from routeplane.record.record import RouteRecord
 
 if TYPE_CHECKING:
-    from routeplane.record.record import RouteRecord
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["SETTINGS", "generate_records", "generate_tickets", "start_engine", "stop_engine"]
 
@@ -70,7 +72,7 @@ def start_engine(
 
 def generate_records(
     llm: LLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | RouteRecord],
     *,
     max_tokens: int,
     temperature: float = 1.0,
@@ -79,31 +81,42 @@ def generate_records(
     eos_token_id: int | None = None,
     sample_ids: Sequence[str] | None = None,
 ) -> list[RouteRecord]:
-    """Sample from an engine and read each sequence as a record.
+    """Sample from an engine and read each sequence as a record; go on where records end.
+
+    A prompt that is a record is fed again while the gates follow its rows; MISSING ones are live, and so are those
+    behind. What comes back is that record, longer, as ``capture.transformers.records`` says. The engine needs
+    ``worker_extension_cls="routeplane.capture.vllm.forcing.FollowingWorker"`` and ``enforce_eager=True`` for it. The
+    attributes ``forced_rows``, ``live_rows`` and ``forced_at_fill_rows`` count what was computed (one token in one
+    layer each; again where the engine preempted) and what stood in the KV cache.
 
     The prefix cache is emptied first: a prompt that hits it is prefilled in another shape, so in low precision to other
     last bits, and its cached rows would be of unknown weights.
 
     Args:
         llm: An engine that captures.
-        prompts: Token ids.
-        max_tokens: Most tokens to generate per prompt.
+        prompts: Token ids, or records.
+        max_tokens: Most tokens to generate per prompt, those of a record's last generation included.
         temperature: 0 decodes greedily.
         seed: Request i samples under ``seed + i``.
         weights_version: Version of the engine's weights.
         eos_token_id: The only token that ends a sequence early, whatever the model's generation configuration says.
-        sample_ids: Names of the records; None: ``sample-0``, ...
+        sample_ids: Names of the records; None: ``sample-0``, ..., or the record's own.
 
     Returns:
         One record per prompt, with raw log-probabilities of what was sampled. Raises CaptureError where the engine runs
-        without capture, UsageError for bad prompts, seeds or names, else as ``records``.
+        without capture, or did not follow rows; UsageError for bad prompts, seeds or names, or a record that cannot be
+        gone on with; else as ``records``.
 
     >>> [record] = generate_records(llm, [[10, 11, 12]], max_tokens=4, weights_version=12)
     >>> record.num_tokens
     7
     """
     names = sample_names(sample_ids, len(prompts))
-    check_requests(prompts, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if sample_ids is None:
+        given = zip(prompts, names, strict=True)
+        names = [each.sample_id if isinstance(each, RouteRecord) else name for each, name in given]
+    tokens = [each.token_ids.tolist() if isinstance(each, RouteRecord) else each for each in prompts]
+    check_requests(tokens, names, max_tokens=max_tokens, temperature=temperature, seed=seed)
     if not captures_routes(llm):
         raise CaptureError(
             "expected an engine with enable_return_routed_experts=True, got one without", kind=ErrorKind.CAPTURE_OFF
@@ -111,11 +124,70 @@ def generate_records(
     spec = spec_from_vllm(llm)
     batch = _Batch(max_tokens=max_tokens, temperature=temperature, seed=seed, eos_token_id=eos_token_id)
     options = options_of(llm, batch.params(0, None))
+    extra = _follow(llm, prompts, spec, batch=batch, mode=options.logprobs_mode, weights_version=weights_version)
+    outputs = batch.generate(llm, tokens, [each[0] for each in extra], had=[each[1] for each in extra])
+    counts = _follow_counts(llm, [output.request_id for output, each in zip(outputs, extra, strict=True) if each[0]])
     made: list[RouteRecord] = []
-    for name, output in zip(names, batch.generate(llm, prompts, [None] * len(prompts)), strict=True):
+    for name, before, output in zip(names, prompts, outputs, strict=True):
         # The engine numbers requests over its lifetime; the sample's own name makes equal runs equal records.
+        if isinstance(before, RouteRecord):
+            calls = len({span.call for span in before.spans})
+            [call] = calls_of(output, spec, weights_version=weights_version, call_id=f"{name}#{calls}", options=options)
+            salt = FollowedRows.of(before, weights_version=weights_version).salt
+            said = {"cache_salt": salt, "logprobs_mode": options.logprobs_mode.removesuffix("_logprobs")}
+            said |= {f"{key}_rows": str(counts[output.request_id][key]) for key in ("forced", "live", "forced_at_fill")}
+            made.append(extend(replace(before, sample_id=name, checksum=None), call, attributes=said))
+            continue
         made += records(output, spec, sample_id=name, call_id=name, weights_version=weights_version, options=options)
     return made
+
+
+def _follow(
+    llm: LLM,
+    prompts: Sequence[Sequence[int] | RouteRecord],
+    spec: RouteSpec,
+    *,
+    batch: _Batch,
+    mode: str,
+    weights_version: int,
+) -> list[tuple[dict[str, Any] | None, int]]:
+    """What each request carries, and how many tokens of its last generation it begins with; turns following on."""
+    found: list[tuple[dict[str, Any] | None, int]] = []
+    stops = [] if batch.eos_token_id is None else [batch.eos_token_id]
+    for each in prompts:
+        if not isinstance(each, RouteRecord):
+            found.append((None, 0))
+            continue
+        start = require_resumable(
+            each, spec, logprobs_mode=mode.removesuffix("_logprobs"), weights_version=weights_version, stops=stops
+        )
+        had = each.num_tokens - start
+        if had >= batch.max_tokens:
+            raise refused(f"max_tokens above {had}, which a record has generated already", repr(batch.max_tokens))
+        found.append((request_args(follow=each, weights_version=weights_version), had))
+    if any(extra for extra, _ in found):
+        if not llm.llm_engine.vllm_config.parallel_config.worker_extension_cls:
+            raise CaptureError(
+                "expected an engine with worker_extension_cls='routeplane.capture.vllm.forcing.FollowingWorker', got "
+                "one without, which would not follow rows",
+                kind=ErrorKind.CAPTURE_OFF,
+            )
+        llm.collective_rpc("routeplane_follow")
+    return found
+
+
+def _follow_counts(llm: LLM, request_ids: list[str]) -> Mapping[str, Mapping[str, Any]]:
+    """What became of requests with rows. Raises CaptureError where they were not followed."""
+    if not request_ids:
+        return {}
+    counts: Mapping[str, Mapping[str, Any]] = llm.collective_rpc("routeplane_follow_counts", args=(request_ids,))[0]
+    for request_id, said in counts.items():
+        wrong = said["error"] or (f"{said['mixed']} rows in KV blocks of other routes" if said["mixed"] else "")
+        if wrong:
+            raise CaptureError(
+                f"expected rows that were followed, got {wrong} @ request {request_id}", kind=ErrorKind.CAPTURE_OFF
+            )
+    return counts
 
 
 def generate_tickets(
@@ -183,18 +255,27 @@ class _Batch:
     seed: int
     eos_token_id: int | None
 
-    def generate(self, llm: LLM, prompts: Sequence[Sequence[int]], extra_args: Sequence[Any]) -> list[Any]:
+    def generate(
+        self,
+        llm: LLM,
+        prompts: Sequence[Sequence[int]],
+        extra_args: Sequence[Any],
+        had: Sequence[int] | None = None,
+    ) -> list[Any]:
         llm.reset_prefix_cache()
-        inputs = [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
-        made: list[Any] = llm.generate(
-            inputs, [self.params(at, extra) for at, extra in enumerate(extra_args)], use_tqdm=False
-        )
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
+        for one, extra in zip(inputs, extra_args, strict=True):
+            if extra and extra[KEY].get("follow"):
+                one["cache_salt"] = extra[KEY]["follow"]["salt"]
+        before = [0] * len(inputs) if had is None else had
+        params = [self.params(at, extra, had=before[at]) for at, extra in enumerate(extra_args)]
+        made: list[Any] = llm.generate(inputs, params, use_tqdm=False)
         return made
 
-    def params(self, index: int, extra_args: Any) -> SamplingParams:
-        """Of prompt ``index``."""
+    def params(self, index: int, extra_args: Any, *, had: int = 0) -> SamplingParams:
+        """Of prompt ``index``, whose last ``had`` tokens were generated before."""
         return SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_tokens - had,
             temperature=self.temperature,
             seed=self.seed + index,
             logprobs=0,

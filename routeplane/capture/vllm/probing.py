@@ -21,9 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from routeplane.capture.layers import rows_from_layers
-from routeplane.capture.vllm.interface import model_config_of
+from routeplane.capture.vllm.interface import model_config_of, request_args
 from routeplane.capture.vllm.outputs import calls
-from routeplane.capture.vllm.writer_options import request_args
 from routeplane.errors import CaptureError, ErrorKind, Problem, RouteplaneError, refused
 from routeplane.record.validate import find_problems
 

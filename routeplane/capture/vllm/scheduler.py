@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Sequence
-from importlib import import_module
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -24,9 +23,15 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import RequestStatus
 
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, RunningSequence
-from routeplane.capture.vllm.interface import captures_routes, find_drift, spec_from_vllm
+from routeplane.capture.vllm.interface import (
+    FIELDS,
+    FUNCTIONS,
+    WriterConfig,
+    captures_routes,
+    require_running,
+    spec_from_vllm,
+)
 from routeplane.capture.vllm.probing import SelfCheck
-from routeplane.capture.vllm.writer_options import WriterConfig
 from routeplane.errors import CaptureError, ErrorKind, UsageError, refused
 
 if TYPE_CHECKING:
@@ -40,7 +45,7 @@ _IDLE_WAIT_S = 0.005
 _STOP_WAIT_S = 3.0
 # Calls into the workers that leave weights as they are; any other may have changed them.
 _HARMLESS = ("check_", "determine_", "execute_dummy", "get_", "init_", "initialize_", "is_", "list_", "pin_", "profile",
-             "report_", "reset_", "save_", "supported_", "synchronize_", "take_")  # fmt: skip
+             "report_", "reset_", "routeplane_follow", "save_", "supported_", "synchronize_", "take_")  # fmt: skip
 #: What a caller may ask of the writer: ``collective_rpc("routeplane_set_version", args=(12,))``.
 _COMMANDS = (
     "routeplane_set_version",
@@ -69,7 +74,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _require_interface()
+        require_running(FUNCTIONS, FIELDS)
         _require_capture(self.vllm_config)
         config = WriterConfig.from_additional(self.vllm_config.additional_config)
         spec = spec_from_vllm(self.vllm_config)
@@ -317,41 +322,6 @@ def _constructing_core() -> Any:
             return found
         frame = frame.f_back
     raise UsageError("expected a scheduler that vLLM's engine core makes, got another caller", kind=ErrorKind.ARGUMENT)
-
-
-def _require_interface() -> None:
-    """Refuse a vLLM whose names have changed: at start, not with wrong rows."""
-    drift = find_drift(_parameters_of, _fields_of)
-    if drift:
-        raise CaptureError(
-            "expected the names of vLLM that routeplane's writer was tested with, got " + "; ".join(drift),
-            kind=ErrorKind.CAPTURE_OFF,
-        )
-
-
-def _object_of(name: str) -> Any:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return None
-    return found
-
-
-def _parameters_of(name: str) -> Sequence[str] | None:
-    found = _object_of(name)
-    return None if found is None else list(inspect.signature(found).parameters)
-
-
-def _fields_of(name: str) -> Sequence[str] | None:
-    found = _object_of(name)
-    if found is None:
-        return None
-    constructor = getattr(found.__init__, "__code__", None)
-    set_by_it = () if constructor is None else constructor.co_names
-    return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *set_by_it, *dir(found)]
 
 
 def _require_capture(config: Any) -> None:
