@@ -767,7 +767,7 @@ def expert_parameters(block: nn.Module, scope: nn.Module, num_experts: int) -> l
             found.append((each, None))
     for module in block.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == num_experts:
-            found.append((module.weight, None))
+            found += [(each, None) for each in module.parameters()]
         if isinstance(module, nn.ModuleList) and len(module) == num_experts:
             found += [
                 (each, index) for index, expert in enumerate(module) for each in expert.parameters() if each.dim() == 2
