@@ -186,9 +186,10 @@ def test_a_plain_handle_follows_compiled_parts(what: str, reentrant: bool | None
 
 
 @pytest.fixture
-def _quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick_compiler() -> Any:
     """Inductor's C++ without optimisation: the kernels are the same, and each takes seconds less to build."""
-    monkeypatch.setattr(torch._inductor.config.aot_inductor, "debug_compile", True)
+    with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
+        yield
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def test_a_plain_handle_follows_inductor(what: str, reentrant: bool | None) -> N
 @pytest.mark.slow
 @pytest.mark.usefixtures("_quick_compiler")
 def test_whole_graphs_of_inductor_follow() -> None:
-    """``compiled=True`` under the default backend: one graph for all batches, forward within 1e-5 of the plain model."""
+    """``compiled=True`` under the default backend: one graph for all batches, within 1e-5 of the plain model."""
     check_steps(QWEN3, experts="batched_mm", backend="inductor")
 
 
