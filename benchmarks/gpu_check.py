@@ -199,7 +199,7 @@ def _graphs(bench: _Bench) -> Check:
         plain = bench.step()
     compiled = torch.compile(bench.model, fullgraph=True, mode="reduce-overhead")
     begin_step: Any = torch.compiler.cudagraph_mark_step_begin
-    with gates.attach(bench.model, bench.spec, compiled=True) as handle:
+    with gates.attach(bench.model, bench.spec, mode="compiled") as handle:
         found = plain
         for _ in range(3):  # traced, recorded, replayed
             begin_step()

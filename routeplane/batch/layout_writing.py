@@ -65,7 +65,8 @@ def to_layout(
     if kind.container in ("samples", "jagged") and widths != (None, None, 1):
         raise refused(f"no widths for the {kind.container} container of {kind.name}", "some")
     writer = _Writer(kind, batch.spec, depth, batch.routes)
-    parts = [_Part.of(batch, at) for at in range(len(batch.names))]
+    fed = batch.fed.tolist() if kind.spells_missing else [0] * len(batch.names)
+    parts = [_Part.of(batch, at, fed=count) for at, count in enumerate(fed)]
     content = writer.write(parts, *widths)
     # most batches lost nothing: rows are checked while they are written, and written again where they may not stand
     lost = _lost(batch, kind, writer.absent(parts))
@@ -133,18 +134,22 @@ def _check_lost(batch: LayoutBatch, lost: NDArray[np.int64], kind: StackLayout, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """One sequence to write: its place in the batch, and what is trained on."""
+    """One sequence to write: its place in the batch, what is trained on, and how many of its rows come from the batch.
+
+    Rows behind ``written`` get the filler. Where a stack reads -1 as MISSING, rows that were fed and lost are written
+    too, as -1: its filler is a legal route, and would be replayed as one that somebody measured.
+    """
 
     name: str
     token_ids: NDArray[np.int32]
     generated: NDArray[np.bool_]
     prompt: int
     rows: slice
-    captured: int
+    written: int
     masked: bool
 
     @classmethod
-    def of(cls, batch: LayoutBatch, at: int) -> _Part:
+    def of(cls, batch: LayoutBatch, at: int, *, fed: int) -> _Part:
         start, stop = int(batch.offsets[at]), int(batch.offsets[at + 1])
         generated = batch.generated[start:stop]
         return cls(
@@ -153,7 +158,7 @@ class _Part:
             generated=generated,
             prompt=int(np.argmax(generated)) if generated.any() else stop - start,
             rows=slice(start, stop),
-            captured=int(batch.captured[at]),
+            written=max(int(batch.captured[at]), fed),
             masked=False,
         )
 
@@ -196,8 +201,8 @@ class _Writer:
     def absent(self, parts: Sequence[_Part]) -> NDArray[np.int64] | None:
         """The tokens that lack a row in some layer, of parts that were written; None where that is not known."""
         found = list(self._absent)
-        for part in parts:  # rows that were not captured are not written
-            behind = part.rows.start + min(part.captured, len(part) - (not self._kind.last_row))
+        for part in parts:  # the others are not written
+            behind = part.rows.start + min(part.written, len(part) - (not self._kind.last_row))
             rest = survey(self._routes[behind : part.rows.stop], self._spec)
             found.append(None if rest is None else rest + behind)
         told = [each for each in found if each is not None]
@@ -210,7 +215,7 @@ class _Writer:
     def _write(self, part: _Part, out: NDArray[Any]) -> None:
         """The part's rows into ``out`` ``[R, D, K]``, and the filler where it has none."""
         kind = self._kind
-        count = min(part.captured, len(out))
+        count = min(part.written, len(out))
         rows = self._routes[part.rows][:count]
         fill_rows(out[count:], kind.filler)
         absent = put_rows(rows, self._spec, slots=self._slots, out=out[:count], filler=kind.filler)

@@ -26,9 +26,10 @@ from transformers import GenerationConfig, LogitsProcessor
 from routeplane.capture.choices import check_requests, sample_names
 from routeplane.capture.gates import Gate, SelectionMode, find_gates
 from routeplane.capture.resuming import extend, require_resumable
+from routeplane.capture.weights import WeightSite, find_weights, meaning_of
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record import spans
-from routeplane.record.aligned import mask_columns
+from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn, mask_columns
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
@@ -46,6 +47,9 @@ class Sampling:
     """How tokens are drawn and when a sequence ends, whatever the model's generation configuration says.
 
     Attributes:
+        route_weights: what records keep of the weights that the chosen experts got: None nothing; ``float32`` the
+            router's own values (those of a router that computes in bfloat16 as bfloat16 bits, which loses nothing);
+            ``bfloat16`` values rounded to bfloat16, half as large. Their meaning is observed, and kept beside them.
         temperature: 0 decodes greedily.
         top_p: Mass of the most likely tokens that are kept; 1 keeps all.
         top_k: How many of the most likely tokens are kept; 0 keeps all.
@@ -55,7 +59,7 @@ class Sampling:
         eos_token_id: The only tokens that end a sequence early.
         pad_token_id: Fills prompts of a batch from the left; its rows are dropped.
 
-    Raises UsageError for values out of range, cuts with raw log-probabilities, and processed ones without a
+    Raises UsageError for values out of range or unknown, cuts with raw log-probabilities, and processed ones without a
     temperature.
 
     >>> Sampling(temperature=0.8, top_p=0.9, logprobs_mode="processed").stops
@@ -69,8 +73,11 @@ class Sampling:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int = 0
+    route_weights: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
+        if self.route_weights not in (None, "float32", "bfloat16"):
+            raise refused("route_weights of (None, 'float32', 'bfloat16')", repr(self.route_weights))
         if self.logprobs_mode not in ("raw", "processed"):
             raise refused("logprobs_mode of ('raw', 'processed')", repr(self.logprobs_mode))
         if not (0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p < 1):
@@ -119,10 +126,26 @@ class GateTape:
         self._spec = spec
         self._follow = follow
         self._forwards: list[dict[int, torch.Tensor]] = []
+        self._weights: list[dict[int, torch.Tensor]] = []
+        #: what the weights are (``attributes["weights_meaning"]``); None where they are not kept
+        self.weights_meaning: str | None = None
 
     def begin(self) -> None:
         """A forward of the whole model starts."""
         self._forwards.append({})
+        self._weights.append({})
+
+    def weigh(self, layer_id: int, weights_NK: torch.Tensor) -> None:
+        """Keep the weights of one gate's last choice, in the order of its ids and in their own type."""
+        self._weights[-1][layer_id] = weights_NK.detach().to("cpu", copy=True)
+
+    def weights(self, stored: Literal["float32", "bfloat16"]) -> list[NDArray[Any]]:
+        """One array ``[N, L, K]`` per forward: float32, or uint16 bits of bfloat16 where the gates' type is that or
+        ``stored`` asks for it, which rounds."""
+        steps = [torch.stack([step[layer] for layer in self._spec.layer_ids], dim=1) for step in self._weights]
+        if stored == "bfloat16" or any(step.dtype == torch.bfloat16 for step in steps):
+            return [step.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16) for step in steps]
+        return [step.float().numpy() for step in steps]
 
     def add(self, layer_id: int, indices_NK: torch.Tensor) -> None:
         """Keep one gate's choice of one forward; copied to the host as int32, so the model may reuse its own.
@@ -172,23 +195,32 @@ class GateTape:
 
 @contextmanager
 def taping(
-    model: nn.Module, spec: RouteSpec, *, leave_live: Sequence[str] = (), follow: Sequence[NDArray[Any]] = ()
+    model: nn.Module,
+    spec: RouteSpec,
+    *,
+    leave_live: Sequence[str] = (),
+    follow: Sequence[NDArray[Any]] = (),
+    weights: bool = False,
 ) -> Iterator[GateTape]:
     """Record every gate's choice in the forwards of a ``with`` body, which must be forwards of ``model`` itself.
 
     Gates are found by what they do (``routeplane.capture.gates``): the model is probed first, and left as it was.
     ``leave_live``: routers that are not recorded, as there. ``follow``: rows ``[N, L, K]`` of the first forwards, which
-    the gates use instead of their own; a MISSING row, and every later forward, is live.
+    the gates use instead of their own; a MISSING row, and every later forward, is live. ``weights``: whether to keep
+    the weights of the chosen experts too; the tape says what they are (``weights_meaning``).
 
-    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, SpecError where the model's gates are not
-    the spec's (layers, E, K).
+    Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, or whose weights cannot be told, SpecError
+    where the model's gates are not the spec's (layers, E, K).
     """
     gates = find_gates(model, leave_live=leave_live)
     spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
     tape = GateTape(spec, follow=follow)
+    sites: Sequence[WeightSite | None] = find_weights(model, gates) if weights else [None] * len(gates)
+    known = [site for site in sites if site is not None]
+    tape.weights_meaning = meaning_of(known).to_text() if known else None
     handles = [_inner_model(model, gates).register_forward_pre_hook(lambda module, args: tape.begin())]
-    for gate, module in gates:
-        handles += _tape_gate(gate, module, tape)
+    for (gate, module), site in zip(gates, sites, strict=True):
+        handles += _tape_gate(gate, module, tape=tape, site=site)
     try:
         yield tape
     finally:
@@ -213,12 +245,15 @@ def _spec_of(gates: Sequence[tuple[Gate, nn.Module]], spec: RouteSpec) -> RouteS
     return RouteSpec(num_experts=num_experts, top_k=max(top_ks), layer_ids=layer_ids, model=spec.model)
 
 
-def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape) -> list[Any]:
+def _tape_gate(gate: Gate, module: nn.Module, *, tape: GateTape, site: WeightSite | None) -> list[Any]:
     """Two hooks that watch the gate's selection while its forward runs; its answer stays its own, or the tape's."""
     open_modes: list[SelectionMode] = []
+    used: list[torch.Tensor] = []
 
     def keep(scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        return tape.choose(gate.layer_id, live())
+        chosen_NK = tape.choose(gate.layer_id, live())
+        used[:] = [live() if chosen_NK is None else chosen_NK]
+        return chosen_NK
 
     def enter(module: nn.Module, args: object) -> None:
         open_modes.append(SelectionMode(gate, keep))
@@ -226,6 +261,8 @@ def _tape_gate(gate: Gate, module: nn.Module, tape: GateTape) -> list[Any]:
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if site is not None and output is not None and used:
+            tape.weigh(gate.layer_id, site.read(output, used.pop()))
 
     return [
         module.register_forward_pre_hook(enter),
@@ -248,7 +285,8 @@ def calls(
 
     ``model``: a Transformers causal language model in evaluation mode. ``max_tokens``: most tokens generated for a
     prompt. ``seed``: of all draws; the global random state is left as it was. ``call_ids``: default ``call-0``, ...
-    The calls own their arrays.
+    The calls own their arrays. With ``sampling.route_weights`` they have a column ``route_weights``; a call has no
+    place to say what these are: ``records`` does, or ``assemble(attributes={"weights_meaning": ...})`` with the tape's.
 
     Raises UsageError for prompts, names or settings that cannot be served, else as ``taping``.
     """
@@ -285,9 +323,12 @@ def records(
     ..., or the record's own.
 
     Raises as ``calls``, and UsageError for a record that cannot be gone on with (one that ended, a delta, columns that
-    have no value for new tokens, rows of later weights), SpecError for one of another geometry.
+    have no value for new tokens, rows of later weights; any, with ``sampling.route_weights``), SpecError for one of
+    another geometry.
     """
     names = sample_names(sample_ids, len(prompts))
+    if sampling.route_weights is not None and any(isinstance(each, RouteRecord) for each in prompts):
+        raise refused("route_weights=None where records are gone on with", repr(sampling.route_weights))
     if sample_ids is None:
         names = [
             each.sample_id if isinstance(each, RouteRecord) else name for each, name in zip(prompts, names, strict=True)
@@ -299,14 +340,15 @@ def records(
         for each in prompts
     ]
     answers = _generate(model, requests, spec=spec, max_tokens=max_tokens, seed=seed, sampling=sampling, names=names)
-    mode = {"logprobs_mode": sampling.logprobs_mode}
+    attributes: dict[str, str] = {"logprobs_mode": sampling.logprobs_mode}
     made = []
     for before, request, answer, name in zip(prompts, requests, answers, names, strict=True):
         if isinstance(before, RouteRecord):
             made.append(_longer(replace(before, sample_id=name, checksum=None), answer, sampling, weights_version))
             continue
         call = _call(request, answer, spec=spec, sampling=sampling, weights_version=weights_version, name=name)
-        made.append(assemble([call], spec, sample_id=name, attributes=mode).records[0])
+        meaning = {} if answer.weights is None else {"weights_meaning": answer.weights.meaning}
+        made.append(assemble([call], spec, sample_id=name, attributes={**attributes, **meaning}).records[0])
     return made
 
 
@@ -324,15 +366,31 @@ class _Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Weights:
+    """Routing weights of the fed tokens, ``[R, L, K]`` as they are stored, and what they are."""
+
+    values_RLK: NDArray[Any]
+    meaning: str
+
+    def column(self) -> AlignedColumn:
+        """The column of a call, NaN at its last token, which was not fed."""
+        nan = BFLOAT16_NAN if self.values_RLK.dtype == np.uint16 else np.nan
+        last_1LK = np.full_like(self.values_RLK[:1], nan)
+        values_SLK = np.concatenate([self.values_RLK, last_1LK])
+        return AlignedColumn.of(values_SLK, aligned="fed", axes=("layers", "topk"), name="route_weights")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What became of a request: all generated tokens ``[G]``, rows of the fed ones, log-probabilities ``[G]``, and for
-    each token the ids that it was drawn from (None: not known)."""
+    """What became of a request: all generated tokens ``[G]``, rows of the fed ones, log-probabilities ``[G]``, for each
+    token the ids that it was drawn from (None: not known), and routing weights where they were asked for."""
 
     tokens_G: NDArray[np.int32]
     routes_RLK: NDArray[Any]
     logprobs_G: NDArray[np.float32]
     kept: list[Any] | None
     vocab_size: int
+    weights: _Weights | None = None
 
 
 class _Again(LogitsProcessor):
@@ -381,7 +439,12 @@ def _generate(
     # manual_seed seeds every accelerator that is there, whichever the model is on
     devices = list(range(torch.accelerator.device_count()))
     with (
-        taping(model, spec, follow=_rows_to_follow(requests, spec, width=width)) as tape,
+        taping(
+            model,
+            spec,
+            follow=_rows_to_follow(requests, spec, width=width),
+            weights=sampling.route_weights is not None,
+        ) as tape,
         torch.random.fork_rng(devices=devices),
         torch.inference_mode(),
         _without_defaults(model),
@@ -398,9 +461,14 @@ def _generate(
     logits = output.logits if output.scores is None else output.scores
     logprobs_BG = _sampled_logprobs(logits, output.sequences[:, width:])
     forwards = _checked_forwards(tape, rows=inputs.shape[0], width=width, steps=generated_BG.shape[1])
+    steps = [] if sampling.route_weights is None else tape.weights(sampling.route_weights)
     found = []
     for index, prompt in enumerate(prompts):
         length = _generated_length(generated_BG[index], sampling.stops)
+        weights = None
+        if tape.weights_meaning is not None:
+            values_RLK = _rows_of(steps, index, prompt=len(prompt), width=width, generated=length)
+            weights = _Weights(values_RLK=values_RLK, meaning=tape.weights_meaning)
         found.append(
             _Answer(
                 tokens_G=generated_BG[index, :length],
@@ -408,6 +476,7 @@ def _generate(
                 logprobs_G=logprobs_BG[index, :length],
                 kept=_kept(output.scores, index, length),
                 vocab_size=logits[0].shape[-1],
+                weights=weights,
             )
         )
     return found
@@ -440,9 +509,9 @@ def _reach(request: _Request) -> int:
 def _call(
     request: _Request, answer: _Answer, *, spec: RouteSpec, sampling: Sampling, weights_version: int, name: str
 ) -> ModelCall:
-    how, masks = sampling.of_span(), {}
+    how, columns = sampling.of_span(), {}
     if answer.kept is not None:
-        masks = mask_columns(
+        columns = mask_columns(
             answer.kept,
             answer.tokens_G,
             prompt=len(request.prompt),
@@ -450,6 +519,8 @@ def _call(
             call=name,
             vocab_size=answer.vocab_size,
         )
+    if answer.weights is not None:
+        columns["route_weights"] = answer.weights.column()
     return ModelCall(
         prompt_ids=np.asarray(request.prompt, dtype=np.int32),
         generation_ids=answer.tokens_G,
@@ -458,7 +529,7 @@ def _call(
         weights_version=weights_version,
         call_id=name,
         logprobs=answer.logprobs_G,
-        columns=masks,
+        columns=columns,
         sampling=how,
     )
 
@@ -590,9 +661,7 @@ def _generated_length(tokens_G: NDArray[np.int32], stops: Sequence[int]) -> int:
     return int(ends[0]) + 1 if ends.size else len(tokens_G)
 
 
-def _rows_of(
-    forwards: Sequence[NDArray[np.int32]], index: int, *, prompt: int, width: int, generated: int
-) -> NDArray[np.int32]:
+def _rows_of(forwards: Sequence[NDArray[Any]], index: int, *, prompt: int, width: int, generated: int) -> NDArray[Any]:
     """Rows of one sequence in token order: its unpadded part of the prefill, then one row per later forward."""
     start = index * width + width - prompt
     prefill = forwards[0][start : start + prompt]

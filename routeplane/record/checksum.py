@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import xxhash
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CanonicalHash",
     "array_heads",
+    "canonical_bytes",
     "capture_end",
     "digest_of",
     "hash_captures",
@@ -63,9 +64,19 @@ class CanonicalHash:
         # small values are collected: a record has some 60, and a call of the hash for each takes longer than hashing
         self._small: list[bytes] = [_U64.pack(spec_digest)]
 
+    @classmethod
+    def behind(cls, parts: Iterable[bytes | memoryview]) -> Self:
+        """The checksum behind canonical bytes that were made before, the spec's digest among them."""
+        found = cls.__new__(cls)
+        found._hash, found._small = xxhash.xxh3_64(), []
+        for part in parts:
+            found._hash.update(part)
+        return found
+
     def value(self) -> int:
         """The checksum so far, as an unsigned 64-bit integer."""
-        self._flush()
+        if self._small:
+            self._flush()
         return self._hash.intdigest()
 
     def _flush(self) -> None:
@@ -191,9 +202,17 @@ def number_items(**columns: NDArray[Any]) -> list[bytes]:
     return _rows_of_bytes(parts)
 
 
-def array_heads(name: str, nbytes: NDArray[np.int64]) -> list[bytes]:
-    """How a fixed-width column of each entry begins: what ``CanonicalHash.begin_array`` gives of one."""
-    return _rows_of_bytes([(item_head(name), nbytes)])
+def canonical_bytes(values: NDArray[Any]) -> memoryview:
+    """The bytes of a fixed-width column as ``CanonicalHash.part`` takes them: a view where they are canonical."""
+    return _canonical_array(values).data.cast("B") if values.size else memoryview(b"")
+
+
+def array_heads(name: str, nbytes: NDArray[np.int64], *, behind: bytes = b"") -> list[bytes]:
+    """How a fixed-width column of each entry begins: what ``CanonicalHash.begin_array`` gives of one.
+
+    ``behind``: an item that is the same for all, before it.
+    """
+    return _rows_of_bytes([(behind + item_head(name), nbytes)])
 
 
 def _rows_of_bytes(parts: list[tuple[bytes, NDArray[Any]]]) -> list[bytes]:
@@ -212,11 +231,12 @@ def _canonical_array(values: NDArray[Any]) -> NDArray[Any]:
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
     if little.dtype.kind != "f":
         return little
-    nan = np.isnan(little)
-    if not nan.any():
+    nan, canonical = np.isnan(little), _CANONICAL_NAN[little.dtype.itemsize]
+    bits = little.view(f"<u{little.dtype.itemsize}")
+    if (bits[nan] == canonical).all():
         return little
-    bits = little.view(f"<u{little.dtype.itemsize}").copy()
-    bits[nan] = _CANONICAL_NAN[little.dtype.itemsize]
+    bits = bits.copy()
+    bits[nan] = canonical
     return bits
 
 

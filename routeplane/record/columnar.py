@@ -10,9 +10,10 @@ Axes: B records of the batch, M spans or captures of all of them, S tokens of on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ import pyarrow as pa
 
 from routeplane.errors import DataError, ErrorKind, FormatError
 from routeplane.record.alarms import first_look
-from routeplane.record.aligned import AlignedColumn, ColumnType, read_column
+from routeplane.record.aligned import AlignedColumn, ColumnType, hash_columns, read_column
 from routeplane.record.checksum import (
     CanonicalHash,
     array_heads,
+    canonical_bytes,
     capture_end,
     hash_sampling,
     item_head,
@@ -46,6 +48,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Aligned", "CheckedBatch", "Ragged", "RaggedRoutes", "Stored"]
 
+
+class _IllegalRowsError(Exception):
+    """Rows of a record are not what its captures say."""
+
+
 # Bytes of rows that are checked before they are hashed: well below the size of a second-level cache.
 _BLOCK_BYTES = 2**20
 
@@ -60,7 +67,7 @@ class Ragged:
 
     def __init__(self, column: pa.LargeListArray) -> None:
         # .values of a sliced list array is the parent's whole buffer; flatten() honours the slice.
-        self.valid = column.is_valid().to_numpy(zero_copy_only=False)
+        self.valid: list[bool] = column.is_valid().to_numpy(zero_copy_only=False).tolist()
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         self.offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self.at: list[int] = self.offsets_B1.tolist()
@@ -85,15 +92,15 @@ class RaggedRoutes(Ragged):
     def __init__(self, column: pa.LargeListArray, header: StreamHeader) -> None:
         super().__init__(column)
         self._header = header
+        #: All rows as they are stored, ``[rows, L, K]``.
+        self.rows: NDArray[Any] = self.flat.reshape(-1, *header.spec.row_shape)
 
     def stored(self, index: int, *, tokens: tuple[int, int] | None = None) -> NDArray[Any]:
         """The rows of item i as they are stored, those of ``tokens`` or all, a view."""
-        layers, top_k = self._header.spec.row_shape
         first, end = self.at[index], self.at[index + 1]
         if tokens is not None:
             first, end = first + tokens[0], first + tokens[1]
-        stored_SLK: NDArray[Any] = self.flat[first * layers * top_k : end * layers * top_k]
-        return stored_SLK.reshape(-1, layers, top_k)
+        return self.rows[first:end]
 
     def __getitem__(self, index: int) -> NDArray[np.int16]:
         stored_SLK = self.stored(index)
@@ -211,11 +218,12 @@ class _Intervals:
 
     def items(self, name: str, ends: Iterable[bytes]) -> list[bytes]:
         """The canonical bytes of each record's entries; ``ends``: of each what stands behind its interval."""
-        heads = number_items(start=self.starts_M, stop=self.stops_M)
-        entries = [head + end for head, end in zip(heads, ends, strict=True)]
+        entries = number_items(start=self.starts_M, stop=self.stops_M)
+        parts = [b""] * (2 * len(entries))
+        parts[::2], parts[1::2] = entries, ends
         counts = array_heads(name, np.diff(self.offsets_B1))  # a list begins by its entries as an array by its bytes
         return [
-            count + b"".join(entries[start:stop])
+            b"".join((count, *parts[2 * start : 2 * stop]))
             for count, start, stop in zip(counts, self.at, self.at[1:], strict=False)
         ]
 
@@ -244,10 +252,23 @@ def _samplings(array: pa.StructArray) -> list[Sampling | None] | None:
 
 
 def _sampling_bytes(sampling: Sampling | None) -> bytes:
+    return b"" if sampling is None else _small(lambda out: hash_sampling(out, sampling))
+
+
+def _small(give: Callable[[CanonicalHash], object]) -> bytes:
+    """The canonical bytes of small items; ``give`` adds them."""
     out = CanonicalHash(0)
-    if sampling is not None:
-        hash_sampling(out, sampling)
+    give(out)
     return out.small_bytes()[8:]
+
+
+def _hash_group(group: str | None, out: CanonicalHash) -> None:
+    out.text("group", group)
+
+
+def _hash_attributes(entries: Mapping[str, str] | None, out: CanonicalHash) -> None:
+    if entries is not None:  # a record that has none that may be there is built part by part
+        out.text_map("attributes", entries)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -257,14 +278,17 @@ def _sampling_bytes(sampling: Sampling | None) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Items:
-    """Canonical bytes of all records, but what their arrays hold: lists ``[B]``."""
+    """Canonical bytes of all records, but what their arrays and columns hold: lists ``[B]``, in this order."""
 
-    names: bytes  # how each record's first item begins
-    numbers: list[bytes]
-    tokens: list[bytes]
-    rows: list[bytes]
+    names: list[bytes]  # from the spec's digest to the head of the token ids
+    rows: list[bytes]  # behind the token ids, to the head of the routes
     spans: list[bytes]
     captures: list[bytes]
+    scores: list[bytes]  # the head of the log-probabilities
+    attributes: list[bytes]  # behind the log-probabilities
+    token_ids: memoryview
+    logprobs: memoryview
+    routes: memoryview | None  # of plain rows
 
 
 class CheckedBatch:
@@ -278,12 +302,20 @@ class CheckedBatch:
         self._checksums: list[int] = batch.column("checksum").to_numpy(zero_copy_only=False).tolist()
         self._attributes = _attributes(batch.column("attributes"))
         self._lengths_B = np.diff(stored.tokens.offsets_B1)
+        self._row_bytes = header.spec.num_layers * header.spec.top_k * stored.routes.flat.itemsize
+        self._block = max(1, _BLOCK_BYTES // self._row_bytes)  # tokens whose rows stay in a cache
         self._unfed_B = np.zeros(batch.num_rows, dtype=np.int64)
         self._right_B = self._check(batch)
         self._lengths: list[int] = self._lengths_B.tolist()
         self._unfed: list[int] = self._unfed_B.tolist()
-        self._present_B = np.zeros(batch.num_rows, dtype=np.bool_)
-        self._quiet_B = np.zeros(batch.num_rows, dtype=np.bool_)
+        self._right: list[bool] = self._right_B.tolist()
+        # of each record that may be right: its tokens with rows; and its first row, rows and MISSING rows, over layers
+        layers = header.spec.num_layers
+        self._fed_tokens_B = np.where(self._right_B, self._lengths_B - self._unfed_B, 0)
+        self._first_B, self._fed_B = stored.routes.offsets_B1[:-1] * layers, self._fed_tokens_B * layers
+        self._absent_B = np.where(self._right_B, self._unfed_B, 0) * layers
+        self._present: list[bool] = [False] * batch.num_rows
+        self._quiet: list[bool] = [False] * batch.num_rows
         self._looked_at = 0  # rows of the records before this one were looked at
 
     @classmethod
@@ -310,7 +342,7 @@ class CheckedBatch:
         right_B &= np.asarray([name != "" for name in self._names["group"]], dtype=np.bool_)
         right_B &= np.asarray([each is not None for each in self._attributes], dtype=np.bool_)
         scores = stored.logprobs
-        right_B &= ~scores.valid | (np.diff(scores.offsets_B1) == lengths_B)
+        right_B &= ~np.asarray(scores.valid, dtype=np.bool_) | (np.diff(scores.offsets_B1) == lengths_B)
         high = np.flatnonzero(scores.flat > 1e-3)
         right_B[np.searchsorted(scores.offsets_B1, high, side="right") - 1] = False
         right_B &= self._check_spans()
@@ -346,66 +378,64 @@ class CheckedBatch:
         self._unfed_B[~right_B] = 0
         return right_B
 
-    def _look(self, index: int) -> None:
+    def _look(self, index: int, *, alarms: bool) -> None:
         """Look at the rows of the records from this one on, as many as the caches hold."""
-        layers, top_k = self._spec.row_shape
-        offsets_B1 = self._stored.routes.offsets_B1
-        block = _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize)
-        stop = max(index + 1, int(np.searchsorted(offsets_B1, offsets_B1[index] + block, side="right")) - 1)
+        at = self._stored.routes.at
+        stop = max(index + 1, bisect_right(at, at[index] + self._block) - 1)
         own = slice(index, stop)
-        fed_N = np.where(self._right_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
-        absent_N = np.where(self._right_B[own], self._unfed_B[own], 0)
-        self._present_B[own] = self._right_B[own]
-        if stop > index + 1 or self._lengths[index] <= block:
-            self._present_B[own] &= self._hold(offsets_B1[own], fed_N, absent_N)
+        if stop > index + 1 or self._lengths[index] <= self._block:
+            held_N = self._hold(self._first_B[own], self._fed_B[own], self._absent_B[own])
+            held_N &= self._right_B[own]
+            self._present[own] = held_N.tolist()
+        else:
+            self._present[own] = self._right[own]
+        if alarms:
+            self._look_for_alarms(own)
         self._looked_at = stop
 
     def _hold(
         self, first_N: NDArray[np.int64], fed_N: NDArray[np.int64], absent_N: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Whether the rows of ``fed`` tokens from a token on are there, and those of ``absent`` behind them MISSING."""
-        layers, top_k = self._spec.row_shape
+        """Whether so many rows of layers from one on are there, and those behind them MISSING."""
         found: NDArray[np.bool_] = self._kernels.present_parts(
             self._stored.routes.flat,
             self._spec.experts_per_layer,
-            top_k=top_k,
-            first=first_N * layers,
-            rows=fed_N * layers,
-            absent=absent_N * layers,
+            top_k=self._spec.top_k,
+            first=first_N,
+            rows=fed_N,
+            absent=absent_N,
         )
         return found
 
-    def _look_for_alarms(self, index: int, stop: int) -> None:
+    def _look_for_alarms(self, own: slice) -> None:
         how = first_look(self._spec)
         if how is None:
-            self._quiet_B[index:stop] = True
+            self._quiet[own] = [True] * (own.stop - own.start)
             return
-        own = slice(index, stop)
-        fed_N = np.where(self._present_B[own], self._lengths_B[own] - self._unfed_B[own], 0)
-        self._quiet_B[own] = self._kernels.quiet_records(
+        quiet_N = self._kernels.quiet_records(
             self._stored.routes.flat,
             self._stored.tokens.flat,
             shape=self._spec.row_shape,
             first=self._stored.routes.offsets_B1[own],
             ids=self._stored.tokens.offsets_B1[own],
-            tokens=fed_N,
+            tokens=self._fed_tokens_B[own],
             how=how,
         )
+        self._quiet[own] = quiet_N.tolist()
 
-    def _pieces(self, index: int) -> Iterator[NDArray[Any] | None]:
-        """The rows of a record as stored, part by part, each checked before it is given; None for one that is not."""
-        layers, top_k = self._spec.row_shape
-        block = max(1, _BLOCK_BYTES // (layers * top_k * self._stored.routes.flat.itemsize))
-        tokens, fed = self._lengths[index], self._lengths[index] - self._unfed[index]
+    def _pieces(self, index: int) -> Iterator[tuple[int, int] | None]:
+        """Which tokens of a record lie in each part of it that is looked at; None for a part that is not legal."""
+        block, tokens, fed = self._block, self._lengths[index], self._lengths[index] - self._unfed[index]
         if tokens <= block:
-            yield self._stored.routes.stored(index)
+            yield 0, tokens
             return
-        first = self._stored.routes.offsets_B1[index]
+        layers, first = self._spec.num_layers, self._stored.routes.at[index]
+        work_31 = np.empty((3, 1), dtype=np.int64)
         for start in range(0, tokens, block):
             stop = min(start + block, tokens)
             present = max(0, min(fed, stop) - start)
-            held = self._hold(*(np.asarray([each]) for each in (first + start, present, stop - start - present)))
-            yield self._stored.routes.stored(index, tokens=(start, stop)) if held[0] else None
+            work_31[:, 0] = (first + start) * layers, present * layers, (stop - start - present) * layers
+            yield (start, stop) if self._hold(*work_31)[0] else None
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -416,16 +446,12 @@ class CheckedBatch:
 
         Asked in ascending order. ``alarms``: whether its rows are looked at for alarms as well.
         """
-        if not self._right_B[index]:
+        attributes = self._attributes[index]
+        if not self._right[index] or attributes is None:
             return None
         if index >= self._looked_at:
-            self._look(index)
-            if alarms:
-                self._look_for_alarms(index, self._looked_at)
-        if not self._present_B[index]:
-            return None
-        attributes = self._attributes[index]
-        if attributes is None:
+            self._look(index, alarms=alarms)
+        if not self._present[index]:
             return None
         try:
             made = view_record(
@@ -449,41 +475,85 @@ class CheckedBatch:
         return made if self._verified(made, index) else None
 
     def _verified(self, record: RouteRecord, index: int) -> bool:
-        out = CanonicalHash(self._spec.digest)
-        items = self._items
-        name = record.sample_id.encode()
-        out.raw(items.names + len(name).to_bytes(8, "little") + name + items.numbers[index])
-        out.text("group", record.group)
-        out.raw(items.tokens[index])
-        out.feed(record.token_ids)
-        out.raw(items.rows[index])
+        try:
+            out = CanonicalHash.behind(self._canonical_parts(index))
+        except _IllegalRowsError:
+            return False
+        if record.columns:
+            hash_columns(out, record.columns)
+        return out.value() == self._checksums[index]
+
+    def _canonical_parts(self, index: int) -> Iterator[bytes | memoryview]:
+        """What a record's checksum is made over, but its columns; small parts that are neighbours are joined."""
+        items, tokens, scores = self._items, self._stored.tokens.at, self._stored.logprobs.at
+        ids = items.token_ids[4 * tokens[index] : 4 * tokens[index + 1]]
+        yield b"".join((items.names[index], ids, items.rows[index]))
+        yield from self._canonical_rows(index)
+        values = items.logprobs[4 * scores[index] : 4 * scores[index + 1]]
+        own = (_NO_PREFIX, items.spans[index], items.captures[index], items.scores[index], values)
+        yield b"".join((*own, items.attributes[index]))
+
+    def _canonical_rows(self, index: int) -> Iterator[bytes | memoryview]:
+        routes, first, width = self._items.routes, self._stored.routes.at[index], self._row_bytes
         for piece in self._pieces(index):
             if piece is None:
-                return False
-            for part in canonical_blocks(piece, self._spec, kernels=self._kernels):
-                out.feed(part)
-        record.hash_from_routes_on(out)
-        return out.value() == self._checksums[index]
+                raise _IllegalRowsError
+            if routes is not None:
+                yield routes[width * (first + piece[0]) : width * (first + piece[1])]
+                continue
+            stored_SLK = self._stored.routes.stored(index, tokens=piece)
+            for part in canonical_blocks(stored_SLK, self._spec, kernels=self._kernels):
+                yield part.data
 
     @cached_property
     def _items(self) -> _Items:
-        spans, captures, spec = self._spans, self._captures, self._spec
+        routes_B = self._lengths_B * (self._spec.num_layers * self._spec.top_k * 2)
+        flat = self._stored.routes.flat
+        distinct = {id(entries): entries for entries in self._attributes}
+        texts = {place: _small(partial(_hash_attributes, entries)) for place, entries in distinct.items()}
+        no_start = _small(lambda out: out.int64("routes_start", 0))
+        spans, captures = self._interval_items()
+        return _Items(
+            names=self._name_items(),
+            rows=array_heads("routes", routes_B, behind=no_start),
+            spans=spans,
+            captures=captures,
+            scores=self._score_heads(),
+            attributes=[texts[id(entries)] for entries in self._attributes],
+            token_ids=canonical_bytes(self._stored.tokens.flat),
+            logprobs=canonical_bytes(self._stored.logprobs.flat),
+            routes=canonical_bytes(flat) if flat.dtype == np.int16 else None,
+        )
+
+    def _name_items(self) -> list[bytes]:
+        """Of each record from the spec's digest to the head of its token ids."""
+        numbers = number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")})
+        heads = array_heads("token_ids", self._lengths_B * 4)
+        first = self._spec.digest.to_bytes(8, "little") + item_head("sample_id")
+        groups = self._names["group"]
+        own = {group: _small(partial(_hash_group, group)) for group in set(groups)}
+        return [
+            b"".join((first, len(name).to_bytes(8, "little"), name, number, own[group], head))
+            for name, number, group, head in zip(
+                map(str.encode, self._names["sample_id"]), numbers, groups, heads, strict=True
+            )
+        ]
+
+    def _interval_items(self) -> tuple[list[bytes], list[bytes]]:
+        """Spans and captures of each record."""
+        spans, captures = self._spans, self._captures
         ends = map(span_end, zip(spans.kinds, spans.roles, spans.calls, spans.versions, strict=True))
         samplings = spans.samplings or []
-        sampled = {id(how): _sampling_bytes(how) for how in samplings}
+        sampled = {id(how): _sampling_bytes(how) for how in {id(each): each for each in samplings}.values()}
         span_ends = (end + sampled[id(how)] for end, how in zip(ends, samplings, strict=True))
-        starts_B = np.zeros(len(self._lengths), dtype=np.int64)
-        heads = array_heads("routes", self._lengths_B * (spec.num_layers * spec.top_k * 2))
-        return _Items(
-            names=item_head("sample_id"),
-            numbers=number_items(**{name: np.asarray(self._names[name], np.int32) for name in ("attempt", "segment")}),
-            tokens=array_heads("token_ids", self._lengths_B * 4),
-            rows=[start + head for start, head in zip(number_items(routes_start=starts_B), heads, strict=True)],
-            spans=spans.items("spans", span_ends),
-            captures=captures.items(
-                "captures", map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
-            ),
-        )
+        capture_ends = map(capture_end, zip(captures.kinds, captures.calls, captures.versions, strict=True))
+        return spans.items("spans", span_ends), captures.items("captures", capture_ends)
+
+    def _score_heads(self) -> list[bytes]:
+        """How the log-probabilities of each record begin, or that there are none."""
+        scores, none = self._stored.logprobs, _small(lambda out: out.null("logprobs"))
+        heads = array_heads("logprobs", np.diff(scores.offsets_B1) * 4)
+        return [head if valid else none for head, valid in zip(heads, scores.valid, strict=True)]
 
     def hash_intervals(self, out: CanonicalHash, index: int) -> None:
         """Add the items of a record's spans and captures."""
@@ -495,7 +565,7 @@ class CheckedBatch:
 
     def quiet(self, index: int) -> bool:
         """Whether the first look for alarms showed nothing suspect."""
-        return bool(self._quiet_B[index])
+        return self._quiet[index]
 
     def span_intervals(self, index: int) -> Iterable[tuple[int, int, Any]]:
         """Start, stop and kind of a record's spans."""
@@ -510,7 +580,9 @@ class CheckedBatch:
         if name == "stored":
             return self._stored.routes.stored(index)
         if name == "routes":
-            return frozen_view(self._stored.routes[index])
+            # what is widened is the caller's own; a view of plain rows is read-only as all of them are
+            rows_SLK = self._stored.routes[index]
+            return frozen_view(rows_SLK) if rows_SLK.flags.writeable else rows_SLK
         if name == "spans":
             spans = self._spans
             return tuple(
@@ -549,6 +621,7 @@ def _attributes(column: pa.MapArray) -> list[Mapping[str, str] | None]:
 
 
 _NO_ATTRIBUTES: Mapping[str, str] = MappingProxyType({})
+_NO_PREFIX = _small(lambda out: out.null("prefix"))
 
 
 @lru_cache(maxsize=256)

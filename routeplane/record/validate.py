@@ -298,6 +298,10 @@ class WeightsMeaning:
         """The largest weight that is possible, and the sum of a row's weights where they are renormalised."""
         return self.factor if self.scaling == "in" else 1.0
 
+    def tolerance(self, stored: str) -> float:
+        """How far a sum of weights may be from the ceiling, for weights that are stored as this type."""
+        return self.ceiling * max(_SUM_TOLERANCE[stored], _SUM_TOLERANCE[self.dtype])
+
     def steps_to(self, other: WeightsMeaning) -> tuple[bool, float]:
         """How weights of this meaning become those of another: whether to renormalise them, then what to multiply by.
 
@@ -346,8 +350,7 @@ def illegal_weights(
     [[False], [True]]
     """
     values_SLK = as_float32(weights_SLK)
-    stored = "bfloat16" if weights_SLK.dtype == np.uint16 else "float32"
-    tolerance = meaning.ceiling * max(_SUM_TOLERANCE[stored], _SUM_TOLERANCE[meaning.dtype])
+    tolerance = meaning.tolerance("bfloat16" if weights_SLK.dtype == np.uint16 else "float32")
     nan_SLK = np.isnan(values_SLK)
     with np.errstate(invalid="ignore", over="ignore"):
         least_SL, most_SL, sum_SL = values_SLK.min(axis=2), values_SLK.max(axis=2), values_SLK.sum(axis=2)

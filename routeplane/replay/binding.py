@@ -240,12 +240,12 @@ class GateHook:
             return forward(*args, **kwargs)
         self._enter(self.module, args)
         self.wiring.thread.entered = None
-        output = None
+        output = changed = None
         try:
             output = forward(*args, **kwargs)
         finally:
-            self._leave(self.module, args, output)
-        return output
+            changed = self._leave(self.module, args, output)
+        return output if changed is None else changed
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if module is not self.module or torch.compiler.is_compiling():
@@ -259,20 +259,22 @@ class GateHook:
         forcing.open()
         self.wiring.thread.open.append(_OpenGate(hook=self, forcing=forcing, rerun=rerun))
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> Any:
+        """What the gate answers instead; None for what its forward gave."""
         if torch.compiler.is_compiling():
-            return
+            return None
         self.wiring.thread.entered = None
         opened = self.wiring.thread.open
         if not opened or opened[-1].hook is not self or module is not self.module:
-            return
+            return None
         last = opened.pop()
         last.forcing.close()
         if output is None:
-            return  # the forward raised: an error that has its own message, or a recomputation that stops early
+            return None  # the forward raised: an error that has its own message, or a recomputation that stops early
         last.forcing.require_hit()
         if not last.rerun:
             last.forcing.rows.forward_calls += 1
+        return last.forcing.rows.weigh(output)
 
     def traced_rows(self, routes_NK: torch.Tensor) -> TracedRows | None:
         """The rows for compiled forwards; None where the gate is never compiled."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from routeplane.batch.batch import RouteBatch
+    from routeplane.capture.weights import WeightSite
 
 
 __all__ = [
@@ -66,12 +67,14 @@ class GateSite:
 
     ``force`` is called for every forward of the module that has rows, recomputations included. ``traced``: the module
     may be part of a compiled graph, where ``compiled.TracedGate`` forces a selection that is a ``torch.topk``.
+    ``weights``: where the gate's routing weights stand, where recorded ones replace them.
     """
 
     gate: Gate
     module: nn.Module
     force: Callable[[GateRows], Forcing]
     traced: bool = False
+    weights: WeightSite | None = None
 
 
 class TracedRows:
@@ -107,6 +110,8 @@ class GateRows:
         "outside_reruns",
         "tally",
         "traced",
+        "weight_site",
+        "weights_NK",
     )
 
     def __init__(self, gate: Gate, routes_NK: torch.Tensor | None, /, *, observe: bool = False) -> None:
@@ -125,6 +130,23 @@ class GateRows:
         #: forward calls and recomputations that no captured checkpoint frame surrounded
         self.outside_calls = 0
         self.outside_reruns = 0
+        #: recorded weights as the gate gives them, NaN in rows that have none; and where they go in its answer
+        self.weights_NK: torch.Tensor | None = None
+        self.weight_site: WeightSite | None = None
+
+    def weigh(self, output: Any) -> Any:
+        """The gate's answer with the recorded weights, and its own in rows without; None where there are none.
+
+        No gradient goes from recorded weights to the router.
+        """
+        site, weights_NK = self.weight_site, self.weights_NK
+        if site is None or weights_NK is None:
+            return None
+        live_NK = site.read(output, self.chosen_NK)
+        with torch.inference_mode(False), torch.no_grad():
+            self.weights_NK = recorded_NK = weights_NK.to(live_NK.device, live_NK.dtype, non_blocking=True)
+        found_NK = torch.where(recorded_NK.isnan(), live_NK, recorded_NK)
+        return site.write(output, self.chosen_NK, weights_NK=found_NK)
 
     def choose(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The ids to use, int64 ``[N, K]``. ``live`` gives the gate's own ids, ``[N, K]``; it is asked at most once.

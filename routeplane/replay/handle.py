@@ -24,6 +24,7 @@ from routeplane.batch.batch import RouteBatch, check_rows
 from routeplane.capture.gates import Gate
 from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
 from routeplane.record.spec import MISSING
+from routeplane.record.validate import WeightsMeaning
 from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, TokenHook, Wiring
 from routeplane.replay.gate import GateRows, GateSite, RecordedRoutes, RecordedRows
 
@@ -48,6 +49,7 @@ __all__ = [
     "ReplayPolicy",
     "ReplayReport",
     "RowOrder",
+    "WeightsChoice",
 ]
 
 
@@ -59,6 +61,7 @@ class GateTotals:
         self.calls = 0
         self.unconsumed = 0
         self.tally: torch.Tensor | None = None
+        self.weighted: torch.Tensor | None = None
 
     def add(self, rows: GateRows) -> None:
         """Count the rows of a ``replaying`` that was left in order. Does not wait for the device."""
@@ -66,6 +69,9 @@ class GateTotals:
         self.calls += rows.forward_calls
         if rows.tally is not None:
             self.tally = rows.tally if self.tally is None else self.tally.to(rows.tally.device) + rows.tally
+        if rows.weights_NK is not None:
+            found = (~rows.weights_NK[:, 0].isnan()).sum()
+            self.weighted = found if self.weighted is None else self.weighted.to(found.device) + found
 
     def report(self, gate: Gate) -> GateReport:
         """The counts so far. Waits for the device."""
@@ -78,6 +84,7 @@ class GateTotals:
             flipped_rows=flipped,
             consumed=self.calls,
             unconsumed=self.unconsumed,
+            weighted_rows=0 if self.weighted is None else int(self.weighted),
         )
 
 
@@ -87,7 +94,8 @@ class GateReport:
 
     ``flipped_rows`` are forced rows whose set of experts differs from what the gate would have chosen: the flips that
     replay took out. ``live_rows`` are MISSING rows, padding included. ``unconsumed`` counts the uses of ``replaying``
-    that were left, in order or by an exception, without this gate having come for its rows.
+    that were left, in order or by an exception, without this gate having come for its rows. ``weighted_rows`` are rows
+    with recorded weights (``weights="recorded"``): the router has no gradient from them.
 
     >>> gate = GateReport(
     ...     name="layers.0.mlp.gate", layer_id=0, forced_rows=8, live_rows=0, flipped_rows=1, consumed=1, unconsumed=0
@@ -103,6 +111,7 @@ class GateReport:
     flipped_rows: int
     consumed: int
     unconsumed: int
+    weighted_rows: int = 0
 
     @property
     def flipped_share(self) -> float:
@@ -119,6 +128,7 @@ class GateReport:
             flipped_rows=self.flipped_rows + other.flipped_rows,
             consumed=self.consumed + other.consumed,
             unconsumed=self.unconsumed + other.unconsumed,
+            weighted_rows=self.weighted_rows + other.weighted_rows,
         )
 
     def since(self, before: GateReport) -> GateReport:
@@ -131,6 +141,7 @@ class GateReport:
             flipped_rows=self.flipped_rows - before.flipped_rows,
             consumed=self.consumed - before.consumed,
             unconsumed=self.unconsumed - before.unconsumed,
+            weighted_rows=self.weighted_rows - before.weighted_rows,
         )
 
     def __str__(self) -> str:
@@ -184,6 +195,7 @@ class ReplayReport:
             f"{prefix}replay_rows_forced": float(total.forced_rows),
             f"{prefix}replay_rows_live": float(total.live_rows),
             f"{prefix}replay_rows_flipped": float(total.flipped_rows),
+            f"{prefix}replay_rows_weighted": float(total.weighted_rows),
             f"{prefix}replay_flipped_share": total.flipped_share,
             f"{prefix}replay_flipped_share_max": max((gate.flipped_share for gate in self.gates), default=0.0),
         }
@@ -194,6 +206,8 @@ class ReplayReport:
             f"replayed {self.microbatches} microbatches through {len(self.gates)} gates: {total.forced_rows} rows "
             f"forced, {total.live_rows} live, {total.flipped_rows} flipped ({total.flipped_share:.2%})"
         )
+        if total.weighted_rows:
+            head += f"; recorded weights in {total.weighted_rows} rows, from which the router has no gradient"
         left = [f"  left live: {', '.join(self.left_live)}"] if self.left_live else []
         return "\n".join([head, *(f"  {gate}" for gate in self.gates), *left])
 
@@ -207,6 +221,9 @@ AuxChoice = Literal["forced", "live"]
 
 #: ``"force"``: gates use the recorded ids. ``"observe"``: they use their own, and what forcing would change is counted.
 Mode = Literal["force", "observe"]
+
+#: Which weights the chosen experts get: those of the gate's live scores, or those that the record holds.
+WeightsChoice = Literal["live", "recorded"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,6 +251,7 @@ class ReplayPolicy:
     on_missing: Literal["live", "raise"] = "live"
     aux: AuxChoice = "live"
     limits: ReplayLimits = DEFAULT_LIMITS
+    weights: WeightsChoice = "live"
     #: module paths or patterns of routers that do not follow
     leave_live: tuple[str, ...] = ()
 
@@ -242,6 +260,9 @@ class ReplayPolicy:
         _check_choice("mode", self.mode, allowed=("force", "observe"))
         _check_choice("on_missing", self.on_missing, allowed=("live", "raise"))
         _check_choice("aux", self.aux, allowed=("live", "forced"))
+        _check_choice("weights", self.weights, allowed=("live", "recorded"))
+        if self.weights == "recorded" and self.mode == "observe":
+            raise refused("weights='live' in mode 'observe', which forces nothing", "'recorded'")
 
 
 class ReplayBatch(Protocol):
@@ -450,6 +471,7 @@ class ReplayHandle:
         order_N = None if isinstance(batch, RecordedRoutes) else self._row_order(batch)
         # a RouteBatch was checked when it was made, and what was recorded are gates' own choices
         own = not isinstance(batch, RouteBatch | RecordedRoutes)
+        weights = self._weights(batch)
         rows = {}
         for hook in self._hooks:
             routes_NK = batch.layer(hook.gate.layer_id)
@@ -460,8 +482,36 @@ class ReplayHandle:
             observe = self.policy.mode == "observe"
             rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK, observe=observe)
             found.traced = hook.traced_rows(ordered_NK)
+            if weights is not None:
+                weights_NK = weights[hook.gate.layer_id]
+                found.weights_NK = weights_NK if order_N is None else weights_NK[order_N.to(weights_NK.device)]
+                found.weight_site = hook.site.weights
         is_shard = getattr(getattr(batch, "plan", None), "is_shard", False)
         return Binding(rows=rows, token_ids=getattr(batch, "token_ids", None), is_shard=is_shard)
+
+    def _weights(self, batch: ReplayBatch) -> dict[int, torch.Tensor] | None:
+        """The batch's weights by layer, float32 ``[N, K]``, as the gates give theirs; None where these are used."""
+        if self.policy.weights == "live":
+            return None
+        weights_NLK, meaning = _recorded_weights(batch)
+        found = {}
+        for hook in self._hooks:
+            site, slot = hook.site.weights, batch.spec.slot(hook.gate.layer_id)
+            if site is None:
+                raise ReplayError(
+                    f"expected a gate whose weights are known, got none @ {hook.gate}", kind=ErrorKind.NO_SEAM
+                )
+            renormalise, factor = meaning.steps_to(site.meaning)
+            stored = "bfloat16" if weights_NLK.dtype == torch.bfloat16 else meaning.dtype
+            if site.dtype not in (torch.float32, getattr(torch, stored)):
+                raise DataError(
+                    f"expected weights that {site.dtype} holds, as the gate gives them, got {stored} @ {hook.gate}",
+                    kind=ErrorKind.TOKEN_COLUMN,
+                )
+            values_NK = weights_NLK[:, slot].float()
+            values_NK = values_NK / values_NK.sum(-1, keepdim=True) if renormalise else values_NK
+            found[hook.gate.layer_id] = values_NK if factor == 1.0 else values_NK * factor
+        return found
 
     def _bind_recording(self, num_rows: int | None) -> Binding:
         rows = {}
@@ -525,6 +575,61 @@ def _difference(report: ReplayReport, before: ReplayReport) -> ReplayReport:
         )
     gates = tuple(gate.since(earlier) for gate, earlier in zip(report.gates, before.gates, strict=True))
     return replace(report, gates=gates, microbatches=report.microbatches - before.microbatches)
+
+
+def _recorded_weights(batch: ReplayBatch) -> tuple[torch.Tensor, WeightsMeaning]:
+    """A batch's weights, float32 or bfloat16 ``[N, L, K]``, and what they are; looks at every value, on its device.
+
+    Raises DataError where there are none, or where they are not what they declare, or of other rows than the routes.
+    """
+    values = getattr(batch, "columns", {}).get("route_weights")
+    if values is None:
+        raise DataError(
+            "expected a batch with the column route_weights (weights='recorded'), got one without",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+    meaning = WeightsMeaning.from_text(getattr(batch, "weights_meaning", None))
+    shape = (batch.num_rows, *batch.spec.row_shape)
+    if values.dtype not in (torch.float32, torch.uint16) or values.numel() != torch.Size(shape).numel():
+        raise DataError(
+            f"expected route_weights {list(shape)} as float32, or as uint16 bits of bfloat16, got {values.dtype} "
+            f"{list(values.shape)}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+    weights_NLK = (values.view(torch.bfloat16) if values.dtype == torch.uint16 else values).reshape(shape)
+    _check_weights(batch, weights_NLK, meaning)
+    return weights_NLK, meaning
+
+
+def _check_weights(batch: ReplayBatch, weights_NLK: torch.Tensor, meaning: WeightsMeaning) -> None:
+    layers = [batch.layer(layer_id)[:, 0] for layer_id in batch.spec.layer_ids]
+    missing_NL = torch.stack([ids_N.to(weights_NLK.device) for ids_N in layers], dim=1) == MISSING
+    padding = getattr(batch, "pad_mask", None)
+    if padding is not None:  # balanced ids stand there, with no weights
+        missing_NL |= padding.reshape(-1, 1).to(weights_NLK.device)
+    wrong_NL = _illegal_weights(weights_NLK, missing_NL, meaning)
+    if bool(wrong_NL.any()):
+        row, slot = wrong_NL.nonzero()[0].tolist()
+        raise DataError(
+            f"expected route_weights as {meaning.to_text()} says where there is a row, and NaN elsewhere, got "
+            f"{weights_NLK[row, slot].tolist()} in {int(wrong_NL.sum())} rows @ row {row}, layer "
+            f"{batch.spec.layer_ids[slot]}",
+            kind=ErrorKind.TOKEN_COLUMN,
+        )
+
+
+def _illegal_weights(weights_NLK: torch.Tensor, missing_NL: torch.Tensor, meaning: WeightsMeaning) -> torch.Tensor:
+    """As ``record.validate.illegal_weights``, on the device where the weights are: bool ``[N, L]``."""
+    stored = "bfloat16" if weights_NLK.dtype == torch.bfloat16 else "float32"
+    ceiling, tolerance = meaning.ceiling, meaning.tolerance(stored)
+    values_NLK = weights_NLK.float()
+    sum_NL = values_NLK.sum(-1)
+    fits_NL = (values_NLK.amin(-1) >= 0) & (values_NLK.amax(-1) <= ceiling + tolerance)
+    if meaning.renormalised or meaning.score == "softmax":
+        fits_NL &= sum_NL <= ceiling + tolerance
+    if meaning.renormalised:
+        fits_NL &= sum_NL >= ceiling - tolerance
+    return torch.where(missing_NL, ~values_NLK.isnan().all(-1), ~fits_NL)
 
 
 def _check_live(batch: ReplayBatch, limit: float | None) -> None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from routeplane.capture.gates import Gate, left_as_it_was, probe_tokens, selection
 from routeplane.capture.gates import find_gates as probe_gates
+from routeplane.capture.weights import WeightSite, find_weights
 from routeplane.errors import ErrorKind, ReplayError, UsageError, refused
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.binding import GateHook, InertHook, Wiring
@@ -31,6 +32,7 @@ from routeplane.replay.handle import (
     ReplayHandle,
     ReplayLimits,
     ReplayPolicy,
+    WeightsChoice,
 )
 
 __all__ = ["AuxiliaryHook", "Probe", "ReplayLimits", "attach", "checkpoint_sites", "find_gates", "record"]
@@ -68,8 +70,8 @@ def attach(
     *,
     on_missing: Literal["live", "raise"] = "live",
     aux: AuxChoice = "live",
-    compiled: bool = False,
-    mode: Mode = "force",
+    weights: WeightsChoice = "live",
+    mode: Mode | Literal["compiled"] = "force",
     limits: ReplayLimits = DEFAULT_LIMITS,
     probe: Probe = Probe(),
 ) -> ReplayHandle:
@@ -78,18 +80,22 @@ def attach(
     ``spec`` must name exactly the model's gates (for a pipeline stage: ``spec.select(its layers)``).
     ``on_missing="raise"`` refuses batches with fed tokens that have no row; ``"live"`` leaves these to the gate.
     ``aux="forced"`` has the load-balancing loss (``output_router_logits=True``) count the ids that gates used;
-    ``"live"`` leaves it what the model makes of its logits. ``compiled=True`` serves a model, or blocks of it, under
-    torch.compile without a graph break and without a recompilation for each batch. ``mode="observe"`` forces nothing
-    and counts what forcing would change. ``limits``: shares of missing and flipped rows above which a batch is refused.
+    ``"live"`` leaves it what the model makes of its logits. ``weights="recorded"`` gives the chosen experts the weights
+    of the batch's column ``route_weights`` instead of those of the live scores: **the router then has no gradient from
+    these rows**, except by the auxiliary loss, and ``report()`` counts them (``weighted_rows``); rows without weights
+    are MISSING ones, and ``on_missing`` says what becomes of them. Entering looks at every value, and so waits for the
+    device. ``mode="compiled"`` serves a model, or blocks of it, under torch.compile without a graph break and without a
+    recompilation for each batch; ``mode="observe"`` forces nothing and counts what forcing would change. ``limits``:
+    shares of missing and flipped rows above which a batch is refused.
 
     The model is probed with two short forwards (under FSDP2 on every rank) and left as it was. It stays the caller's;
     only its gate instances and checkpoint attributes are touched, until ``detach()``. A copy made of it meanwhile is
     not attached. The first packed batch makes three more forwards: ``replaying`` refuses packed batches, ReplayError
     (PACKING), where a sequence's output depends on the sequence before it.
 
-    Raises ReplayError (NO_SEAM) for a model without gates, with a gate that does not obey, or without the loss that
-    ``aux="forced"`` is about, and (SPEC_MISMATCH) where spec and model differ, UsageError where a handle is attached
-    already.
+    Raises ReplayError (NO_SEAM) for a model without gates, with a gate that does not obey or whose weights cannot be
+    told (``weights="recorded"``), or without the loss that ``aux="forced"`` is about, and (SPEC_MISMATCH) where spec
+    and model differ, UsageError where a handle is attached already.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -98,9 +104,17 @@ def attach(
     ...     print(len(handle.report().gates))
     1
     """
-    policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits, leave_live=probe.leave_live)
+    policy = ReplayPolicy(
+        mode="force" if mode == "compiled" else mode,
+        on_missing=on_missing,
+        aux=aux,
+        limits=limits,
+        weights=weights,
+        leave_live=probe.leave_live,
+    )
     _refuse_attached(model)
-    return _attached(model, spec, find_gates(model, probe=probe), policy=policy, compiled=compiled, packed=probe.packed)
+    gates = find_gates(model, probe=probe)
+    return _attached(model, spec, gates, policy=policy, compiled=mode == "compiled", probe=probe)
 
 
 def record(
@@ -115,7 +129,7 @@ def record(
     gates = find_gates(model, probe=probe)
     spec = spec_of_gates([gate for gate, _ in gates], model="")
     policy = ReplayPolicy(aux=aux, leave_live=probe.leave_live)
-    return _attached(model, spec, gates, policy=policy, compiled=compiled, packed=probe.packed)
+    return _attached(model, spec, gates, policy=policy, compiled=compiled, probe=probe)
 
 
 def find_gates(model: nn.Module, /, *, probe: Probe = Probe()) -> list[tuple[Gate, nn.Module]]:
@@ -140,11 +154,17 @@ def _attached(
     *,
     policy: ReplayPolicy,
     compiled: bool,
-    packed: PackedForward | None,
+    probe: Probe,
 ) -> ReplayHandle:
-    sites = [GateSite(gate=gate, module=module, force=ForcedTopK, traced=compiled) for gate, module in gates]
     if compiled:
         _refuse_uncompilable(policy, [gate for gate, _ in gates])
+    found: Sequence[WeightSite | None] = [None] * len(gates)
+    if policy.weights == "recorded":
+        found = find_weights(model, gates, probe=probe.forward)
+    sites = [
+        GateSite(gate=gate, module=module, force=ForcedTopK, traced=compiled, weights=site)
+        for (gate, module), site in zip(gates, found, strict=True)
+    ]
     losses = _aux_modules(model) if policy.aux == "forced" else []
     wiring, hooks = Wiring(), list[AuxiliaryHook]()
 
@@ -158,7 +178,7 @@ def _attached(
         wiring=wiring,
         policy=policy,
         checkpoint_sites=partial(checkpoint_sites, model),
-        row_order=PackingCheck(model, packed),
+        row_order=PackingCheck(model, probe.packed),
         undo=undo,
         root=model,
     )
@@ -237,12 +257,12 @@ def _apart(expected_SV: torch.Tensor, found_SV: torch.Tensor) -> float:
 def _refuse_uncompilable(policy: ReplayPolicy, gates: list[Gate]) -> None:
     if policy.aux == "forced":
         raise refused("aux='live' for a compiled model", "aux='forced', which no graph can follow")
-    if policy.mode == "observe":
-        raise refused("mode='force' for a compiled model", "mode='observe'")
+    if policy.weights == "recorded":
+        raise refused("weights='live' for a compiled model", "weights='recorded', which stands outside of its graphs")
     for gate in gates:
         if gate.rounds or gate.axes != 2:
             raise ReplayError(
-                f"expected a selection by topk over [N, E] for compiled=True, got another @ {gate}",
+                f"expected a selection by topk over [N, E] for a compiled model, got another @ {gate}",
                 kind=ErrorKind.NO_SEAM,
             )
 

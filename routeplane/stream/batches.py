@@ -233,24 +233,26 @@ class BatchRecords:
         for index, read in enumerate(reads):
             if seen is not None:
                 seen(checksums[index], tokens[index])
-            error = read if isinstance(read, DataError) else self._fault(read)
+            error = read if isinstance(read, DataError) else self._note(read)
             if error is not None and self._policy.on_corrupt == "raise":
                 raise error
             record = read if error is None else self._set_aside(batch, index, error)
             self._position += 1
             if isinstance(record, RouteRecord):
-                self._keys.add(record.key)
                 yield record
 
-    def _fault(self, record: RouteRecord) -> DataError | None:
-        if record.key in self._keys:
-            return DataError(f"expected each record once, got {record.key} twice", kind=ErrorKind.DUPLICATE_KEY)
-        return None
+    def _note(self, record: RouteRecord) -> DataError | None:
+        """Remember a record's key; what is wrong where it came before."""
+        key, count = record.key, len(self._keys)
+        self._keys.add(key)
+        if len(self._keys) > count:
+            return None
+        return DataError(f"expected each record once, got {key} twice", kind=ErrorKind.DUPLICATE_KEY)
 
     def _set_aside(self, batch: pa.RecordBatch, index: int, error: DataError) -> RouteRecord | None:
         """Keep the bytes, count, and give what can stand in: the record without its rows, or nothing."""
         kept = salvage(batch, index, header=self._header)
-        if kept is not None and kept.key in self._keys:
+        if kept is not None and self._note(kept) is not None:
             kept = None
         self._quarantine.add(
             one_row(batch, index),

@@ -1,4 +1,5 @@
-"""Hypothesis strategies for what routeplane carries: specs, legal routes, named corruptions, records, whole rollouts.
+"""Hypothesis strategies for what routeplane carries: specs, legal routes, named corruptions, records, whole rollouts,
+conversations, sealed blocks, sampling masks.
 
 Every draw is small, valid and the caller's; what is drawn beside the data (a corruption's kind, a rollout's true rows)
 is the expectation to test against. Arrays shrink towards few tokens, ids 0..K-1 and nothing missing. Needs the extra
@@ -12,8 +13,9 @@ are watermarks of segment, token and layer; what a re-prefill computes different
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,11 +24,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from routeplane.errors import ErrorKind
-from routeplane.record.aligned import AlignedColumn, Alignment, ColumnType, read_column
+from routeplane.record.aligned import MASK_STATES, AlignedColumn, Alignment, ColumnType, read_column
 from routeplane.record.calls import ModelCall, RowLoss
+from routeplane.record.prefixes import as_delta
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spans import PRESENT_STATES, STATES, Capture, CaptureState, Span, SpanKind
 from routeplane.record.spec import MAX_EXPERTS, MISSING, RouteSpec
+from routeplane.stream import new_stream
 from routeplane.testing.builders import watermark, watermarked_spec
 
 if TYPE_CHECKING:
@@ -35,15 +39,20 @@ if TYPE_CHECKING:
 __all__ = [
     "CORRUPTIONS",
     "MAX_TURNS",
+    "Block",
+    "Conversation",
     "Corruption",
     "Rollout",
     "Turn",
     "aligned_columns",
+    "blocks",
+    "conversations",
     "corruptions",
     "names",
     "records",
     "rollouts",
     "routes",
+    "sampling_masks",
     "specs",
 ]
 
@@ -53,6 +62,7 @@ _EDGE_WIDTHS = (127, 128, 129, 254, 255, 256, 257, 512, MAX_EXPERTS)
 _COLUMN_TYPES = ("i1", "u1", "<i2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "?")
 
 _LOGPROBS = st.floats(max_value=0, width=32) | st.just(np.nan)
+_ENCODINGS: tuple[Literal["plain", "auto"], ...] = ("plain", "auto")
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generation")
 _ALIGNMENTS: tuple[Alignment, ...] = ("fed", "sampled")
 _FORMS = ("plain", "number", "array", "row", "list")  # of a column; a plain one declares nothing, as those of 1.0
@@ -369,6 +379,90 @@ def _column(draw: st.DrawFn, spec: RouteSpec, size: int, *, form: str) -> Aligne
     return AlignedColumn.of(draw(arrays(dtype, (size, *shape))), aligned=aligned, axes=axes, valid=valid)
 
 
+@st.composite
+def sampling_masks(
+    draw: st.DrawFn, token_ids: Sequence[int], *, prompt: int = 0, vocab_size: int = 2**31 - 1
+) -> dict[str, AlignedColumn]:
+    """The columns ``sampling_mask`` and ``sampling_mask_state`` of a sequence: what its tokens were drawn from.
+
+    Tokens before ``prompt`` were not sampled and have no list. A list has 1 to 4 ids below ``vocab_size``, the sampled
+    one among them; it may be capped, and others are full or unknown. Shrinks towards unknown.
+
+    >>> strategy = sampling_masks([5, 6, 7], prompt=1, vocab_size=50)
+    """
+    lists: list[list[int]] = []
+    codes: list[int] = []
+    for at, token in enumerate(token_ids):
+        state = draw(st.sampled_from(MASK_STATES)) if at >= prompt else "unknown"
+        others = draw(st.sets(st.integers(0, vocab_size - 1), max_size=3)) if state in ("listed", "capped") else None
+        lists.append([] if others is None else sorted({int(token), *others}))
+        codes.append(MASK_STATES.index(state))
+    return {
+        "sampling_mask": AlignedColumn.of_lists(lists, dtype="int32", aligned="sampled", axis="kept"),
+        "sampling_mask_state": AlignedColumn.of(np.asarray(codes, dtype=np.uint8), aligned="sampled"),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Blocks
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """The content of one sealed block.
+
+    ``whole``: the records that it means, in order. ``stored``: the same as they stand in it; some are deltas of
+    records before them in the block.
+    """
+
+    spec: RouteSpec
+    whole: tuple[RouteRecord, ...]
+    stored: tuple[RouteRecord, ...]
+    encoding: Literal["plain", "auto"]
+
+    def sealed(self) -> bytes:
+        """The block as a whole v1 stream, with its trailer."""
+        out = io.BytesIO()
+        with new_stream(out, self.spec, encoding=self.encoding) as sink:
+            for record in self.stored:
+                sink.write(record)
+        return out.getvalue()
+
+
+@st.composite
+def blocks(draw: st.DrawFn, *, spec: RouteSpec | None = None, max_rollouts: int = 2) -> Block:
+    """Blocks of 1 to ``max_rollouts`` rollouts, each recorded after some of its turns, later ones as deltas.
+
+    Records as ``records`` draws them; several rollouts have no token columns. Shrinks towards one record of one token.
+
+    >>> strategy = blocks(max_rollouts=1)
+    """
+    spec = draw(specs()) if spec is None else spec
+    whole: list[RouteRecord] = []
+    stored: list[RouteRecord] = []
+    count = draw(st.integers(1, max_rollouts))
+    for rollout in range(count):
+        last = draw(records(spec=spec, prefixes=False))
+        if count > 1:  # the records of a stream have the same columns
+            last = replace(last, columns={}, checksum=None)
+        stops = sorted(draw(st.sets(st.integers(1, last.num_tokens), max_size=2)) | {last.num_tokens})
+        bases: tuple[RouteRecord, RouteRecord] | None = None
+        for turn, stop in enumerate(stops):
+            part = last.slice(0, stop)
+            one = replace(part, sample_id=f"rollout-{rollout}", attempt=turn, segment=0, attributes={}, checksum=None)
+            kept = one if bases is None or draw(st.booleans()) else as_delta(one, bases[0], stored=bases[1])
+            bases = (one, kept)
+            whole.append(one)
+            stored.append(kept)
+    encoding: Literal["plain", "auto"] = draw(st.sampled_from(_ENCODINGS))
+    return Block(spec=spec, whole=tuple(whole), stored=tuple(stored), encoding=encoding)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rollouts
+# ----------------------------------------------------------------------------------------------------------------------
+
 #: Calls of one rollout, at most.
 MAX_TURNS = 5
 
@@ -557,3 +651,80 @@ def _logprobs(segment: int, token_G: NDArray[np.int64]) -> NDArray[np.float32]:
 def _turn_columns(position: int, token_S: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """Two token columns whose values name call and token."""
     return {"place": (100 * position + token_S).astype(np.int32), "is_odd": token_S % 2 == 1}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversation:
+    """Messages in order, each a role with its token ids, and the call that wrote each of the assistant's.
+
+    ``routes``: the true row of every token, int16 ``[S, L, K]``.
+    """
+
+    spec: RouteSpec
+    messages: tuple[tuple[str, tuple[int, ...]], ...]
+    calls: tuple[ModelCall, ...]
+    routes: NDArray[np.int16]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens, in order."""
+        return tuple(token for _, ids in self.messages for token in ids)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, *, spec: RouteSpec | None = None, max_turns: int = 3) -> Conversation:
+    """Conversations of 1 to ``max_turns`` answers: a system prompt or none, then a user or a tool before each answer.
+
+    Nothing is lost and no context breaks (``rollouts`` draw what goes wrong): the calls assemble to one record, with
+    ``routes`` for every token but the last. Later calls may leave out the rows that came before. Weights may change
+    between turns. Shrinks towards one question and one answer of a token each.
+
+    >>> strategy = conversations(max_turns=2)
+    """
+    if spec is None:
+        layers = draw(st.sets(st.integers(0, 63), min_size=1, max_size=3))
+        spec = watermarked_spec(layers=sorted(layers), top_k=draw(st.integers(1, 3)))
+    sizes = st.integers(1, 4)
+    turns = draw(st.integers(1, max_turns))
+    roles = ["system"] if draw(st.booleans()) else []
+    for turn in range(turns):
+        roles += [draw(st.sampled_from(("user", "tool"))) if turn else "user", "assistant"]
+    ids = [draw(st.lists(st.integers(0, 2**31 - 1), min_size=(size := draw(sizes)), max_size=size)) for _ in roles]
+    messages = tuple((role, tuple(tokens)) for role, tokens in zip(roles, ids, strict=True))
+    rows_SLK = _watermarks(spec, 0, sum(map(len, ids)))
+    calls: list[ModelCall] = []
+    start, version = 0, 0
+    for role, tokens in messages:
+        if role == "assistant":
+            trimmed: bool = draw(st.booleans()) if calls else False
+            held = calls[-1].num_tokens - 1 if trimmed else 0
+            version += draw(st.integers(0, 1))
+            calls.append(_answer(rows_SLK, messages, start=start, size=len(tokens), first_row=held, version=version))
+        start += len(tokens)
+    return Conversation(spec=spec, messages=messages, calls=tuple(calls), routes=rows_SLK)
+
+
+def _answer(
+    rows_SLK: NDArray[np.int16],
+    messages: Sequence[tuple[str, tuple[int, ...]]],
+    *,
+    start: int,
+    size: int,
+    first_row: int,
+    version: int,
+) -> ModelCall:
+    token_S = np.asarray([token for _, ids in messages for token in ids], dtype=np.int32)
+    stop = start + size
+    return ModelCall(
+        prompt_ids=token_S[:start],
+        generation_ids=token_S[start:stop],
+        routes=rows_SLK[first_row : stop - 1].copy(),
+        first_row=first_row,
+        weights_version=version,
+        call_id=f"answer-{start}",
+    )

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from routeplane import ErrorKind
+from routeplane import ErrorKind, ModelCall, RouteSpec
 from routeplane.batch import LAYOUTS, LayoutBatch, RouteBatch, from_layout, to_layout
+from routeplane.capture import record_of_call
 from routeplane.errors import DataError, RouteplaneError, UsageError
 from routeplane.record import validate
+from routeplane.record.spec import MISSING
 from tests.batch.native import BUILDERS, DEPTH, FAMILIES, Sample, engine_samples, families, vary
 
 if TYPE_CHECKING:
@@ -172,6 +174,28 @@ def test_lost_rows_are_dropped_masked_or_an_error() -> None:
     assert 0 == masked.content["response_mask"][1].sum() < masked.content["response_mask"][0].sum()
     assert 0 <= masked.content["routed_experts"].min()
     assert -1 == to_layout(batch, layout="tunix").content["forced_routed_experts"].min()
+
+
+@pytest.mark.parametrize("layout", [name for name, kind in LAYOUTS.items() if kind.spells_missing])
+def test_rows_lost_at_the_end_are_missing_where_a_stack_reads_it(layout: str) -> None:
+    """An answer that lacks its last rows: NeMo RL's filler is a legal route, which would be replayed as a measured one.
+
+    Rows that were fed are -1, as its own alignment writes them; the row of the last token alone is filler.
+    """
+    spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1, 3))
+    rows, ids = np.asarray([[[3, 1]] * 2] * 2), np.arange(5)
+    call = ModelCall(
+        prompt_ids=ids[:3], generation_ids=ids[3:], routes=rows, weights_version=1, call_id="c", loss="lost"
+    )
+    laid = LayoutBatch.from_records([record_of_call(call, spec, sample_id="s")], spec)
+
+    native = to_layout(laid, layout=layout).content
+    found = from_layout(native, spec, layout=layout)
+
+    written = np.asarray(native[LAYOUTS[layout].routes][0])
+    assert ([2], [4]) == (laid.captured.tolist(), found.captured.tolist())
+    assert [*rows.tolist(), *[[[MISSING] * 2] * 2] * 2] == written[:4].tolist()
+    assert laid.routes.tolist() == found.routes.tolist()
 
 
 def bad(change: Callable[[dict[str, Any]], None], **more: Any) -> LayoutBatch:

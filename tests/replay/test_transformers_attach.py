@@ -272,6 +272,7 @@ def test_the_report_counts_rows_and_merges() -> None:
         "x/replay_rows_forced": 42.0,
         "x/replay_rows_live": 6.0,
         "x/replay_rows_flipped": float(flipped + later),
+        "x/replay_rows_weighted": 0.0,
         "x/replay_flipped_share": (flipped + later) / 42,
         "x/replay_flipped_share_max": max(flipped, later) / 21,
     } == twice.scalars(prefix="x/")

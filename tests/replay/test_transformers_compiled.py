@@ -70,7 +70,7 @@ def check_steps(family: Family, *, experts: str, backend: str) -> CompileCounter
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(twin, backend=counter, fullgraph=True)
     inputs = token_ids(1)
-    with gates.attach(model, family.spec) as plain, gates.attach(twin, family.spec, compiled=True) as traced:
+    with gates.attach(model, family.spec) as plain, gates.attach(twin, family.spec, mode="compiled") as traced:
         for seed in (5, 6, 7):
             batch = batch_of(family, seed=seed)
             with plain.replaying(batch), traced.replaying(batch):
@@ -103,7 +103,7 @@ def test_batches_of_other_sizes_share_a_graph() -> None:
     model = QWEN3.build()
     counter = CompileCounterWithBackend("eager")
     compiled: Any = torch.compile(model, backend=counter, fullgraph=True)
-    with gates.attach(model, QWEN3.spec, compiled=True) as handle, torch.no_grad():
+    with gates.attach(model, QWEN3.spec, mode="compiled") as handle, torch.no_grad():
         for length in (6, 5, 7, 4):
             with handle.replaying(batch_of(QWEN3, seed=length, num_rows=2 * length)):
                 compiled(input_ids=torch.randint(3, 64, (2, length)))
@@ -134,7 +134,7 @@ def test_compiled_blocks_are_recomputed_under_their_own_rows(reentrant: bool) ->
         each.set_experts_implementation("batched_mm")
     for layer in QWEN3.layer_ids:
         twin.model.layers[layer].mlp.compile(backend="aot_eager", fullgraph=True)
-    with gates.attach(model, QWEN3.spec) as plain, gates.attach(twin, QWEN3.spec, compiled=True) as traced:
+    with gates.attach(model, QWEN3.spec) as plain, gates.attach(twin, QWEN3.spec, mode="compiled") as traced:
         expected, found = in_flight(plain, model), in_flight(traced, twin)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
@@ -196,7 +196,7 @@ def test_a_compiled_forward_is_recorded() -> None:
     """What its gates chose, and that replays as it was."""
     model = QWEN3.build()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with gates.attach(model, QWEN3.spec, compiled=True) as handle, torch.no_grad():
+    with gates.attach(model, QWEN3.spec, mode="compiled") as handle, torch.no_grad():
         with handle.recording(batch_of(QWEN3, seed=5)) as own:
             expected = compiled(input_ids=token_ids(1)).logits
         with handle.replaying(own):
@@ -208,7 +208,7 @@ def test_rows_of_another_count_are_refused() -> None:
     """Neither stretched nor cut: no graph can raise, so leaving does, and names the gate."""
     model = QWEN3.build()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with gates.attach(model, QWEN3.spec, compiled=True) as handle:
+    with gates.attach(model, QWEN3.spec, mode="compiled") as handle:
         for num_rows in (1, 6, 13):
             with pytest.raises(ReplayError, match=r"compiled forward @ gate model\.layers\.1\.mlp\.gate") as caught:
                 _run(handle, compiled, batch_of(QWEN3, seed=5, num_rows=num_rows))
@@ -221,7 +221,7 @@ def test_a_refusal_that_another_error_hid_is_not_the_next_batchs() -> None:
     """What left the body by an exception is over; the batch after it has its own rows and its own verdict."""
     model = QWEN3.build()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with gates.attach(model, QWEN3.spec, compiled=True) as handle:
+    with gates.attach(model, QWEN3.spec, mode="compiled") as handle:
         with pytest.raises(ValueError, match="out of data"):
             _run_out(handle, compiled, batch_of(QWEN3, seed=5, num_rows=6))
         _run(handle, compiled, batch_of(QWEN3, seed=5))
@@ -240,11 +240,11 @@ def _run(handle: ReplayHandle, forward: Any, batch: PlainBatch) -> None:
 
 
 def test_an_uncompiled_gate_of_a_compiled_handle_is_the_plain_one() -> None:
-    """``compiled=True`` on a model that is not: the same answers, a copy that stays live, and no trace after detach."""
+    """For a model that is not compiled: the same answers, a copy that stays live, and no trace after detach."""
     model = QWEN3.build()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     live = model(input_ids=token_ids(1)).logits
-    with gates.attach(model, QWEN3.spec, compiled=True) as handle:
+    with gates.attach(model, QWEN3.spec, mode="compiled") as handle:
         teacher = copy.deepcopy(model)
         with handle.replaying(batch_of(QWEN3, seed=5)):
             assert torch.equal(live, teacher(input_ids=token_ids(1)).logits)
@@ -259,4 +259,4 @@ def test_an_uncompiled_gate_of_a_compiled_handle_is_the_plain_one() -> None:
 def test_an_auxiliary_loss_of_forced_ids_is_not_compiled() -> None:
     """Said when attaching, not by a graph break."""
     with pytest.raises(UsageError, match="aux='live' for a compiled model"):
-        gates.attach(QWEN3.build(), QWEN3.spec, compiled=True, aux="forced")
+        gates.attach(QWEN3.build(), QWEN3.spec, mode="compiled", aux="forced")

@@ -158,7 +158,7 @@ def test_a_copy_of_an_attached_model_is_bare(how: str, compiled: bool) -> None:
     """It stays live while the first one follows, has the same weights, and can be attached to itself."""
     model = QWEN3.build()
     live, keys = model(input_ids=token_ids(1)).logits, list(model.state_dict())
-    with gates.attach(model, QWEN3.spec, compiled=compiled, aux="live") as handle:
+    with gates.attach(model, QWEN3.spec, mode="compiled" if compiled else "force", aux="live") as handle:
         twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
         assert keys == list(model.state_dict()) == list(twin.state_dict())
         with handle.replaying(ROWS):

@@ -11,22 +11,29 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from routeplane.errors import DataError
+from routeplane import assemble, resolve
+from routeplane.errors import DataError, FormatError
+from routeplane.record.aligned import MASK_STATES
 from routeplane.record.record import RouteRecord
-from routeplane.record.spans import STATES
+from routeplane.record.spans import STATES, Capture, Span
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import check_routes
 from routeplane.stream import new_stream, open_stream
 from routeplane.testing.strategies import (
     CORRUPTIONS,
+    Block,
+    Conversation,
     Corruption,
     Rollout,
     aligned_columns,
+    blocks,
+    conversations,
     corruptions,
     names,
     records,
     rollouts,
     routes,
+    sampling_masks,
     specs,
 )
 
@@ -312,3 +319,129 @@ ROLLOUT_FEATURES: dict[str, Callable[[Rollout], bool]] = {
 def test_every_event_of_a_rollout_comes(feature: Callable[[Rollout], bool]) -> None:
     """Everything that can happen to a rollout is reachable."""
     assert _comes(rollouts(), feature)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations, blocks, sampling masks
+# ----------------------------------------------------------------------------------------------------------------------
+
+# What `find` ends at is the simplest example that shows the feature.
+_SHRINK = settings(max_examples=500, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@given(conversations())
+def test_conversations_assemble_to_their_truth(conversation: Conversation) -> None:
+    """One record, with every token, the true row of all that were fed, and a generated span for each answer."""
+    found = assemble(conversation.calls, conversation.spec, sample_id="s", on_missing="raise")
+    [record] = found.records
+
+    assert list(conversation.token_ids) == record.token_ids.tolist()
+    np.testing.assert_array_equal(conversation.routes[:-1], record.routes[:-1])
+    assert [len(ids) for role, ids in conversation.messages if role == "assistant"] == [
+        span.stop - span.start for span in record.spans if span.kind == "generation"
+    ]
+
+
+CONVERSATION_FEATURES: dict[str, Callable[[Conversation], bool]] = {
+    "a system prompt": lambda one: one.messages[0][0] == "system",
+    "a tool": lambda one: any(role == "tool" for role, _ in one.messages),
+    "three answers": lambda one: len(one.calls) == 3,
+    "rows left out": lambda one: any(call.first_row for call in one.calls),
+    "new weights": lambda one: len({call.weights_version for call in one.calls}) > 1,
+}
+
+
+@pytest.mark.parametrize("feature", CONVERSATION_FEATURES.values(), ids=CONVERSATION_FEATURES)
+def test_every_kind_of_conversation_comes(feature: Callable[[Conversation], bool]) -> None:
+    """Each choice is reachable."""
+    assert _comes(conversations(), feature)
+
+
+def test_conversations_shrink() -> None:
+    """A question and an answer of one token each; with a tool, a second pair and nothing else."""
+    least = find(conversations(), lambda one: True, settings=_SHRINK)
+    with_tool = find(conversations(), lambda one: any(role == "tool" for role, _ in one.messages), settings=_SHRINK)
+
+    assert (("user", (0,)), ("assistant", (0,))) == least.messages
+    assert ["user", "assistant", "tool", "assistant"] == [role for role, _ in with_tool.messages]
+
+
+@settings(max_examples=settings().max_examples // 4)
+@given(blocks(), st.data())
+def test_blocks_are_whole_streams(block: Block, data: st.DataObject) -> None:
+    """They read as what they store, resolve to what they mean, and are refused without their last bytes."""
+    sealed = block.sealed()
+    stored = list(open_stream(sealed))
+    cut = data.draw(st.integers(0, len(sealed) - 9))  # the last eight bytes end Arrow's stream behind our trailer
+
+    assert all(one.equals(other) for one, other in zip(block.stored, stored, strict=True))
+    assert all(one.equals(other) for one, other in zip(block.whole, resolve(stored), strict=True))
+    with pytest.raises(FormatError):
+        list(open_stream(sealed[:cut]))
+
+
+BLOCK_FEATURES: dict[str, Callable[[Block], bool]] = {
+    "a delta": lambda block: any(one.prefix is not None for one in block.stored),
+    "a delta of a delta": lambda block: any(
+        one.prefix is not None and two.prefix is not None
+        for one, two in zip(block.stored, block.stored[1:], strict=False)
+    ),
+    "two rollouts": lambda block: len({one.sample_id for one in block.stored}) == 2,
+    "a column": lambda block: any(one.columns for one in block.stored),
+}
+
+
+@pytest.mark.parametrize("feature", BLOCK_FEATURES.values(), ids=BLOCK_FEATURES)
+def test_every_kind_of_block_comes(feature: Callable[[Block], bool]) -> None:
+    """Each choice is reachable."""
+    assert _comes(blocks(), feature)
+
+
+@pytest.mark.slow
+def test_blocks_shrink() -> None:
+    """One record of one token; with a delta, the record before it as well."""
+    drawn = blocks(spec=RouteSpec(num_experts=4, top_k=2, layer_ids=(0,)), max_rollouts=1)
+    least = find(drawn, lambda block: True, settings=_SHRINK)
+    with_delta = find(drawn, BLOCK_FEATURES["a delta"], settings=_SHRINK)
+
+    assert [1] == [one.num_tokens for one in least.stored]
+    assert [1, 2] == [one.num_tokens for one in with_delta.stored]
+
+
+def _masked(token_ids: list[int], prompt: int, columns: dict[str, Any]) -> RouteRecord:
+    size = len(token_ids)
+    spans = [Span(start=0, stop=prompt, kind="prompt", call="c", weights_version=1)] if prompt else []
+    spans += [Span(start=prompt, stop=size, kind="generation", call="c", weights_version=1)] if prompt < size else []
+    spec = RouteSpec(num_experts=4, top_k=2, layer_ids=(0,))
+    lost = Capture(start=0, stop=size, call="c", weights_version=None, state="lost")
+    return RouteRecord(
+        sample_id="s",
+        token_ids=np.asarray(token_ids),
+        routes=spec.missing_rows(size),
+        spans=tuple(spans),
+        captures=(lost,),
+        spec=spec,
+        columns=columns,
+    )
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.data())
+def test_sampling_masks_fit_their_tokens(token_ids: list[int], data: st.DataObject) -> None:
+    """A record takes them, and they have no list in the prompt."""
+    prompt = data.draw(st.integers(0, len(token_ids)))
+    columns = data.draw(sampling_masks(token_ids, prompt=prompt, vocab_size=10))
+    record = _masked(token_ids, prompt, columns).verify()
+
+    assert [[]] * prompt == record.columns["sampling_mask"].tolist()[:prompt]
+    assert all(ids == [] or max(ids) < 10 for ids in record.columns["sampling_mask"].tolist())
+
+
+@pytest.mark.parametrize("state", MASK_STATES)
+def test_every_state_of_a_mask_comes(state: str) -> None:
+    """Each state is reachable, and a list shrinks to the sampled id."""
+    code = MASK_STATES.index(state)
+    shown = find(
+        sampling_masks([7]), lambda columns: columns["sampling_mask_state"].tolist() == [code], settings=_SHRINK
+    )
+
+    assert [[7] if state in ("listed", "capped") else []] == shown["sampling_mask"].tolist()

@@ -188,30 +188,39 @@ def shows_enough(record: tuple[Any, Any, Any], how: tuple[int, int, int, int, in
         return True
     looks = min(looks, count)
     draws = looks * top_k
-    load_E = np.zeros(width, dtype=np.int32)
+    # so many rows of a layer that chooses evenly among ``width`` experts are enough to tell, with a tenth to spare
     highest, few = 0, top_k + top_k // 2 + 1
+    probe = 1
+    while probe < looks and 10 * draws * draws < few * (
+        11 * probe * top_k * (width + probe * top_k) // width + 10 * top_k * (looks * looks - probe * probe)
+    ):
+        probe += 1
+    spaced = np.empty(looks, dtype=np.int64)  # divisions are slow, and each layer looks at the same rows
+    for look in range(looks):
+        spaced[look] = kept[look * (count - 1) // max(1, looks - 1)]
+    load_E = np.zeros(width, dtype=np.int32)
     for place in range(layers):
-        agreeing, seen = 0, 0
-        while seen < looks:
-            token = kept[seen * (count - 1) // max(1, looks - 1)]
-            for slot in range(top_k):
-                expert = rows[token, place, slot]
-                if expert < 0 or expert >= width:
-                    return False
-                # the sum of squares grows by this much when a load grows by one
-                agreeing += 2 * load_E[expert] + 1
-                load_E[expert] += 1
-                highest = max(highest, expert)
-            seen += 1
+        load_E[:] = 0
+        seen, stop = 0, probe
+        while True:
+            while seen < stop:
+                chosen_K = rows[spaced[seen], place]
+                for slot in range(top_k):
+                    expert = chosen_K[slot]
+                    if expert < 0 or expert >= width:
+                        return False
+                    load_E[expert] += 1
+                    highest = max(highest, expert)
+                seen += 1
+            agreeing = 0
+            for expert in range(width):
+                agreeing += load_E[expert] * load_E[expert]
             # no later row can add more than one that repeats all before it
             if draws * draws >= few * (agreeing + top_k * (looks * looks - seen * seen)):
                 break
-        if draws * draws < few * agreeing:
-            return False
-        for look in range(seen):
-            token = kept[look * (count - 1) // max(1, looks - 1)]
-            for slot in range(top_k):
-                load_E[rows[token, place, slot]] = 0
+            if seen == looks:
+                return False
+            stop = min(looks, seen + 3)
     return highest >= (width + 1) // 2
 
 
