@@ -272,24 +272,33 @@ def reading(streams: Mapping[str, bytes], rows: Rows, *, rounds: int) -> list[Re
         "read": lambda: source.view(np.uint16).max(),
         "checked": lambda: read(stream, verify=False, on_alarm="ignore"),
         "quiet": lambda: read(stream, on_alarm="ignore"),
+        "row rule": lambda: _require_legal(source),
+        "xxh3-64": lambda: [xxhash.xxh3_64_intdigest(each.data) for each in rows],
         "verified": lambda: read(stream),
         **{name: partial(_exhaust, batches) for name, batches in {**ours, **theirs}.items()},
     }
     rates = relative_rates(ways, yardstick="np.copyto", rounds=rounds)
     others = {name: rates[name] for name in ("np.copyto", "read", *theirs)}
+    # a batch is written once behind the checks
+    limit = 1 / (1 / rates["row rule"] + 1 / rates["xxh3-64"] + 1)
     return [
         Result(
             name="read/verified_open",
             value=rates["verified"],
             unit=RATE,
-            bar=2.0,
             peers={
                 "without alarms": rates["quiet"],
                 "without alarms and checksums (rows are checked)": rates["checked"],
                 "read": rates["read"],
             },
         ),
-        Result(name="read/padded_microbatch", value=rates["microbatch"], unit=RATE, bar=0.45, peers=others),
+        Result(
+            name="read/padded_microbatch",
+            value=round(rates["microbatch"] / limit, 3),
+            unit="share of 1 / (1 / rule + 1 / xxh3 + 1 / copy)",
+            bar=0.6,
+            peers={f"{name}, {RATE}": rate for name, rate in {**rates, "limit": round(limit, 4)}.items()},
+        ),
         Result(name="read/padded_microbatch_narrow", value=rates["microbatch narrow"], unit=RATE, peers=others),
     ]
 
@@ -342,7 +351,7 @@ def _require_equal(batches: Iterable[Any], rows: Rows, work: Rounds, name: str) 
 def stages(stream: bytes, *, rounds: int) -> list[Result]:
     """What a quarter of the layers costs, against all of them."""
     results = []
-    for verify, bar in ((True, 0.60), (False, 0.40)):
+    for verify, bar in ((True, 0.60), (False, 0.35)):
         pools = BatchBuffers(), BatchBuffers()
         ways: dict[str, Callable[[], object]] = {
             "all layers": lambda verify=verify, pool=pools[0]: _exhaust(  # type: ignore[misc]

@@ -41,10 +41,7 @@ class Results:
 
     def add(self, result: Result) -> None:
         """Put a result in the place of the one before, or behind those of its area."""
-        row = result.as_row(self._where)
-        if result.holds is False and result.name in self._explained:
-            row["explanation"] = self._explained[result.name]
-        self._put(row)
+        self._put(result.as_row(self._where))
         self.write()
 
     def finish(self, names: Iterable[str]) -> None:
@@ -63,7 +60,11 @@ class Results:
         self.rows.insert(own[-1] + 1 if own else len(names), row)
 
     def write(self) -> None:
-        """Write the file and its page."""
+        """Write the file and its page; a missed bar says what is known about it."""
+        for row in self.rows:
+            row.pop("explanation", None)
+            if row["holds"] is False and row["name"] in self._explained:
+                row["explanation"] = self._explained[row["name"]]
         text = json.dumps(self.rows, indent=2, ensure_ascii=False) + "\n"
         (self._home / "results.json").write_text(text, encoding="utf-8")
         (self._home / "RESULTS.md").write_text(results_page(self.rows), encoding="utf-8")

@@ -384,7 +384,9 @@ class RouteBatch:
 
         def cut(values: torch.Tensor) -> torch.Tensor:
             further = values.shape[len(self.plan.shape) :]
-            return values.reshape(-1, *further)[rows].view(*plan.shape, *further) if shard.cuts_rows else values
+            if not shard.cuts_rows:
+                return values
+            return _signed(values).reshape(-1, *further)[rows].view(*plan.shape, *further).view(values.dtype)
 
         slots = torch.tensor([self.spec.slot(layer) for layer in spec.layer_ids], device=self.routes.device)
         flat_NLK = self.routes.view(self.num_rows, *self.spec.row_shape)
@@ -420,7 +422,7 @@ class RouteBatch:
             if slots is None or "layers" not in kind.axes:
                 return values
             axis = len(self.plan.shape) + kind.axes.index("layers")
-            return values[(slice(None),) * axis + (slots,)]
+            return _signed(values)[(slice(None),) * axis + (slots,)].view(values.dtype)
 
         columns = {name: pick(name, cut(values)) for name, values in self.columns.items()}
         parts = {}
@@ -503,7 +505,7 @@ class RouteBatch:
 _MAPPINGS = ("columns", "column_parts", "column_types")
 
 
-# a tensor of these types does not come out of a pickle (torch 2.13)
+# tensors of these types do not come out of a pickle (torch 2.13), and not every device takes rows of them
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 

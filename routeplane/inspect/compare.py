@@ -22,6 +22,7 @@ from routeplane.record.counts import Counts, rule
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import stale_kv
 from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import as_float32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,7 +89,9 @@ class RouteDiff(Counts):
     ``layer_ids``. ``union_L``: ids in either, so that ``shared_L / union_L`` is the Jaccard index over all rows.
     ``positions_P2``: compared and flipped rows by absolute position. ``one_sided_rows``: rows that one side alone has.
     ``stale_kv_rows``, ``stale_kv_flipped``: compared and flipped rows that an engine computed over a KV cache of older
-    weights, whose flips are not of numerics (``record.spans.stale_kv``).
+    weights, whose flips are not of numerics (``record.spans.stale_kv``). ``weighted_rows``, ``weighted_equal``: rows of
+    the same experts whose routing weights both sides have, in one meaning, and those where every expert has the same
+    weight; ``weights_apart``: the largest difference of one expert's. ``same`` is about routes alone.
 
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
     >>> spec = watermarked_spec()
@@ -113,6 +116,9 @@ class RouteDiff(Counts):
     token_mismatches: int = 0
     stale_kv_rows: int = 0
     stale_kv_flipped: int = 0
+    weighted_rows: int = 0
+    weighted_equal: int = 0
+    weights_apart: float = field(default=0.0, metadata=rule(merge=max))
     left_only: int = field(metadata=TABLE, default=0)
     right_only: int = field(metadata=TABLE, default=0)
     left_only_keys: tuple[RecordKey, ...] = field(metadata=rule(scalar=None, merge=_named), default=())
@@ -191,6 +197,9 @@ class RouteDiff(Counts):
             "stale_kv_rows": self.stale_kv_rows,
             "stale_kv_flipped": self.stale_kv_flipped,
             "fresh_flipped_share": round(self.fresh_flipped_share, 9),
+            "weighted_rows": self.weighted_rows,
+            "weighted_equal": self.weighted_equal,
+            "weights_apart": round(self.weights_apart, 9),
             "left_only": self.left_only,
             "right_only": self.right_only,
             "left_only_keys": [list(key) for key in self.left_only_keys],
@@ -343,6 +352,19 @@ class AlignedRows:
     left_SLK: NDArray[np.int16]
     right_SLK: NDArray[np.int16]
     stale_kv: tuple[tuple[int, int], ...] = ()
+    #: routing weights of both, float32 ``[S, L, K]`` by slot; None unless both have some, of one meaning
+    weights: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+
+    def weights_apart(self) -> NDArray[np.float32]:
+        """The largest difference of an expert's weight, of the M rows that are the same experts in any order."""
+        if self.weights is None:
+            return np.empty(0, dtype=np.float32)
+        same_SL = self.both_SL & ~self.flipped_SL
+        left, right = (
+            np.take_along_axis(weights_SLK[same_SL], ids_SLK[same_SL].argsort(axis=1), axis=1)
+            for ids_SLK, weights_SLK in zip((self.left_SLK, self.right_SLK), self.weights, strict=True)
+        )
+        return np.asarray(np.abs(left - right).max(axis=1, initial=0.0), dtype=np.float32)
 
     @property
     def stale_S(self) -> NDArray[np.bool_]:
@@ -397,7 +419,26 @@ def align(left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int]) ->
     )
     mismatch = stop if len(differing) or left.num_tokens != right.num_tokens else None
     stale = (*stale_kv(left.captures), *stale_kv(right.captures))
-    return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs, stale_kv=stale)
+    weights = _weights(left, right, layer_ids=layer_ids, start=start, stop=max(start, stop))
+    return AlignedRows(start=start, mismatch=mismatch, left_SLK=mine, right_SLK=theirs, stale_kv=stale, weights=weights)
+
+
+def _weights(
+    left: RouteRecord, right: RouteRecord, *, layer_ids: Sequence[int], start: int, stop: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+    """The routing weights of the same rows, where both have some and say that they are the same thing."""
+    both = all("route_weights" in record.columns for record in (left, right))
+    if not both or left.attributes["weights_meaning"] != right.attributes["weights_meaning"]:
+        return None
+    mine, theirs = (
+        as_float32(
+            record.columns["route_weights"].values[start - record.tokens_start : stop - record.tokens_start][
+                :, [record.spec.slot(layer_id) for layer_id in layer_ids]
+            ]
+        )
+        for record in (left, right)
+    )
+    return mine, theirs
 
 
 def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> RouteDiff:
@@ -405,6 +446,7 @@ def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> 
     both_SL, shared_SL, flipped_SL = rows.both_SL, rows.shared_SL, rows.flipped_SL
     one_sided = int(((rows.left_SLK[:, :, 0] != MISSING) != (rows.right_SLK[:, :, 0] != MISSING)).sum())
     counts_P = [_by_position(flags_SL.sum(axis=1), rows.start) for flags_SL in (both_SL, flipped_SL)]
+    apart_M = rows.weights_apart()
     equal = not flipped_SL.any() and one_sided == 0 and rows.mismatch is None
     return RouteDiff(
         layer_ids=layer_ids,
@@ -419,6 +461,9 @@ def _count(left: RouteRecord, rows: AlignedRows, layer_ids: tuple[int, ...]) -> 
         token_mismatches=int(rows.mismatch is not None),
         stale_kv_rows=int(both_SL[rows.stale_S].sum()),
         stale_kv_flipped=int(flipped_SL[rows.stale_S].sum()),
+        weighted_rows=len(apart_M),
+        weighted_equal=int((apart_M == 0).sum()),
+        weights_apart=float(apart_M.max(initial=0.0)),
         worst=() if equal else (_divergence(left.key, rows, layer_ids),),
     )
 

@@ -165,6 +165,21 @@ def test_recover_keeps_columns_and_blanks_weights_of_lost_rows(tmp_path: Path) -
     assert verify(tmp_path / "b").intact
 
 
+def test_bfloat16_weights_come_back_as_bits(tmp_path: Path) -> None:
+    """Across chunks, with NaN where there is no row; a record that is put back has the checksum that it had."""
+    bits = np.random.default_rng(0).integers(0, 0x3F80, (1_100, 3, 2), dtype=np.uint16)
+    bits[-1] = 0x7FC0
+    column = AlignedColumn.of(bits, aligned="fed", axes=("layers", "topk"))
+    meaning = {"weights_meaning": replace(SIGMOID, dtype="bfloat16").to_text()}
+    saved = made(0, 1_100, columns={"route_weights": column}, attributes=meaning)
+    save_archive([saved], tmp_path / "a", spec=SPEC)
+    (found,) = open_archive(tmp_path / "a").values()
+
+    assert found.columns["route_weights"].equals(column)
+    assert saved.checksum == found.verify().checksum
+    assert saved.attributes == found.attributes
+
+
 def test_a_run_has_the_same_columns_throughout(tmp_path: Path) -> None:
     """Another shape, another alignment or unknown entries are another column."""
     first = made(0, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
 from routeplane.inspect.compare import MAX_NAMED, RouteDiff, compare, compare_records
+from routeplane.record.aligned import AlignedColumn
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture
-from routeplane.record.spec import RouteSpec
+from routeplane.record.spec import MISSING, RouteSpec
+from routeplane.record.validate import WeightsMeaning
 from routeplane.testing import strategies
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
@@ -249,3 +252,46 @@ def test_what_comes_after_the_other_side_ended_is_not_held(side: int) -> None:
     found = compare(*sides, specs=(SPEC, SPEC), max_held_bytes=limit)
     assert ((4, 0) if side == 0 else (0, 4)) == (found.left_only, found.right_only)
     assert 1 == found.equal_samples
+
+
+PROBABILITIES = WeightsMeaning(score="softmax", renormalised=True, scaling="none", multiplied="after", dtype="float32")
+
+
+def weighted(record: RouteRecord, weights_SLK: Any, **changes: Any) -> RouteRecord:
+    """The record with routing weights, NaN where it has no row."""
+    values = np.where(record.routes == MISSING, np.nan, weights_SLK).astype(np.float32)
+    column = AlignedColumn.of(values, aligned="fed", axes=("layers", "topk"))
+    changes.setdefault("attributes", {"weights_meaning": PROBABILITIES.to_text()})
+    return replace(record, columns={"route_weights": column}, checksum=None, **changes)
+
+
+def test_weights_are_compared_by_expert() -> None:
+    """The same weights in another order of the row's experts are equal; one expert's other weight is counted."""
+    record = watermarked_record(0, num_tokens=6, spec=SPEC)
+    top_k = SPEC.top_k
+    weights_SLK = np.random.default_rng(0).dirichlet(np.ones(top_k), size=record.routes.shape[:2])
+    left = weighted(record, weights_SLK)
+    turned = weighted(replace(record, routes=record.routes[..., ::-1], checksum=None), weights_SLK[..., ::-1])
+    rows = int((record.routes[..., 0] != MISSING).sum())
+
+    found = compare_records(left, turned)
+    assert (True, rows, rows, 0.0) == (found.same, found.weighted_rows, found.weighted_equal, found.weights_apart)
+    unturned = compare_records(left, weighted(record, weights_SLK[..., ::-1]))
+    assert unturned.same
+    assert unturned.weighted_equal < unturned.weighted_rows == rows
+    moved = weights_SLK.copy()
+    moved[1, 0, :2] += (-0.5 * moved[1, 0, 0], 0.5 * moved[1, 0, 0])
+    one = compare_records(left, weighted(record, moved))
+    assert (rows, rows - 1) == (one.weighted_rows, one.weighted_equal)
+    assert one.weights_apart == pytest.approx(0.5 * weights_SLK[1, 0, 0], rel=1e-5)
+    assert 2 * rows == one.merge(found).weighted_rows
+    assert one.weights_apart == one.merge(found).weights_apart
+
+
+def test_weights_of_another_meaning_are_not_compared() -> None:
+    """Numbers that mean other things have no difference."""
+    record = watermarked_record(0, num_tokens=6, spec=SPEC)
+    weights_SLK = np.full(record.routes.shape, 1 / SPEC.top_k)
+    other = {"weights_meaning": replace(PROBABILITIES, score="sigmoid").to_text()}
+    for right in (weighted(record, weights_SLK, attributes=other), record):
+        assert 0 == compare_records(weighted(record, weights_SLK), right).weighted_rows
