@@ -106,11 +106,11 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust properties fuzz lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust mutants properties fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= MINUTES= OUT= REPORT= JOBS= ROUNDS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
+	@echo "  variables: ENGINE=transformers|vllm|vllm-scheduler TRAINER=transformers|automodel|megatron TRANSPORT=file|folder SEED= MINUTES= OUT= REPORT= COUNT= JOBS= ROUNDS= PYTEST_ARGS= REQUIRE_ENGINES=1 PYTHON="
 
 # ---- the main job -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +153,10 @@ properties: $(STAMP)-dev $(STAMP)-transformers ## every test, with many more exa
 # Coverage-guided, over the decoders of the table; its inputs stay in the cache, which a later run goes on from.
 fuzz: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-fuzz ## atheris on every decoder of foreign bytes, MINUTES of it
 	@$(WORKER_ENV) $(BIN)/python -m tests.trust.fuzz --minutes $(MINUTES) --corpus $(VENV)/fuzz
+
+# A seeded 300 of some 1,900 changes, some seconds of one core each. COUNT= tries fewer.
+mutants: $(STAMP)-dev $(STAMP)-transformers ## are small changes of rules, assembly, plans and shards found by their tests; lists what survives
+	@$(WORKER_ENV) $(BIN)/python -m tests.trust.mutants $(if $(COUNT),--count $(COUNT))
 
 lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"

@@ -1,13 +1,14 @@
 """A trainer's own batch: checked, read from the layout of its stack, and written back, against copying the same rows.
 
-Payload: sequences of some 2,200 tokens, 48 layers (three of them dense), K=8: 24 of them (38 MiB), or 48 with
+Payload: sequences of some 2,200 tokens, 48 layers (three of them dense), K=8: 48 of them (75 MiB), or 64 with
 ``--full``; the row of each last token is absent. One thread, CPU time. Each number says how many times as long the
 work takes as ``copy``: the real rows copied once into memory of their own, which all this work needs as well. Both are
-larger than the 32 MiB up to which malloc hands the same memory out again: pages are fresh on both sides. ``warm``: into
-memory that is already there; the difference is the system's, which hands out pages.
+larger than the 64 MiB of freed memory that malloc keeps to hand out again: pages are fresh on both sides. ``warm``:
+into memory that is already there; the difference is the system's, which hands out pages.
 
 What is written holds more than the real rows: dense layers and padding (verl: 1.7 times as much here), and ids of 4
-(tunix) or 8 bytes (ms_swift). ``copy_int32``, ``copy_int64``: the real rows copied into such ids, the limit of these.
+(tunix) or 8 bytes (ms_swift). ``copy_int32``, ``copy_int64``: the real rows copied into such ids; ``fill_tunix``,
+``fill_ms_swift``: memory of the size of the stack's array filled with one id, and no row read: the limits of these.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main(*, full: bool) -> Iterator[Result]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from _measure(payload(48 if full else 24))
+        yield from _measure(payload(64 if full else 48))
     finally:
         torch.set_num_threads(threads)
 
@@ -108,6 +109,9 @@ def _measure(laid: LayoutBatch) -> list[Result]:
     writers: dict[str, Callable[[], object]] = {name: partial(write, laid, name) for name in STACKS}
     writers["copy_int32"] = lambda: laid.routes.astype(np.int32)
     writers["copy_int64"] = lambda: laid.routes.astype(np.int64)
+    for name in ("tunix", "ms_swift"):
+        array = np.asarray(natives[name][LAYOUTS[name].routes])
+        writers[f"fill_{name}"] = partial(np.full, array.shape, MISSING, array.dtype)
     return found + _both("out", _times({**base, **writers}), 3.0)
 
 
