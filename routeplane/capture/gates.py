@@ -759,13 +759,15 @@ def _requiring_grad(block: nn.Module) -> Iterator[None]:
 
 
 def expert_parameters(block: nn.Module, scope: nn.Module, num_experts: int) -> list[tuple[nn.Parameter, int | None]]:
-    """Weights with a leading axis of experts (index None), or those of one expert in a list of modules."""
+    """Weights with a leading axis of experts, rows of an embedding too (index None), or those of a module in a list."""
     gate = {id(each) for each in scope.parameters()} if scope is not block else set()
     found: list[tuple[nn.Parameter, int | None]] = []
     for each in block.parameters():
         if each.dim() == 3 and each.shape[0] == num_experts and id(each) not in gate and each.is_floating_point():
             found.append((each, None))
     for module in block.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == num_experts:
+            found += [(each, None) for each in module.parameters()]
         if isinstance(module, nn.ModuleList) and len(module) == num_experts:
             found += [
                 (each, index) for index, expert in enumerate(module) for each in expert.parameters() if each.dim() == 2

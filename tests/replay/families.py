@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 __all__ = ["FAMILIES", "FamilyCase", "build"]
 
@@ -92,6 +92,18 @@ VISION = {
 }
 
 
+#: what stands for a vision tower of any kind
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FamilyCase:
     """One family: ``model_type`` and what its tiny configuration sets; ``leave_live``: routers that do not follow."""
@@ -125,7 +137,7 @@ _NAMES = (
     "deepseek_v4",
     "doge",
     "dots1",
-    "dots3_note",
+    "dots3_note_text",
     "ernie4_5_moe",
     "ernie4_5_vl_moe",
     "exaone_moe",
@@ -199,6 +211,13 @@ _SPECIAL = {
         FamilyCase(name="dbrx", whole=True, options=_DBRX),
         # the first layers choose by token id
         _case("deepseek_v4", "model.layers.0.mlp.gate", mlp_layer_types=["hash_moe", "moe", "moe"]),
+        # refused: its positions in a table of key pairs are not its experts' numbers
+        _case("doge", is_moe=True, num_experts=16),
+        _case(
+            "dots3_note_text",
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse"],
+        ),
         # a second router beside, for images
         _case(
             "ernie4_5_vl_moe",
@@ -249,6 +268,8 @@ def _shrunk(config_class: Any, options: dict[str, Any]) -> Any:
     for name, part in parts.items():
         if "text" in name:
             given[name] = _shrunk(part, options).to_dict()
+        elif part is AutoConfig:
+            given[name] = PIXTRAL
         elif "vision" in name:
             tiny = part()
             given[name] = part(**{key: value for key, value in VISION.items() if _has(tiny, key)}).to_dict()

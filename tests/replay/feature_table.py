@@ -40,8 +40,8 @@ TITLES = {
 NOTES = {
     "families": """Of 68 families that stand in `tests/replay/families.py`, tiny configurations of those that follow.
 The reference is forced by hand: `torch.topk` and `torch.max` themselves are replaced for its forward.
-Not here: `doge` (it combines two selections over halves of a key, and is refused), `dots3_note` and `mistral_large4`
-(no model can be built from a configuration alone).""",
+Not here: `doge`, which is refused with what the probe observed, "experts [1, 2, 3, ...] at work where [7, 9] are
+forced": it combines two selections over halves of a key, and what it selects last is a place in that table.""",
 }
 
 #: feature -> what its tests show; the order is the page's. Contract tests and others name theirs with ``feature``.

@@ -32,16 +32,14 @@ from tests.replay.families import FAMILIES, FamilyCase, build
 #: B=2 sequences of S=6 tokens
 TOKENS = torch.tensor([[5, 9, 3, 17, 33, 21], [40, 8, 12, 31, 7, 50]])
 NUM_ROWS = TOKENS.numel()
-#: cannot be built from a configuration alone
-UNBUILT = {"dots3_note": "per_layer_config", "mistral_large4": "from_pretrained"}
-#: does not select over its experts: it combines two selections over halves of a key
-REFUSED = {"doge": "without a single gate"}
+#: What is observed. Doge combines two selections over halves of a key: what it selects last is a place in that table.
+REFUSED = {"doge": r"experts \[.*\] at work where \[.*\] are forced"}
 #: what runs on every change; the others with `make test-all` and `make replay-table`
 FAST = {"qwen3_moe", "llama4_text", "phimoe", "dbrx", "zaya", "gemma4_text", "nemotron_h", "deepseek_v4", "jetmoe"}
 
 
 def _parameters() -> list[Any]:
-    followed = [case for case in FAMILIES if case.name not in {*UNBUILT, *REFUSED}]
+    followed = [case for case in FAMILIES if case.name not in REFUSED]
     return [pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow) for case in followed]
 
 
@@ -153,14 +151,6 @@ def test_the_list_is_whole() -> None:
     """68 families, of which at least 60 follow."""
     assert 68 == len(FAMILIES) == len({case.name for case in FAMILIES})
     assert len(_parameters()) >= 60
-
-
-@pytest.mark.parametrize("name", sorted(UNBUILT))
-def test_a_family_that_cannot_be_built_says_why(name: str) -> None:
-    """It counts as failed in the table; a release that builds it fails here."""
-    [case] = [case for case in FAMILIES if case.name == name]
-    with pytest.raises((ValueError, OSError), match=UNBUILT[name]):
-        build(case)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

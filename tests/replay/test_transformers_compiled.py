@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -184,12 +185,28 @@ def test_a_plain_handle_follows_compiled_parts(what: str, reentrant: bool | None
     check_plain_attach(what, reentrant, backend="aot_eager")
 
 
+@pytest.fixture
+def _quick_compiler() -> Any:
+    """Inductor's C++ without optimisation: the kernels are the same, and each takes seconds less to build."""
+    with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_quick_compiler")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [None, False], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("what", ["model", "layers", "blocks"])
-def test_a_plain_handle_follows_inductor(what: str) -> None:
-    """The same under the default backend."""
-    check_plain_attach(what, None, backend="inductor")
+def test_a_plain_handle_follows_inductor(what: str, reentrant: bool | None) -> None:
+    """The same under the default backend, with and without gradient checkpointing."""
+    check_plain_attach(what, reentrant, backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_quick_compiler")
+def test_whole_graphs_of_inductor_follow() -> None:
+    """``compiled=True`` under the default backend: one graph for all batches, within 1e-5 of the plain model."""
+    check_steps(QWEN3, experts="batched_mm", backend="inductor")
 
 
 def test_a_compiled_forward_is_recorded() -> None:
