@@ -75,3 +75,11 @@ def test_what_no_group_can_hold_is_refused(call: Callable[[], object], kind: Err
         call()
 
     assert kind == caught.value.kind
+
+
+@pytest.mark.parametrize("sort", [False, True])
+def test_a_sequence_of_the_whole_budget_fits(sort: bool) -> None:
+    """The budget itself is allowed, and nothing joins it; one row more is refused."""
+    assert [(0,), (1,)] == budget_groups([8, 1], tokens=8, sort=sort)
+    with pytest.raises(UsageError):
+        budget_groups([9], tokens=8, sort=sort)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.batch.plan import PADDING, Layout, PaddingSide, PlanOptions, TokenPlan
+from routeplane.batch.plan import PADDING, Layout, PaddingSide, PlanOptions, TokenPlan, _narrowed
 from routeplane.errors import ErrorKind, UsageError
 
 if TYPE_CHECKING:
@@ -496,3 +496,9 @@ def test_a_refused_gather_leaves_the_buffer_alone() -> None:
         TokenPlan.padded([2, 1]).gather([_TWO, _TWO], fill=0, out=out)
 
     assert (out == 7).all()
+
+
+def test_row_numbers_are_narrowed_where_they_fit() -> None:
+    """int32 up to its largest value, int64 from the next on; no rows at all are narrow."""
+    assert [np.int32, np.int64] == [_narrowed(np.asarray([row])).dtype for row in (2**31 - 1, 2**31)]
+    assert np.int32 == _narrowed(np.empty(0, dtype=np.int64)).dtype

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.batch.plan import Layout, PlanOptions, TokenPlan
-from routeplane.batch.slots import ContextLayout, Shard, records_of_rank, stage_layers
+from routeplane.batch.slots import MAX_ROWS, ContextLayout, Shard, Slots, records_of_rank, stage_layers
 from routeplane.errors import ErrorKind, UsageError
 
 if TYPE_CHECKING:
@@ -270,3 +270,13 @@ def test_a_refused_world_allocates_nothing() -> None:
     tracemalloc.stop()
 
     assert peak < 1_000_000
+
+
+def test_the_largest_plan_has_as_many_rows_as_int32_counts() -> None:
+    """A plan of 2**31 - 1 rows is described, without a row of it; one more is refused with its shape."""
+    one = {"sources": [0], "first": [0], "lengths": [5], "lead": [0]}
+    parts = {name: np.asarray(value, dtype=np.int64) for name, value in one.items()}
+
+    assert MAX_ROWS == Slots.of(layout="padded", widths=np.asarray([MAX_ROWS]), **parts).num_rows
+    with pytest.raises(UsageError, match=r"shape \[1, 2147483648\]"):
+        Slots.of(layout="padded", widths=np.asarray([MAX_ROWS + 1]), **parts)

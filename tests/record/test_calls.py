@@ -299,3 +299,19 @@ def test_parts_are_verified_first() -> None:
     """A part whose content is not what its checksum says merges with nothing."""
     with pytest.raises(ChecksumError):
         merge_layers([_part(WHOLE, [0]), _part(WHOLE, [1, 2], checksum=5)])
+
+
+def test_a_row_is_of_the_weights_that_sampled_the_next_token() -> None:
+    """Four tokens sampled under two versions: the prompt's rows are the first's, and the last token's are unknown."""
+    call = ModelCall(
+        prompt_ids=np.asarray([1, 2, 3]),
+        generation_ids=np.asarray([4, 5, 6, 7]),
+        routes=None,
+        weights_version=None,
+        versions=((3, 5, 1), (5, 7, 2)),
+        call_id="c",
+        loss="not_captured",
+    )
+
+    assert ((0, 4, 1), (4, 6, 2), (6, 7, None)) == call.row_versions()
+    assert ((3, 5, 1), (5, 7, 2)) == call.version_spans()

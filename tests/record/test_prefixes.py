@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from routeplane.errors import ChecksumError, DataError, ErrorKind, SpecError
-from routeplane.record.prefixes import resolve
+from routeplane.record.prefixes import as_delta, resolve
 from routeplane.record.record import Prefix, RouteRecord
 from routeplane.record.spans import Capture
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -209,3 +209,14 @@ def test_captures_before_the_start_are_the_deltas_own() -> None:
         resolve([delta, HOLDER])
 
     assert [0] == [problem.token for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_a_log_probability_that_differs_ends_what_is_shared(at: int) -> None:
+    """Equal tokens and rows are not enough: a delta begins at the first other number."""
+    base = watermarked_record(0, num_tokens=8, spec=SPEC)
+    assert base.logprobs is not None
+    logprobs = base.logprobs.copy()
+    logprobs[at] = -0.5
+
+    assert at == as_delta(replace(base, sample_id="other", logprobs=logprobs, checksum=None), base).routes_start
