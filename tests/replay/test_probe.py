@@ -308,10 +308,9 @@ def test_a_second_forward_over_other_tokens_and_a_critic_are_refused() -> None:
     model = Tiny(softmax_of_chosen)
     batch: Any = unlike_rows(SPEC, TOKENS.numel(), seed=5)
     object.__setattr__(batch, "__dict__", {**vars(batch), "token_ids": TOKENS})
-    with gates.attach(model, SPEC) as handle, pytest.raises(ReplayError, match="tokens of the batch"):
-        with handle.replaying(batch):
-            model(TOKENS)
-            model(TOKENS + 1)
+    with gates.attach(model, SPEC) as handle:
+        with pytest.raises(ReplayError, match="tokens of the batch"), handle.replaying(batch):
+            assert [model(tokens) for tokens in (TOKENS, TOKENS + 1)]
     with gates.attach(model, replace(SPEC, model="critic")) as handle:
         with pytest.raises(ReplayError, match="model 'tiny' instead of 'critic'"), handle.replaying(batch):
             pytest.fail("the body must not run")
