@@ -6,6 +6,7 @@ Axes: N token rows, E experts, K top-k slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,6 +301,19 @@ def test_forwards_over_other_tokens_are_refused() -> None:
             with pytest.raises(ReplayError, match="tokens of the batch") as caught, handle.replaying(batch):
                 model(other)
             assert ErrorKind.TOKEN_MISMATCH == caught.value.kind
+
+
+def test_a_second_forward_over_other_tokens_and_a_critic_are_refused() -> None:
+    """The first forward was right, and the geometry is equal: tokens and the model's name tell them apart."""
+    model = Tiny(softmax_of_chosen)
+    batch: Any = unlike_rows(SPEC, TOKENS.numel(), seed=5)
+    object.__setattr__(batch, "__dict__", {**vars(batch), "token_ids": TOKENS})
+    with gates.attach(model, SPEC) as handle:
+        with pytest.raises(ReplayError, match="tokens of the batch"), handle.replaying(batch):
+            assert [model(tokens) for tokens in (TOKENS, TOKENS + 1)]
+    with gates.attach(model, replace(SPEC, model="critic")) as handle:
+        with pytest.raises(ReplayError, match="model 'tiny' instead of 'critic'"), handle.replaying(batch):
+            pytest.fail("the body must not run")
 
 
 def test_limits_of_shares() -> None:
