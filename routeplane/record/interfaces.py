@@ -87,6 +87,8 @@ def admit(records: Sequence[RouteRecord], spec: RouteSpec, *, max_missing: float
 
 #: How many keys a reader of blocks remembers, and keeps with its position, to find repeats.
 REMEMBERED_KEYS = 1024
+# Remembered in place of the checksum of a quarantined record, which is not known.
+_LOST = 0
 
 #: A ticket rides in HTTP bodies and log lines; larger ones are refused (design section 4).
 MAX_TICKET_BYTES = 256
@@ -189,16 +191,21 @@ class KeyMemory:
         self._checksums: OrderedDict[int, int] = OrderedDict(np.frombuffer(data, dtype="<u8").reshape(-1, 2).tolist())
 
     def is_repeat(self, record: RouteRecord, *, where: str) -> bool:
-        """Whether the record came before; remember it. Raises DataError for another record under its key."""
+        """Whether the record came before; remember it. Raises DataError for another record under its key.
+
+        A quarantined record has lost what its checksum was of: a good one under its key is that record written again,
+        and it is itself a repeat where a good one came before.
+        """
         key = digest_of(json.dumps(record.key).encode())
         known = self._checksums.get(key)
-        if known is not None and known != record.checksum:
+        quarantined = record.attributes.get("quarantined") == "true"
+        if known is not None and not quarantined and known not in (_LOST, record.checksum):
             raise DataError(
                 f"expected {record.key} with the checksum {known:016x} that came before, got {record.checksum:016x} "
                 f"@ {where}",
                 kind=ErrorKind.DUPLICATE_KEY,
             )
-        self._checksums[key] = record.checksum
+        self._checksums[key] = record.checksum if not quarantined else _LOST if known is None else known
         if len(self._checksums) > REMEMBERED_KEYS:
             self._checksums.popitem(last=False)
         return known is not None

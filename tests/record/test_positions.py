@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.errors import UsageError
-from routeplane.record.interfaces import BlockName, Position
+from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.record.interfaces import BlockName, KeyMemory, Position
+from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 POSITIONS = st.builds(
@@ -53,3 +55,20 @@ def test_another_text_is_refused(text: str) -> None:
     """Whatever ``to_json`` would not write is a UsageError."""
     with pytest.raises(UsageError, match="position"):
         Position.from_json(text)
+
+
+def test_a_quarantined_record_and_the_good_one_are_repeats_of_each_other() -> None:
+    """What was lost has no checksum to compare: either may come first, and neither is another record under its key."""
+    good = watermarked_record(0, num_tokens=4, spec=watermarked_spec())
+    lost = replace(good, attributes={"quarantined": "true"}, checksum=None)
+    other = replace(good, attributes={"other": "1"}, checksum=None)
+    for first, second in ((good, lost), (lost, good), (lost, lost)):
+        memory = KeyMemory(b"")
+        assert not memory.is_repeat(first, where="a")
+        assert KeyMemory(memory.to_bytes()).is_repeat(second, where="b")
+    memory = KeyMemory(b"")
+    memory.is_repeat(good, where="a")
+    memory.is_repeat(lost, where="b")
+    with pytest.raises(DataError) as caught:  # what is remembered is the good one
+        memory.is_repeat(other, where="c")
+    assert ErrorKind.DUPLICATE_KEY == caught.value.kind

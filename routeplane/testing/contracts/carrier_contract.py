@@ -349,6 +349,20 @@ class CarrierContract(ABC):
             list(reader)
         assert ErrorKind.DUPLICATE_KEY == caught.value.kind
 
+    def test_a_damaged_record_that_is_written_again_is_a_repeat(self, at: Any) -> None:
+        """Under ``quarantine`` one of a damaged record and the good one is given, whichever came first; no error."""
+        sent = [sample(index, tokens=300) for index in range(2)]
+        first = self.write(at, sent, close=False)
+        self.kill(at, first)
+        self.damage(at, BlockName("p", 1))
+        self.write(at, [sent[1], sample(2)])
+        with self.reader(at, producers=1, policy=ReadPolicy(on_corrupt="quarantine")) as reader:
+            came = list(reader)
+            report = reader.report()
+        assert [sent[0].key, sent[1].key, sample(2).key] == sorted(record.key for record in came)
+        assert 1 == report.quarantined_count + report.skipped_records
+        assert report.quarantined_count == report.repeats
+
     # -- bounds --------------------------------------------------------------------------------------------------------
 
     def test_a_full_place_makes_write_wait(self, at: Any) -> None:
