@@ -220,3 +220,17 @@ def test_a_log_probability_that_differs_ends_what_is_shared(at: int) -> None:
     logprobs[at] = -0.5
 
     assert at == as_delta(replace(base, sample_id="other", logprobs=logprobs, checksum=None), base).routes_start
+
+
+def test_a_delta_with_columns_that_its_holder_lacks_is_refused() -> None:
+    """Its first entries stand nowhere: an error that names both records, not a column shorter than the tokens."""
+    whole = watermarked_record(0, num_tokens=6, spec=SPEC)
+    holder = replace(whole.slice(0, 4), sample_id="holder", attributes={}, checksum=None)
+    delta = as_delta(whole, holder)
+    assert 4 == delta.tokens_start
+    further = replace(delta, columns={"score": np.zeros(2, dtype=np.float32)}, checksum=None)
+
+    assert [holder.key, whole.key] == [record.key for record in resolve([holder, delta])]
+    with pytest.raises(DataError, match="with the columns of its delta") as caught:
+        list(resolve([holder, further]))
+    assert ErrorKind.PREFIX == caught.value.kind

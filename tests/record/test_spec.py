@@ -51,6 +51,8 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "widths_one_too_narrow": {"num_experts": (64, 7, 64)},
     "widths_text": {"num_experts": ("64", "64", "64")},
     "physical_ids": {"id_space": "physical"},
+    "depth_of_the_last_layer": {"layer_ids": (1, 2, 5), "decoder_layers": 5},
+    "depth_beyond_int32": {"decoder_layers": 2**31 + 1},
     "model_none": {"model": None},
 }
 
@@ -62,6 +64,14 @@ def test_an_illegal_geometry_is_refused(change: dict[str, Any]) -> None:
         RouteSpec(**{**LEGAL, **change})
 
     assert ErrorKind.SPEC_INVALID == caught.value.kind
+
+
+@pytest.mark.parametrize(("layer_ids", "depth"), [((1, 2, 5), 6), ((0,), 1), ((0,), 2**31), ((2**31 - 1,), 2**31)])
+def test_edge_depths_are_legal(layer_ids: tuple[int, ...], depth: int) -> None:
+    """A decoder has more layers than its last routed one's number, and at most as many as int32 can number."""
+    spec = RouteSpec(num_experts=8, top_k=1, layer_ids=layer_ids, decoder_layers=depth)
+
+    assert RouteSpec.from_json(spec.to_json()).decoder_layers == depth
 
 
 def test_layer_ids_have_no_default() -> None:
@@ -141,6 +151,7 @@ ILLEGAL_JSON: dict[str, str | bytes] = {
     "width_null": '{"id_space":"logical","layer_ids":[1],"model":"","num_experts":null,"top_k":2}',
     "width_huge": '{"id_space":"logical","layer_ids":[1],"model":"","num_experts":1e999,"top_k":2}',
     "physical": '{"id_space":"physical","layer_ids":[1],"model":"","num_experts":4,"top_k":2}',
+    "depth_null": '{"decoder_layers":null,"id_space":"logical","layer_ids":[1],"model":"","num_experts":4,"top_k":2}',
     "model_number": '{"id_space":"logical","layer_ids":[1],"model":7,"num_experts":4,"top_k":2}',
 }
 

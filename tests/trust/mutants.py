@@ -41,7 +41,11 @@ ROOT = Path(__file__).parents[2]
 #: Module -> the tests that own its rules.
 TESTS: dict[str, tuple[str, ...]] = {
     "routeplane/record/alarms.py": ("tests/record/test_alarms.py",),
-    "routeplane/record/assembly.py": ("tests/record/test_assembly.py", "tests/record/test_assembly_field.py"),
+    "routeplane/record/assembly.py": (
+        "tests/record/test_assembly.py",
+        "tests/record/test_assembly_field.py",
+        "tests/capture/test_versions.py",
+    ),
     "routeplane/record/calls.py": ("tests/record/test_calls.py", "tests/record/test_aligned.py"),
     "routeplane/record/checksum.py": ("tests/record/test_checksum.py",),
     "routeplane/record/interfaces.py": (
@@ -56,10 +60,23 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/record/test_columnar.py",
     ),
     "routeplane/record/rows.py": ("tests/record/test_rows.py",),
-    "routeplane/record/spans.py": ("tests/record/test_spans.py", "tests/record/test_coverage.py"),
+    "routeplane/record/spans.py": (
+        "tests/record/test_spans.py",
+        "tests/record/test_coverage.py",
+        "tests/capture/test_versions.py",
+    ),
     "routeplane/record/spec.py": ("tests/record/test_spec.py",),
-    "routeplane/record/validate.py": ("tests/record/test_validate.py",),
-    "routeplane/batch/plan.py": ("tests/batch/test_plan.py", "tests/batch/test_budget.py"),
+    "routeplane/record/validate.py": (
+        "tests/record/test_validate.py",
+        "tests/record/test_aligned.py",
+        "tests/record/test_kernels.py",
+    ),
+    "routeplane/batch/plan.py": (
+        "tests/batch/test_plan.py",
+        "tests/batch/test_budget.py",
+        "tests/batch/test_stack_plans.py",
+        "tests/batch/test_batch_even.py",
+    ),
     "routeplane/batch/slots.py": ("tests/batch/test_shard.py", "tests/batch/test_plan.py"),
 }
 
