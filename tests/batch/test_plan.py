@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.batch.plan import PADDING, Layout, PaddingSide, PlanOptions, TokenPlan, _narrowed
+from routeplane.batch.slots import Shard
 from routeplane.errors import ErrorKind, UsageError
 
 if TYPE_CHECKING:
@@ -502,3 +503,46 @@ def test_row_numbers_are_narrowed_where_they_fit() -> None:
     """int32 up to its largest value, int64 from the next on; no rows at all are narrow."""
     assert [np.int32, np.int64] == [_narrowed(np.asarray([row])).dtype for row in (2**31 - 1, 2**31)]
     assert np.int32 == _narrowed(np.empty(0, dtype=np.int64)).dtype
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sequences without tokens, and memory that was used before
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_says_its_layout() -> None:
+    """Two axes are padded rows; one axis is a pack, with the edges of its sequences."""
+    mask = np.array([[False, True, True], [True, True, False]])
+    padded = TokenPlan.from_mask(mask)
+    packed = TokenPlan.from_mask(mask.reshape(-1), edges=np.array([0, 3, 6]))
+
+    assert ("padded", (2, 3)) == (padded.layout, padded.shape)
+    assert ("packed", (6,)) == (packed.layout, packed.shape)
+    assert padded.record_N.tolist() == packed.record_N.tolist() == [-1, 0, 0, 1, 1, -1]
+
+
+def test_a_shard_is_known_by_its_rows() -> None:
+    """One rank of two, whose rows are more than all sequences but the last have."""
+    whole = PlanOptions(pad_to_multiple_of=4).plan([1, 12], layout="packed")
+
+    assert (False, True) == (whole.is_shard, whole.cut(Shard(context_parallel=(0, 2))).is_shard)
+
+
+def test_lists_of_some_sequences_fill_memory_that_was_used_before() -> None:
+    """Sequences without tokens bring no lists; every offset is written, the first one too."""
+    plan = TokenPlan.from_cu_seqlens([0, 1, 1, 3])
+    values = [np.array([5, 6]), np.array([7, 8, 9])]
+    offsets = [np.array([0, 2]), np.array([0, 0, 3])]
+
+    def used(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        return np.full(shape, 77, dtype=dtype)
+
+    flat, edges = plan.gather_lists(values, offsets, allocate=used)
+    assert ([5, 6, 7, 8, 9], [0, 2, 2, 5]) == (flat.tolist(), edges.tolist())
+
+
+def test_the_one_sequence_with_tokens_is_enough() -> None:
+    """One array, for the one sequence that has tokens."""
+    plan = TokenPlan.from_cu_seqlens([0, 0, 2])
+
+    assert [4, 5] == plan.gather([np.array([4, 5])], fill=-1).tolist()
