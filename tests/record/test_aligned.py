@@ -261,6 +261,8 @@ def test_meaning_as_text() -> None:
         CANONICAL.replace("2.5", "2"),
         CANONICAL.replace("2.5", "2.50"),
         CANONICAL.replace("2.5", "0.0"),
+        CANONICAL.replace("2.5", "-2.5"),
+        CANONICAL.replace("2.5", "1000000.0"),
         CANONICAL.replace("2.5", "NaN"),
         CANONICAL.replace("2.5", "Infinity"),
         CANONICAL.replace("float32", "float64"),
