@@ -171,10 +171,11 @@ def test_no_name_leads_out_of_a_place(tmp_path: Path, name: str) -> None:
 
 #: Modules that import by a dotted name, and who gives it: none of them is data.
 DOTTED = {
+    "__init__.py": "this package's own modules",
     "capture/http/middleware.py": "the operator of the server (sink=)",
     "capture/vllm/__init__.py": "this package's own modules",
     "capture/vllm/engine_writer.py": "the operator of the engine (additional_config)",
-    "capture/vllm/scheduler.py": "this package's own table of vLLM's names",
+    "capture/vllm/interface.py": "this package's own table of vLLM's names",
     "fleet/engine.py": "the operator of the fleet (EngineConfig)",
     "fleet/environment.py": "the operator of the fleet (factory)",
     "fleet/__init__.py": "this package's own modules",
@@ -212,8 +213,9 @@ def test_no_pickle_is_read_from_data() -> None:
 
 
 def test_a_request_names_no_factory_and_no_path() -> None:
-    """What an HTTP client may say to the writer inside an engine is names, numbers and switches."""
-    assert {"capture", "inline", "sample_id", "attempt", "group", "weights_version"} == set(RequestOptions.__slots__)
+    """What an HTTP client may say to the writer inside an engine is names, numbers, switches, and rows to follow."""
+    names = {"capture", "inline", "sample_id", "attempt", "group", "weights_version", "follow"}
+    assert names == set(RequestOptions.__slots__)
     for name in ("carrier", "place", "options", "sink"):
         with pytest.raises(UsageError):
             RequestOptions.from_extra_args({"routeplane": json.dumps({name: "os.system"})})
