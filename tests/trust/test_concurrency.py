@@ -104,6 +104,15 @@ def _interrupted(place: Path, at: int, kept: list[Any]) -> None:
             writer.write(sample(1))
 
 
+def _lines_of_a_write(place: Path) -> int:
+    """How many lines the write runs that ``_interrupted`` cuts."""
+    with _writer(place) as writer:
+        writer.write(sample(0))
+        with _lines(None) as count:
+            writer.write(sample(1))
+    return count[0]
+
+
 # an interrupt between a call of open() and the `with` that it stands in leaves a file to the garbage collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_a_write_loses_nothing(tmp_path: Path) -> None:
@@ -111,12 +120,9 @@ def test_an_interrupt_at_any_line_of_a_write_loses_nothing(tmp_path: Path) -> No
 
     Guards: a write that failed gives its slot up; a block's number is stored before the block is shown.
     """
-    for warm in ("cold", "warm"):  # what the first write imports and caches, no later one runs again
-        with _writer(tmp_path / warm) as writer:
-            writer.write(sample(0))
-            with _lines(None) as count:
-                writer.write(sample(1))
-    lines = range(1, count[0] + 1)
+    counts = [_lines_of_a_write(tmp_path / warm) for warm in ("cold", "warm")]
+    # what the first write imports and caches, no later one runs again
+    lines = range(1, counts[-1] + 1)
     assert len(lines) > 50
     kept: list[Any] = []
     for at in sorted(random.Random(0).sample(lines, 50)):
