@@ -1,6 +1,6 @@
 """Replay in a training step: 8,192 tokens through four MoE layers, forward and backward, on one thread.
 
-With replay over without, in the same run: attached, entered, forced, checked, left and detached; every token has a
+With replay over without, in the same run: entered, forced, checked and left; every token has a
 row, and hardly one is what the model would choose. Sequences of 512 tokens lie one after the other, as in a packed
 batch, in rows of their own: the cost of attention between them is not measured. Also attaching to 100 MoE
 layers, probing included.
@@ -80,17 +80,18 @@ def step_of(model: Any, batch: RouteBatch) -> Callable[[], None]:
 
 def steps(*, rounds: int) -> float:
     """Time of the replayed step over that of the plain one."""
-    model = model_of(layers=4, hidden=128)
-    spec = RouteSpec.from_hf_config(model.config)
+    # the same weights twice, so that one model's gates are its own and attaching, measured below, is not in a step
+    plain, twin = model_of(layers=4, hidden=128), model_of(layers=4, hidden=128)
+    spec = RouteSpec.from_hf_config(plain.config)
     batch = batch_of(spec, tokens=TOKENS, sequences=SEQUENCES)
-    step = step_of(model, batch)
+    step = step_of(twin, batch)
+    with gates.attach(twin, spec) as replay:
 
-    def replayed() -> None:
-        # attached again each time, so that the plain step's gates are the model's own
-        with gates.attach(model, spec) as replay, replay.replaying(batch):
-            step()
+        def replayed() -> None:
+            with replay.replaying(batch):
+                step()
 
-    rates = relative_rates({"plain": step, "replayed": replayed}, yardstick="plain", rounds=rounds)
+        rates = relative_rates({"plain": step_of(plain, batch), "replayed": replayed}, yardstick="plain", rounds=rounds)
     return 1 / rates["replayed"]
 
 
