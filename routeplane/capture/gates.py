@@ -162,7 +162,7 @@ class SelectionMode(TorchFunctionMode):
         at = self._round % self.gate.rounds
         self._round += 1
         if at == 0:
-            self._mixed = self.choose(scores_NE, lambda: torch.topk(scores_NE, self.gate.rounds).indices)
+            self._mixed = self.choose(scores_NE, cache(lambda: torch.topk(scores_NE, self.gate.rounds).indices))
         if self._mixed is None:
             return live()
         ids_N1 = self._mixed[:, at : at + 1]

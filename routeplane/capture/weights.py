@@ -222,7 +222,8 @@ class _Look:
     def look(self) -> None:
         """Find the weights among what the gate returns."""
         self.looking = True
-        seen, wide = self.call_gate(1.0), self.call_gate(self.spread())
+        seen = self.call_gate(1.0)
+        wide = self.call_gate(_spread(seen))
         answer = _shown(seen.output)
         sites: list[WeightSite] = []
         observed: list[str] = []
@@ -236,12 +237,6 @@ class _Look:
         if len(sites) > 1:
             observed = [f"{len(sites)} tensors that are weights"]
         self.observed = f"{'; '.join(observed) or 'no tensor of a weight for each choice'}, in an answer of {answer}"
-
-    def spread(self) -> float:
-        """What to multiply hidden states by, so that the functions of the logits come far apart."""
-        logits_NE = self.call_gate(1.0).logits_NE
-        found = 0.0 if logits_NE is None else float(logits_NE.float().std())
-        return _SPREAD / found if found > 0 else 1.0
 
     def tell(self, place: _Place, seen: _Seen, wide: _Seen) -> WeightSite | str:
         """The weights at a place with their meaning, or why they have none."""
@@ -285,13 +280,13 @@ class _Look:
 
     def multiplied(self, forced: _Forced) -> Multiplied | None:
         """Whether weights meet the experts' output or their input; None where neither holds."""
-        equal = _EQUAL.get(self.run(None).dtype, _EQUAL[torch.float32])
         # large weights, so that the routed part stands out of what else a block adds
         none_NH, once_NH, twice_NH = (self.run(forced.times(factor)) for factor in (0.0, 4.0, 8.0))
+        equal = _EQUAL.get(none_NH.dtype, _EQUAL[torch.float32])
         if _apart(twice_NH - none_NH, 2 * (once_NH - none_NH)) <= equal:
             return "after"
-        none_NH, larger_NH = (self.run(forced.times(factor), inputs=2.0) for factor in (0.0, 4.0))
-        return "before" if _apart(twice_NH - self.run(forced.times(0.0)), larger_NH - none_NH) <= equal else None
+        beside_NH, larger_NH = (self.run(forced.times(factor), inputs=2.0) for factor in (0.0, 4.0))
+        return "before" if _apart(twice_NH - none_NH, larger_NH - beside_NH) <= equal else None
 
     def scaling(self, forced: _Forced, fit: _Fit) -> tuple[Scaling, float] | str:
         """Where the model's constant factor is applied, and what it is; or why that cannot be told."""
@@ -429,6 +424,12 @@ def _places(seen: _Seen, gate: Gate) -> Iterator[_Place]:
             others_NE = part.reshape(rows, -1).scatter(1, seen.ids_NK.to(part.device), 0)
             if not bool(others_NE.any()):
                 yield _Place(index=index, dense=True, dtype=part.dtype)
+
+
+def _spread(seen: _Seen) -> float:
+    """What to multiply hidden states by, so that the functions of the logits come far apart."""
+    found = 0.0 if seen.logits_NE is None else float(seen.logits_NE.float().std())
+    return _SPREAD / found if found > 0 else 1.0
 
 
 def _fit(place: _Place, wide: _Seen) -> _Fit | str:

@@ -261,7 +261,8 @@ class _Following:
             rows = FollowedRows.from_json(document)
         except (DataError, UsageError) as error:
             return _Request(counts=_Counts(error=str(error)))
-        mark = int(rows.salt.rpartition(".")[2][:15], 16) if _is_hex(rows.salt.rpartition(".")[2][:15]) else -1
+        digits = rows.salt.rpartition(".")[2][:15]
+        mark = int(digits, 16) if _is_hex(digits) else -1
         experts = rows.num_experts if isinstance(rows.num_experts, tuple) else (rows.num_experts,) * len(rows.layer_ids)
         theirs, ours = (rows.layer_ids, experts, rows.top_k), (self.layer_ids, self.experts, self.top_k)
         if theirs != ours:
