@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # No profile has a deadline, and none complains of slow data: the speed of a shared machine says nothing about the code.
-_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Whether examples are fresh is said too: hypothesis' own default asks for a CI's variables.
+_UNTIMED = settings(deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
 
 #: while writing code: fresh examples every time, failures remembered
 settings.register_profile("dev", _UNTIMED, max_examples=50)
