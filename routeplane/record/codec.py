@@ -220,9 +220,9 @@ def read_records(
 
     Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
     once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
-    layers to keep, copied before their rows are checked, as only these are. ``alarms``: look for alarms in the pass
-    over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first, where it
-    is worth it; what comes is the same.
+    layers to keep, which alone are copied and checked, and get a checksum of their own. ``alarms``: look for alarms in
+    the pass over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first,
+    where it is worth it; what comes is the same.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count and name not in ("group", "prefix", "logprobs"):
@@ -233,7 +233,7 @@ def read_records(
         routes=RaggedRoutes(batch.column("routes"), header),
     )
     extra = {name: Aligned(batch.column(name), kind, name=name) for name, kind in header.columns}
-    checked = CheckedBatch.of(batch, header, stored=stored) if columnar and select is None else None
+    checked = CheckedBatch.of(batch, header, stored=stored, select=select) if columnar else None
     small: dict[str, list[Any]] = {}
     for index in range(batch.num_rows):
         columns = {name: column[index] for name, column in extra.items()}

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from routeplane.record.record import RecordSource
     from routeplane.record.schema import StreamHeader
+    from routeplane.record.spec import RouteSpec
 
 __all__ = ["Aligned", "CheckedBatch", "Ragged", "RaggedRoutes", "Stored"]
 
@@ -55,6 +57,9 @@ class _IllegalRowsError(Exception):
 
 # Bytes of rows that are checked before they are hashed: well below the size of a second-level cache.
 _BLOCK_BYTES = 2**20
+# Bytes of rows of selected layers that one call copies: nothing hashes them after that, and a call costs some 0.1 ms
+# beside caches that the rows went through.
+_KEPT_BYTES = 2**22
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -294,8 +299,19 @@ class _Items:
 class CheckedBatch:
     """A validated batch whose records are checked together, and made one by one."""
 
-    def __init__(self, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored, kernels: ModuleType) -> None:
+    def __init__(
+        self,
+        batch: pa.RecordBatch,
+        header: StreamHeader,
+        *,
+        stored: Stored,
+        kernels: ModuleType,
+        select: RouteSpec | None,
+    ) -> None:
         self._spec, self._stored, self._kernels = header.spec, stored, kernels
+        #: The layers that records have, and their places in the batch; None where these are all.
+        self._select = select
+        self._slots = None if select is None else tuple(header.spec.slot(layer) for layer in select.layer_ids)
         self._spans = _Intervals(batch.column("spans"), "kind")
         self._captures = _Intervals(batch.column("captures"), "state")
         self._names = {name: batch.column(name).to_pylist() for name in ("sample_id", "group", "attempt", "segment")}
@@ -303,7 +319,8 @@ class CheckedBatch:
         self._attributes = _attributes(batch.column("attributes"))
         self._lengths_B = np.diff(stored.tokens.offsets_B1)
         self._row_bytes = header.spec.num_layers * header.spec.top_k * stored.routes.flat.itemsize
-        self._block = max(1, _BLOCK_BYTES // self._row_bytes)  # tokens whose rows stay in a cache
+        kept = self._row_bytes if select is None else self._row_bytes * select.num_layers // header.spec.num_layers
+        self._block = max(1, (_BLOCK_BYTES if select is None else _KEPT_BYTES) // kept)  # tokens looked at together
         self._unfed_B = np.zeros(batch.num_rows, dtype=np.int64)
         self._right_B = self._check(batch)
         self._lengths: list[int] = self._lengths_B.tolist()
@@ -317,15 +334,22 @@ class CheckedBatch:
         self._present: list[bool] = [False] * batch.num_rows
         self._quiet: list[bool] = [False] * batch.num_rows
         self._looked_at = 0  # rows of the records before this one were looked at
+        self._kept: tuple[NDArray[Any], int] | None = None  # rows of the selected layers, and of which token the first
 
     @classmethod
-    def of(cls, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored) -> CheckedBatch | None:
-        """The batch, where it can be checked here."""
+    def of(
+        cls, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored, select: RouteSpec | None = None
+    ) -> CheckedBatch | None:
+        """The batch, where it can be checked here.
+
+        ``select``: the layers of its records, for ``record`` without ``verify``: these are copied, a block of records
+        at a time, and rows of others are not looked at.
+        """
         flat, layers = stored.routes.flat, header.spec.num_layers
         kernels = kernels_for(flat.reshape(-1, layers, header.spec.top_k), header.spec)
         if kernels is None or sys.byteorder != "little" or not flat.flags.aligned:
             return None
-        made = cls(batch, header, stored=stored, kernels=kernels)
+        made = cls(batch, header, stored=stored, kernels=kernels, select=select)
         return made if made._spans.whole and made._captures.whole else None
 
     # -- verdicts ------------------------------------------------------------------------------------------------------
@@ -383,7 +407,9 @@ class CheckedBatch:
         at = self._stored.routes.at
         stop = max(index + 1, bisect_right(at, at[index] + self._block) - 1)
         own = slice(index, stop)
-        if stop > index + 1 or self._lengths[index] <= self._block:
+        if self._select is not None and self._slots is not None:
+            self._present[own] = (self._keep(own, self._select, self._slots) & self._right_B[own]).tolist()
+        elif stop > index + 1 or self._lengths[index] <= self._block:
             held_N = self._hold(self._first_B[own], self._fed_B[own], self._absent_B[own])
             held_N &= self._right_B[own]
             self._present[own] = held_N.tolist()
@@ -392,6 +418,29 @@ class CheckedBatch:
         if alarms:
             self._look_for_alarms(own)
         self._looked_at = stop
+
+    def _keep(self, own: slice, spec: RouteSpec, slots: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Copy the selected layers of some records in the pass that checks them: which of these are there as said."""
+        routes = self._stored.routes
+        start, stop = routes.at[own.start], routes.at[own.stop]
+        kept_SLK = np.empty((stop - start, *spec.row_shape), dtype=routes.flat.dtype)
+        odd_S = self._kernels.move_rows(
+            routes.rows[start:stop], kept_SLK, widths=spec.experts_per_layer, slots=slots, into=tuple(range(len(slots)))
+        )
+        odd_S1 = np.concatenate([[0], np.cumsum(odd_S)])  # rows before each token that are illegal or not there
+        self._kept = frozen_view(kept_SLK), start
+        first_N = routes.offsets_B1[own] - start
+        unfed_N = first_N + self._fed_tokens_B[own]
+        right_N: NDArray[np.bool_] = self._kernels.present_parts(
+            self._kept[0].reshape(-1),
+            spec.experts_per_layer,
+            top_k=spec.top_k,
+            first=unfed_N * spec.num_layers,
+            rows=np.zeros_like(unfed_N),
+            absent=np.where(self._right_B[own], self._unfed_B[own], 0) * spec.num_layers,
+        )
+        right_N &= odd_S1[unfed_N] == odd_S1[first_N]
+        return right_N
 
     def _hold(
         self, first_N: NDArray[np.int64], fed_N: NDArray[np.int64], absent_N: NDArray[np.int64]
@@ -408,15 +457,17 @@ class CheckedBatch:
         return found
 
     def _look_for_alarms(self, own: slice) -> None:
-        how = first_look(self._spec)
+        spec = self._spec if self._select is None else self._select
+        rows_SLK, start = (self._stored.routes.rows, 0) if self._kept is None else self._kept
+        how = first_look(spec)
         if how is None:
             self._quiet[own] = [True] * (own.stop - own.start)
             return
         quiet_N = self._kernels.quiet_records(
-            self._stored.routes.flat,
+            rows_SLK.reshape(-1),
             self._stored.tokens.flat,
-            shape=self._spec.row_shape,
-            first=self._stored.routes.offsets_B1[own],
+            shape=spec.row_shape,
+            first=self._stored.routes.offsets_B1[own] - start,
             ids=self._stored.tokens.offsets_B1[own],
             tokens=self._fed_tokens_B[own],
             how=how,
@@ -453,23 +504,31 @@ class CheckedBatch:
             self._look(index, alarms=alarms)
         if not self._present[index]:
             return None
+        source: RecordSource = self
+        own: dict[str, Any] = {"spec": self._spec, "checksum": self._checksums[index]}
+        if self._select is not None and self._kept is not None:
+            (kept_SLK, start), at = self._kept, self._stored.routes.at
+            source = _KeptRows(self, kept_SLK[at[index] - start : at[index + 1] - start], self._select)
+            own = {"spec": self._select}
         try:
             made = view_record(
-                self,
+                source,
                 index,
                 columns=columns,
+                slots=self._slots,
                 sample_id=self._names["sample_id"][index],
                 attempt=self._names["attempt"][index],
                 segment=self._names["segment"][index],
                 group=self._names["group"][index],
                 token_ids=self._stored.tokens[index],
-                spec=self._spec,
                 logprobs=self._stored.logprobs[index],
                 attributes=attributes,
-                checksum=self._checksums[index],
+                **own,
             )
         except DataError:
             return None
+        if self._select is not None:
+            return made
         if not verify:
             return made if all(piece is not None for piece in self._pieces(index)) else None
         return made if self._verified(made, index) else None
@@ -603,14 +662,36 @@ class CheckedBatch:
                     strict=True,
                 )
             )
+        return StoredRows(stored=self._stored.routes.stored(index), spec=self._spec, absent=self.absent(index))
+
+    def absent(self, index: int) -> NDArray[np.int64]:
+        """The tokens of a record that lack a row, read-only."""
         tokens = self._lengths[index]
-        absent = np.arange(tokens - self._unfed[index], tokens)
-        return StoredRows(stored=self._stored.routes.stored(index), spec=self._spec, absent=frozen_view(absent))
+        return frozen_view(np.arange(tokens - self._unfed[index], tokens))
 
     @staticmethod
     def _rest(of: _Intervals, index: int, *members: list[Any]) -> Iterator[tuple[Any, ...]]:
         own = slice(of.at[index], of.at[index + 1])
         return zip(*(each[own] for each in members), strict=True)
+
+
+class _KeptRows:
+    """A record of some layers of a batch: their rows are its own, all else is the batch's."""
+
+    def __init__(self, batch: CheckedBatch, stored_SLK: NDArray[Any], spec: RouteSpec) -> None:
+        self._stored, self._spec = stored_SLK, spec
+        self.length, self.quiet = batch.length, batch.quiet
+        self.span_intervals, self.capture_intervals = batch.span_intervals, batch.capture_intervals
+        self.hash_intervals, self._part, self._absent = batch.hash_intervals, batch.part, batch.absent
+
+    def part(self, name: str, index: int) -> Any:
+        """As of the batch."""
+        if name == "stored":
+            return self._stored
+        if name not in ("routes", "_rows"):
+            return self._part(name, index)
+        rows = StoredRows(stored=self._stored, spec=self._spec, absent=self._absent(index))
+        return rows if name == "_rows" else rows.widened()
 
 
 def _attributes(column: pa.MapArray) -> list[Mapping[str, str] | None]:

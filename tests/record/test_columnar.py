@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import RouteplaneError
-from routeplane.record import validate
+from routeplane.record import columnar, validate
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.codec import read_records, write_batch
 from routeplane.record.record import RouteRecord
@@ -32,12 +32,15 @@ from tests.stream.test_ipc_columns import FORGED_COLUMNS
 WIDE = RouteSpec(num_experts=300, top_k=3, layer_ids=(1, 4), model="tests/columnar")
 
 
-def outcomes(batch: pa.RecordBatch, *, verify: bool, columnar: bool) -> list[Any]:
+def outcomes(
+    batch: pa.RecordBatch, *, columnar: bool, verify: bool = False, select: RouteSpec | None = None
+) -> list[Any]:
     """Of each record what it says, or what is wrong with it; the error that ends the batch comes last."""
     found: list[Any] = []
+    header = parse_schema(batch.schema)
     with mock.patch.object(validate, "_KERNEL_BYTES", 0):
         try:
-            for read in read_records(batch, parse_schema(batch.schema), verify=verify, columnar=columnar):
+            for read in read_records(batch, header, verify=verify, select=select, columnar=columnar):
                 found.append(content(read) if isinstance(read, RouteRecord) else said(read))
         except RouteplaneError as error:
             found.append(said(error))
@@ -49,16 +52,20 @@ def said(error: RouteplaneError) -> tuple[Any, ...]:
     return type(error), error.kind, str(error), tuple(getattr(error, "problems", ()))
 
 
-def checked_together(batch: pa.RecordBatch) -> int:
+def checked_together(batch: pa.RecordBatch, select: RouteSpec | None = None) -> int:
     """How many records were not built one by one."""
     with mock.patch.object(validate, "_KERNEL_BYTES", 0):
-        found = list(read_records(batch, parse_schema(batch.schema), verify=True))
+        found = list(read_records(batch, parse_schema(batch.schema), verify=select is None, select=select))
     return sum("_source" in vars(each) for each in found if isinstance(each, RouteRecord))
 
 
 def require_same(batch: pa.RecordBatch) -> list[Any]:
-    """Both ways give the same, checksums compared or not."""
+    """Both ways give the same, checksums compared or not, of all layers or of some."""
     one_by_one: list[Any] = []
+    layers = parse_schema(batch.schema).spec.layer_ids
+    for kept in {layers, layers[:1], layers[1:], layers[::2]} - {()}:
+        some = parse_schema(batch.schema).spec.select(kept)
+        assert outcomes(batch, select=some, columnar=False) == outcomes(batch, select=some, columnar=True)
     for verify in (True, False):
         one_by_one = outcomes(batch, verify=verify, columnar=False)
         assert one_by_one == outcomes(batch, verify=verify, columnar=True)
@@ -103,6 +110,37 @@ def test_usual_records_are_checked_together(encoding: Encoding) -> None:
     )
     assert len(RICH) == checked_together(write_batch(RICH, NARROW, encoding=encoding))
     require_same(write_batch(RICH, NARROW, encoding=encoding))
+
+
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+def test_some_layers_of_usual_records_are_checked_together(encoding: Encoding) -> None:
+    """In one call for several records, and in several: the rows of each are those of its own tokens."""
+    some = NARROW.select(NARROW.layer_ids[1:])
+    batch = write_batch(RICH, NARROW, encoding=encoding)
+    for nbytes in (1, 60, 2**22):
+        with mock.patch.object(columnar, "_KEPT_BYTES", nbytes):
+            assert len(RICH) == checked_together(batch, some)
+            require_same(batch)
+
+
+def test_rows_that_no_layer_kept_has_are_not_looked_at() -> None:
+    """An illegal row elsewhere is not found; one in a kept layer is."""
+    illegal = np.array(RICH[1].routes)
+    values = np.concatenate([each.routes if at != 1 else illegal for at, each in enumerate(RICH)])
+    values[len(RICH[0].routes) + 2, 0] = 0
+    batch = write_batch(RICH, NARROW, encoding="plain")
+    column = batch.column("routes")
+    storage = pa.FixedSizeListArray.from_arrays(
+        pa.array(values.reshape(-1)), column.type.value_type.storage_type.list_size
+    )
+    rows = pa.ExtensionArray.from_storage(column.type.value_type, storage)
+    damaged = with_column(batch, "routes", pa.LargeListArray.from_arrays(column.offsets, rows))
+    require_same(damaged)
+    other, own = (NARROW.select(layers) for layers in (NARROW.layer_ids[1:], NARROW.layer_ids[:1]))
+    assert outcomes(damaged, select=other, columnar=True) == [content(each.select(other.layer_ids)) for each in RICH]
+    assert [type(each) for each in outcomes(damaged, select=own, columnar=True)].count(tuple) >= 1
+    assert checked_together(damaged, other) == len(RICH)
+    assert checked_together(damaged, own) == len(RICH) - 1
 
 
 @pytest.mark.parametrize("name", FORGED_COLUMNS)
@@ -224,6 +262,10 @@ def test_parts_that_are_made_late(spec: RouteSpec, tokens: int, seed: int) -> No
         for name in names:
             assert np.array_equal(getattr(made, name), getattr(read, name)), name
         assert content(made) == content(pickle.loads(pickle.dumps(read)))
+        some = spec.layer_ids[:: 1 + seed % 2]
+        (part,) = list(open_stream(stream_of([made], spec=spec), verify=False).select(layer_ids=some))
+        assert content(made.select(some)) == content(pickle.loads(pickle.dumps(part)))
+        assert content(made.slice(0, 1).select(some)) == content(part.slice(0, 1))
         assert content(made.slice(0, 1)) == content(read.slice(0, 1))
         assert made.coverage() == read.coverage()
         assert list(made.capture_intervals()) == list(read.capture_intervals())
