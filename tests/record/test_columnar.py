@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routeplane.errors import RouteplaneError
+from routeplane.errors import RouteplaneError, UsageError
 from routeplane.record import columnar, validate
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.codec import read_records, write_batch
@@ -33,14 +34,15 @@ WIDE = RouteSpec(num_experts=300, top_k=3, layer_ids=(1, 4), model="tests/column
 
 
 def outcomes(
-    batch: pa.RecordBatch, *, columnar: bool, verify: bool = False, select: RouteSpec | None = None
+    batch: pa.RecordBatch, *, columnar: bool, verify: bool = False, select: RouteSpec | None = None, threads: int = 1
 ) -> list[Any]:
     """Of each record what it says, or what is wrong with it; the error that ends the batch comes last."""
     found: list[Any] = []
     header = parse_schema(batch.schema)
     with mock.patch.object(validate, "_KERNEL_BYTES", 0):
         try:
-            for read in read_records(batch, header, verify=verify, select=select, columnar=columnar):
+            reads = read_records(batch, header, verify=verify, select=select, columnar=columnar, threads=threads)
+            for read in reads:
                 found.append(content(read) if isinstance(read, RouteRecord) else said(read))
         except RouteplaneError as error:
             found.append(said(error))
@@ -65,10 +67,14 @@ def require_same(batch: pa.RecordBatch) -> list[Any]:
     layers = parse_schema(batch.schema).spec.layer_ids
     for kept in {layers, layers[:1], layers[1:], layers[::2]} - {()}:
         some = parse_schema(batch.schema).spec.select(kept)
-        assert outcomes(batch, select=some, columnar=False) == outcomes(batch, select=some, columnar=True)
+        one_by_one = outcomes(batch, select=some, columnar=False)
+        assert one_by_one == outcomes(batch, select=some, columnar=True)
+        assert one_by_one == outcomes(batch, select=some, columnar=True, threads=2)
     for verify in (True, False):
         one_by_one = outcomes(batch, verify=verify, columnar=False)
         assert one_by_one == outcomes(batch, verify=verify, columnar=True)
+        with mock.patch.object(columnar, "_CALL_BYTES", 100):
+            assert one_by_one == outcomes(batch, verify=verify, columnar=True, threads=3)
     return one_by_one
 
 
@@ -118,9 +124,58 @@ def test_some_layers_of_usual_records_are_checked_together(encoding: Encoding) -
     some = NARROW.select(NARROW.layer_ids[1:])
     batch = write_batch(RICH, NARROW, encoding=encoding)
     for nbytes in (1, 60, 2**22):
-        with mock.patch.object(columnar, "_KEPT_BYTES", nbytes):
+        with mock.patch.object(columnar, "_CALL_BYTES", nbytes):
             assert len(RICH) == checked_together(batch, some)
             require_same(batch)
+
+
+@settings(max_examples=20)
+@given(record_lists(max_size=5), st.integers(2, 4), st.sampled_from(["quarantine", "raise"]))
+def test_threads_give_what_one_thread_gives(
+    drawn: tuple[RouteSpec, list[RouteRecord]], threads: int, on_corrupt: Literal["quarantine", "raise"]
+) -> None:
+    """Through a reader, whole or damaged: the same records, the same error, the same report."""
+    spec, found = drawn
+    data = bytearray(stream_of(found, spec=spec))
+    data[len(data) // 2] ^= 1
+    for stream in (stream_of(found, spec=spec), bytes(data)):
+        said_of = [read_by(stream, count, on_corrupt) for count in (1, threads)]
+        assert said_of[0] == said_of[1]
+
+
+def read_by(stream: bytes, threads: int, on_corrupt: Literal["quarantine", "raise"]) -> list[Any]:
+    """The records, then the report or the error."""
+    found: list[Any] = []
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0), mock.patch.object(columnar, "_CALL_BYTES", 200):
+        try:
+            with open_stream(stream, on_corrupt=on_corrupt).ahead(threads=threads) as reader:
+                found += (content(each) for each in reader)
+                found.append(reader.report().scalars(prefix=""))
+        except RouteplaneError as error:
+            found.append(said(error))
+    return found
+
+
+def test_threads_end_where_a_reader_stops_early() -> None:
+    """None of them outlives the iteration."""
+    stream = stream_of([record(sample, 4 + sample) for sample in range(20)])
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0), mock.patch.object(columnar, "_CALL_BYTES", 1):
+        reads = iter(open_stream(stream).ahead(threads=2))
+        next(reads)
+        assert any(each.name.startswith("routeplane-read") for each in threading.enumerate())
+        reads.close()  # type: ignore[attr-defined]
+    assert not any(each.name.startswith("routeplane-read") for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5])
+def test_threads_that_cannot_be(threads: Any) -> None:
+    """Refused when said, and so is saying it too late."""
+    reader = open_stream(stream_of([record(0, 4)]))
+    with pytest.raises(UsageError, match="threads"):
+        reader.ahead(threads=threads)
+    list(reader)
+    with pytest.raises(UsageError, match="before iteration"):
+        reader.ahead(threads=2)
 
 
 def test_rows_that_no_layer_kept_has_are_not_looked_at() -> None:
