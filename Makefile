@@ -57,6 +57,10 @@ VENV := .venv
 OLD_TRANSFORMERS := $(VENV)-automodel
 OLD_TESTS := tests/replay/test_transformers_contract.py \
   -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
+# `make coverage`: where its data lies, and the tests that drive what it is about
+COVERED := $(abspath $(VENV))/covered
+COVERING := tests/record tests/stream tests/batch tests/trust tests/format tests/testing tests/archive \
+  tests/inspect/test_notebook.py tests/test_errors.py tests/meta/test_doctests.py
 # `make engine-faults`: servers that are killed under load, one after another
 ROUNDS ?= 20
 BIN := $(VENV)/bin
@@ -106,7 +110,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust mutants properties fuzz lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust mutants properties coverage fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -157,6 +161,15 @@ fuzz: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-fuzz ## atheris on every decod
 # A seeded 300 of some 1,900 changes, some seconds of one core each. COUNT= tries fewer.
 mutants: $(STAMP)-dev $(STAMP)-transformers ## are small changes of rules, assembly, plans and shards found by their tests; lists what survives
 	@$(WORKER_ENV) $(BIN)/python -m tests.trust.mutants $(if $(COUNT),--count $(COUNT))
+
+# Ray, Mooncake, forks and kills are among these, hence some ten minutes.
+coverage: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-coverage ## which branches of records, streams and plans no test takes
+	@rm -rf $(COVERED) && mkdir -p $(COVERED)
+	@$(WORKER_ENV) COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage run --rcfile=tests/trust/coverage.ini -m pytest -q \
+	  -n $(JOBS) --dist loadgroup -m "$(FAST) and not vllm and not automodel and not megatron and not transfer_queue" \
+	  --hypothesis-profile=ci $(PYTEST_ARGS) $(COVERING)
+	@COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage combine -q --rcfile=tests/trust/coverage.ini $(COVERED)
+	@COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage report --rcfile=tests/trust/coverage.ini
 
 lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
@@ -249,6 +262,11 @@ $(STAMP)-dev: $(STAMP)-base
 	    libibverbs1 librdmacm1 libnuma1; } >$(VENV)/mooncake.log 2>&1; } || \
 	  echo "libibverbs1, librdmacm1 and libnuma1 are not here: the tests of Mooncake will fail"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-coverage: $(STAMP)-base
+	@echo "installing coverage"
+	@$(PIP) 'coverage>=7.10,<8'
 	@touch $@
 
 $(STAMP)-fuzz: $(STAMP)-base
