@@ -265,3 +265,13 @@ def test_what_is_shared_ends_at_the_first_other_entry_of_a_column(other: int) ->
 
     assert other == delta.tokens_start
     assert longer.equals(resolve([base, delta])[1])
+
+
+def test_a_delta_of_some_layers_says_nothing_new_of_rows_it_does_not_hold() -> None:
+    """Tokens 2 to 5 lack layer 1. Without it, those of the delta are whole; those of the holder stay partial."""
+    whole = watermarked_record(0, num_tokens=8, spec=SPEC, missing=[(token, 1) for token in range(2, 6)])
+    delta = delta_of(whole, replace(whole.slice(0, 5), segment=1, checksum=None), start=4).select([4])
+
+    assert [(0, 2, "captured"), (2, 4, "partial"), (4, 6, "captured"), (6, 7, "captured"), (7, 8, "not_fed")] == [
+        (one.start, one.stop, one.state) for one in delta.captures
+    ]
