@@ -51,7 +51,7 @@ def config() -> str:
 
 
 def run(folder: Path, text: str, *arguments: str, ci: bool = False) -> tuple[int, str]:
-    """Pytest over one file, with the entry points of ``pyproject.toml``; ``ci``: with a CI's variable set, else none."""
+    """Pytest over one file, with the entry points of ``pyproject.toml``; ``ci``: with a CI's variable set."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / "site" / "routeplane-0.dist-info"
     info.mkdir(parents=True)
