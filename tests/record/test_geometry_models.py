@@ -340,12 +340,12 @@ def test_another_object_than_a_model_is_a_usage_error(model: object) -> None:
 
 def test_a_layer_at_two_places_is_refused() -> None:
     """It runs twice in one forward, and a row has one choice."""
-    layers = Stack(layers__0__gate=gate())
-    layers.layers.add_module("1", layers.get_submodule("layers.0"))
+    model = Stack(layers__0__gate=gate())
+    model.get_submodule("layers").add_module("1", model.get_submodule("layers.0"))
     check_refused(
         ErrorKind.UNSUPPORTED_GEOMETRY,
         "the gate layers.0.gate at layers.1.gate too",
-        lambda: geometry_from_model(layers),
+        lambda: geometry_from_model(model),
     )
 
 
@@ -390,6 +390,6 @@ def test_a_model_that_was_built_and_has_two_routers_is_refused_for_that() -> Non
 
 def test_a_configuration_that_cannot_be_built_is_unknown_with_the_reason() -> None:
     """Transformers knows its name and fails to build it."""
-    config = CONFIG_MAPPING["lfm2_moe"](layer_types=None, num_hidden_layers=2)
+    config = hf_config("lfm2_moe", {"num_hidden_layers": 2})
     del config.layer_types
     check_refused(ErrorKind.UNKNOWN_ARCHITECTURE, "write the RouteSpec by hand", lambda: build_without_weights(config))
