@@ -205,7 +205,7 @@ class RouteplaneError(Exception):
         return self._at(f"sample {sample}", known)
 
     def of_stream(self, name: str) -> Self:
-        """Return the same error with the stream named, for whoever reads many of them.
+        """Return the same error with the stream named, for a caller that reads many.
 
         >>> TruncatedError("expected a trailer, got none", kind=ErrorKind.TRUNCATED).of_stream("a.arrows").message
         'expected a trailer, got none @ stream a.arrows'

@@ -59,7 +59,7 @@ def find_problems(
     ``routes``: integer array ``[S, L, K]`` of any width; ``first_token`` is the absolute position of its first row.
     A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
     An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
-    Raises UsageError (ARGUMENT) for what is no numpy array (a tensor: ``routes.numpy()``).
+    Raises UsageError (ARGUMENT) for what is not a numpy array (a tensor: ``routes.numpy()``).
 
     >>> from routeplane import RouteSpec
     >>> rows = np.asarray([[[3, 5]], [[3, 3]]], dtype=np.int16)

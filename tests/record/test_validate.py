@@ -260,7 +260,7 @@ def test_another_layer_axis_is_refused(layers: int) -> None:
     assert f"expected routes [tokens, 3 layers, 2 top-k], got [2, {layers}, 2]" == problem.message
 
 
-def test_what_is_no_array_is_refused() -> None:
+def test_what_is_not_an_array_is_refused() -> None:
     """Not an AttributeError of ours."""
     with pytest.raises(UsageError, match="numpy array, got list"):
         find_problems([[[1, 2]]], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,)))  # type: ignore[arg-type]
