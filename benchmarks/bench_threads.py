@@ -65,7 +65,7 @@ def tree(rows: Sequence[np.ndarray], piece: int) -> list[int]:
     """Of each record a digest of the digests of its pieces, which threads could share: for a later format."""
     found = []
     for each in rows:
-        data = memoryview(each).cast("B")
+        data = each.data.cast("B")
         top = xxhash.xxh3_64()
         for start in range(0, len(data), piece):
             top.update(xxhash.xxh3_64_digest(data[start : start + piece]))
