@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXPERTS, LAYERS = 128, 48
 #: K -> what the kernel must reach.
-KERNEL_BARS = {4: 0.9, 8: 1.3, 10: 0.8, 22: 0.3}
+KERNEL_BARS = {4: 0.8, 8: 1.3, 10: 0.8, 22: 0.3}
 #: Where the rule is as fast as memory is read: a share of ``np.max``, which only reads.
 LIMITED_BY_READING = 4
 NUMPY_BAR = 0.18
