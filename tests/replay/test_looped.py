@@ -270,7 +270,7 @@ def test_a_forward_that_loops_otherwise_is_refused(order: list[int]) -> None:
     assert refused.value.kind in (ErrorKind.GATE_FIRED, ErrorKind.UNCAPTURED_SLOT)
 
 
-def test_a_forward_after_one_that_raised_begins_anew() -> None:
+def test_a_forward_after_one_that_raised_starts_with_the_first_firing() -> None:
     """Its first firing is the first again, also where no gate fires once."""
     model, spec = made(AllLooped), spec_of(AllLooped)
     batch = unlike_rows(spec, NUM_ROWS, seed=5)

@@ -64,9 +64,7 @@ def run(folder: Path, text: str, *arguments: str, ci: bool = False) -> tuple[int
     (folder / "test_ours.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments, "test_ours.py"]
     # of this run's variables none that says "a CI": hypothesis reads a dozen of them
-    environment = {
-        name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ
-    }
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
     environment |= {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}"} | ({"CI": "true"} if ci else {})
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
