@@ -312,10 +312,10 @@ def _layer_ids(
             if path[: _number_in(path).start(1)] == stack:
                 number = int(_number_in(path)[1]) if number is None else number
                 first[call] = number
-                number += max((len(calls) for (_, layer), calls in inside.items() if layer == call), default=1)
-    for (path, layer), calls in inside.items():
+                number += max((len(firings) for (_, layer), firings in inside.items() if layer == call), default=1)
+    for (path, layer), firings in inside.items():
         own = int(_number_in(path)[1])
-        found |= {call: first.get(layer, own) + at for at, call in enumerate(calls)}
+        found |= {call: first.get(layer, own) + at for at, call in enumerate(firings)}
     return found
 
 

@@ -174,9 +174,8 @@ def test_every_firing_follows_its_own_rows(make: Callable[[], nn.Module]) -> Non
         assert all(torch.equal(found[name], value) for name, value in expected_gradients.items())
         for path in MODELS[make]:
             assert bool(found[f"{path}.projection.weight"].any())
-    forced = [gate.forced_rows for gate in handle.report().gates]
-    assert list(spec.layer_ids) == [gate.layer_id for gate in handle.report().gates]
-    assert [0] * spec.num_layers == forced
+        for gate in handle.report().gates:
+            assert int((batch.layer(gate.layer_id)[:, 0] >= 0).sum()) == gate.forced_rows
 
 
 @each_model
@@ -217,9 +216,9 @@ def test_recomputation_repeats_each_firing(
     if isinstance(model, AllLooped):  # one region with all firings of its gates
         model.body = checkpoint_wrapper(model.body, checkpoint_impl=kind)
     else:
-        wrapped = {id(layer): checkpoint_wrapper(layer, checkpoint_impl=kind) for layer in model.layers}
-        model.layers = nn.ModuleList([wrapped[id(layer)] for layer in model.layers])
-    model.embedding.weight.requires_grad_(True)
+        layers: Any = model.layers
+        wrapped = {id(layer): checkpoint_wrapper(layer, checkpoint_impl=kind) for layer in layers}
+        model.layers = nn.ModuleList([wrapped[id(layer)] for layer in layers])
     losses = []
     with gates.attach(model, spec) as handle:
         for seed, batch in enumerate(batches):
