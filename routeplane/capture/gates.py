@@ -295,7 +295,7 @@ def _layer_ids(
     times in one call of its layer, each firing is a layer.
     """
     found: dict[int, int] = {}
-    stacks = {path: path[: _number_in(path).start(1)] for path in by_path}
+    stacks = {path: _place(path)[0] for path in by_path}
     looped = {stacks[path] for path, calls in by_path.items() if len(calls) > 1}
     first: dict[int, int] = {}  # number of the layer's call -> its first number in the unrolled model
     inside: dict[tuple[str, int], list[int]] = {}  # path of a gate, call of its layer -> the gate's calls
@@ -309,20 +309,20 @@ def _layer_ids(
     for stack in looped:
         number: int | None = None
         for path, call in layers:
-            if path[: _number_in(path).start(1)] == stack:
-                number = int(_number_in(path)[1]) if number is None else number
+            if _place(path)[0] == stack:
+                number = _place(path)[1] if number is None else number
                 first[call] = number
                 number += max((len(firings) for (_, layer), firings in inside.items() if layer == call), default=1)
     for (path, layer), firings in inside.items():
-        own = int(_number_in(path)[1])
+        own = _place(path)[1]
         found |= {call: first.get(layer, own) + at for at, call in enumerate(firings)}
     return found
 
 
-def _number_in(path: str) -> re.Match[str]:
+def _place(path: str) -> tuple[str, int]:
+    """The list of layers that a path passes by, and the number there."""
     found = _LAYER.search(path)
-    assert found is not None
-    return found
+    return ("", -1) if found is None else (path[: found.start(1)], int(found[1]))
 
 
 def _is_layer(path: str) -> bool:
