@@ -99,6 +99,9 @@ _HEAVY = frozenset(
     {"numba", "torch", "pandas", "polars", "duckdb", "pyarrow.flight", "pyarrow.parquet", "hypothesis.stateful"}
 )
 
+#: What a child says whose library was imported without the change.
+_UNCHANGED = -1
+
 #: The parent has imported hypothesis, so that its children need not: pytest warns that it will not rewrite it.
 _KNOWN = "ignore::pytest.PytestAssertRewriteWarning"
 
@@ -212,12 +215,14 @@ def _sites(tree: ast.Module) -> Iterator[_Site]:
 @contextlib.contextmanager
 def _restored(node: ast.AST) -> Iterator[None]:
     """Undo what is done to a node itself."""
-    kind = node.__class__
-    fields = {name: list(value) if isinstance(value, list) else value for name, value in vars(node).items()}
+    kind, fields = node.__class__, dict(vars(node))
+    held = [(value, list(value)) for value in fields.values() if isinstance(value, list)]
     yield
     node.__class__ = kind
     vars(node).clear()
     vars(node).update(fields)
+    for value, before in held:
+        value[:] = before
 
 
 def _forget_to_raise(node: ast.Raise) -> None:
@@ -346,7 +351,7 @@ class _Reached:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             self.seconds[item.nodeid] = time.monotonic() - begun
 
     def _called(self, frame: Any, event: str, given: Any) -> Any:
@@ -369,6 +374,7 @@ def _child(mutant: Mutant | None, tests: Sequence[str], say: Path, *, watched: s
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    name = None
     if mutant is not None:
         name = mutant.path.removesuffix(".py").replace("/", ".")
         sys.meta_path.insert(0, _Finder(name, str(ROOT / mutant.path), _changed(mutant)))
@@ -391,13 +397,13 @@ def _child(mutant: Mutant | None, tests: Sequence[str], say: Path, *, watched: s
     ]
     reached = _Reached(watched) if watched else None
     code = pytest.main([*arguments, *files], plugins=[first, *([reached] if reached else [])])
-    said = {"code": int(code), "failed": first.failed}
+    said: dict[str, Any] = {"code": int(code), "failed": first.failed}
     if reached is not None:
         said["lines"] = {test: sorted(lines) for test, lines in reached.lines.items()}
         said["seconds"] = reached.seconds
         said["modules"] = [each for each in sys.modules if each in _HEAVY]
-    if mutant is not None and not isinstance(getattr(sys.modules[name], "__loader__", None), _Loader):
-        said = {"code": -1, "failed": f"{name} was imported without the change"}
+    if name is not None and not isinstance(getattr(sys.modules[name], "__loader__", None), _Loader):
+        said = {"code": _UNCHANGED, "failed": f"{name} was imported without the change"}
     say.write_text(json.dumps(said), encoding="utf-8")
 
 
@@ -432,6 +438,8 @@ def tried(mutant: Mutant | None, tests: Sequence[str], *, timeout_s: float) -> s
     said = _said(mutant, tests, timeout_s=timeout_s)
     if said is None:
         return "timeout"
+    if said["code"] == _UNCHANGED:
+        raise RuntimeError(said["failed"])
     return None if said["code"] == 0 else said["failed"] or "import"
 
 
@@ -481,7 +489,7 @@ def _verdict(mutant: Mutant, watched: _Watched) -> dict[str, Any]:
 def _read(path: Path | None) -> dict[tuple[str, str, str, int], dict[str, Any]]:
     """The last verdict on each change of a file of results."""
     lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-    return {tuple(each["key"]): each for each in map(json.loads, lines)}  # type: ignore[misc]
+    return {tuple(each["key"]): each for each in map(json.loads, lines)}
 
 
 def main() -> int:
