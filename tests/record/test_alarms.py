@@ -181,6 +181,17 @@ def test_the_length_of_an_honest_run_is_an_argument() -> None:
     assert [] == find_alarms(routes_SLK, SPEC, longest_run=8)
 
 
+def test_the_longest_of_two_runs_is_named() -> None:
+    """Two runs that one layer cannot tell apart: 50 tokens, then 40."""
+    routes_SLK = healthy(200)
+    routes_SLK[20:110, 0] = routes_SLK[20, 0]
+    routes_SLK[20:70, 1:] = routes_SLK[20, 1:]
+    routes_SLK[70:110, 1:] = routes_SLK[70, 1:]
+    [found] = find_alarms(routes_SLK, SPEC)
+
+    assert (20, True) == (found.token, found.message.endswith("got 50"))
+
+
 @pytest.mark.parametrize(("rows", "alarms"), [(63, 0), (64, 1), (200, 1)])
 def test_a_constant_layer_is_an_alarm(rows: int, alarms: int) -> None:
     """Kind of report 59, with ids that pass as legal: one layer whose kernel is unbound gives one row throughout."""
@@ -207,6 +218,15 @@ def test_a_collapsed_layer_is_an_alarm() -> None:
     routes_SLK[::20, 0, 3] = 4
 
     assert [(ErrorKind.ENTROPY_COLLAPSE, None, 1)] == _kinds(find_alarms(routes_SLK, SPEC))
+
+
+@ways
+def test_a_layer_that_varies_between_the_rows_of_the_first_look_is_honest(way: str) -> None:
+    """The 16 rows that are looked at first are alike by chance; the others are not."""
+    routes_SLK = healthy(151)
+    routes_SLK[::10, 1] = routes_SLK[0, 1]
+    with asked(way):
+        assert [] == find_alarms(routes_SLK, SPEC)
 
 
 @ways

@@ -234,3 +234,44 @@ def test_a_delta_with_columns_that_its_holder_lacks_is_refused() -> None:
     with pytest.raises(DataError, match="with the columns of its delta") as caught:
         list(resolve([holder, further]))
     assert ErrorKind.PREFIX == caught.value.kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Making deltas
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_of_another_spec_shares_nothing() -> None:
+    """Rows of other layers are not those of the base: the record stays whole."""
+    base = watermarked_record(0, num_tokens=5, prompt_tokens=2, spec=SPEC)
+    longer = watermarked_record(0, num_tokens=8, prompt_tokens=2, spec=watermarked_spec(layers=(1, 5), top_k=2))
+
+    assert longer is as_delta(longer, base)
+
+
+@pytest.mark.parametrize("other", range(1, 5))
+def test_what_is_shared_ends_at_the_first_other_entry_of_a_column(other: int) -> None:
+    """Tokens, rows and log-probabilities are those of the base, and one score of a column is not."""
+    scores = np.arange(8, dtype=np.float32)
+    base = replace(
+        watermarked_record(0, num_tokens=5, prompt_tokens=2, spec=SPEC, last_token_fed=True),
+        columns={"score": scores[:5]},
+        checksum=None,
+    )
+    longer = watermarked_record(0, num_tokens=8, prompt_tokens=2, spec=SPEC, last_token_fed=True)
+    changed = np.where(np.arange(8) == other, -1, scores).astype(np.float32)
+    longer = replace(longer, segment=1, columns={"score": changed}, checksum=None)
+    delta = as_delta(longer, base)
+
+    assert other == delta.tokens_start
+    assert longer.equals(resolve([base, delta])[1])
+
+
+def test_a_delta_of_some_layers_says_nothing_new_of_rows_it_does_not_hold() -> None:
+    """Tokens 2 to 5 lack layer 1. Without it, those of the delta are whole; those of the holder stay partial."""
+    whole = watermarked_record(0, num_tokens=8, spec=SPEC, missing=[(token, 1) for token in range(2, 6)])
+    delta = delta_of(whole, replace(whole.slice(0, 5), segment=1, checksum=None), start=4).select([4])
+
+    assert [(0, 2, "captured"), (2, 4, "partial"), (4, 6, "captured"), (6, 7, "captured"), (7, 8, "not_fed")] == [
+        (one.start, one.stop, one.state) for one in delta.captures
+    ]
