@@ -320,7 +320,12 @@ def test_gathered_routes_are_the_rows_copied_one_by_one(plan: TokenPlan, narrow:
     assert np.array_equal(np.stack(expected).reshape(shape), found)
     assert reused is out
     assert np.array_equal(found, out)
-    for wrong in (out[..., :1], out.astype(np.int32), np.zeros((*shape[:-1], 4), dtype=np.int16)[..., ::2]):
+    refused: tuple[Any, ...] = (
+        out[..., :1],
+        out.astype(np.int32),
+        np.zeros((*shape[:-1], 4), dtype=np.int16)[..., ::2],
+    )
+    for wrong in refused:
         with pytest.raises(UsageError, match="out as C-contiguous int16"):
             plan.gather_routes(stored, spec=spec, slots=slots, out=wrong)
 
