@@ -48,31 +48,50 @@ ROOT = Path(__file__).parents[2]
 TESTS: dict[str, tuple[str, ...]] = {
     "routeplane/record/alarms.py": ("tests/record/test_alarms.py",),
     "routeplane/record/assembly.py": (
+        "tests/record/test_refusals.py",
         "tests/record/test_assembly.py",
         "tests/record/test_assembly_field.py",
         "tests/capture/test_versions.py",
     ),
-    "routeplane/record/calls.py": ("tests/record/test_calls.py", "tests/record/test_aligned.py"),
+    "routeplane/record/calls.py": (
+        "tests/record/test_refusals.py",
+        "tests/record/test_calls.py",
+        "tests/record/test_aligned.py",
+    ),
     "routeplane/record/checksum.py": ("tests/record/test_checksum.py",),
     "routeplane/record/interfaces.py": (
+        "tests/record/test_refusals.py",
         "tests/record/test_admission.py",
         "tests/record/test_positions.py",
         "tests/record/test_interfaces.py",
     ),
-    "routeplane/record/prefixes.py": ("tests/record/test_prefixes.py", "tests/record/test_shared_prompts.py"),
+    "routeplane/record/prefixes.py": (
+        "tests/record/test_refusals.py",
+        "tests/record/test_prefixes.py",
+        "tests/record/test_shared_prompts.py",
+    ),
     "routeplane/record/record.py": (
+        "tests/record/test_refusals.py",
         "tests/record/test_record.py",
         "tests/record/test_record_ownership.py",
         "tests/record/test_columnar.py",
     ),
-    "routeplane/record/rows.py": ("tests/record/test_rows.py",),
+    "routeplane/record/rows.py": (
+        "tests/record/test_refusals.py",
+        "tests/record/test_rows.py",
+    ),
     "routeplane/record/spans.py": (
+        "tests/record/test_refusals.py",
         "tests/record/test_spans.py",
         "tests/record/test_coverage.py",
         "tests/capture/test_versions.py",
     ),
-    "routeplane/record/spec.py": ("tests/record/test_spec.py",),
+    "routeplane/record/spec.py": (
+        "tests/record/test_refusals.py",
+        "tests/record/test_spec.py",
+    ),
     "routeplane/record/validate.py": (
+        "tests/record/test_refusals.py",
         "tests/record/test_validate.py",
         "tests/record/test_aligned.py",
     ),
