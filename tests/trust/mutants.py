@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
 import hashlib
 import importlib.util
 import json
@@ -351,7 +352,9 @@ class _First:
         """Behind the project's own profiles."""
         del config
         given = hypothesis.settings.get_profile("ci")
-        hypothesis.settings.register_profile("mutants", given, max_examples=30)
+        # whether a test fails is asked, and not for its smallest example
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("mutants", given, max_examples=30, phases=phases)
         hypothesis.settings.load_profile("mutants")
 
     @pytest.hookimpl(trylast=True)
@@ -446,6 +449,7 @@ def _said(mutant: Mutant | None, tests: Sequence[str], *, timeout_s: float, watc
     with tempfile.TemporaryDirectory(prefix="routeplane-mutants-") as folder:
         say = Path(folder, "said.json")
         read, write = os.pipe()
+        gc.freeze()  # a child's collections would copy what it shares
         pid = os.fork()
         if pid == 0:
             os.close(read)
