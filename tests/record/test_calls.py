@@ -167,6 +167,9 @@ REFUSED: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "column_reserved": ({"columns": {"routes": np.zeros(5)}}, ErrorKind.TOKEN_COLUMN),
     "checksum_negative": ({"checksum": -1}, ErrorKind.DTYPE),
     "checksum_text": ({"checksum": "00"}, ErrorKind.DTYPE),
+    "checksum_beyond_64_bits": ({"checksum": 2**64}, ErrorKind.DTYPE),
+    "first_row_beyond_int32": ({"first_row": 2**31}, ErrorKind.DTYPE),
+    "layer_beyond_int32": ({"layer_ids": (1, 4, 2**31)}, ErrorKind.DTYPE),
 }
 
 
@@ -182,6 +185,15 @@ def test_an_illegal_call_is_refused(change: dict[str, Any], kind: ErrorKind) -> 
 # ----------------------------------------------------------------------------------------------------------------------
 # Values
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generated", range(4))
+def test_one_version_sampled_all_generated_tokens(generated: int) -> None:
+    """One span of them, none where none was generated, and the rows of all tokens."""
+    made = replace(call(3, generated), weights_version=7, checksum=None)
+
+    assert made.version_spans() == (((3, 3 + generated, 7),) if generated else ())
+    assert ((0, 3 + generated, 7),) == made.row_versions()
 
 
 @given(rollouts())

@@ -66,6 +66,21 @@ def test_an_illegal_capture_is_refused(change: dict[str, Any], kind: ErrorKind) 
     assert kind == caught.value.kind
 
 
+BOUNDS = {"attempt": 2**31, "segment": 2**31, "stop": 2**63, "checksum": 2**64}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_prefix_is_named_by_numbers_of_the_format(name: str) -> None:
+    """Each field takes what its type in the format holds, and one more is refused by name."""
+    given: dict[str, Any] = {"sample_id": "s", "stop": 3, "checksum": 17}
+
+    assert BOUNDS[name] - 1 == getattr(Prefix(**{**given, name: BOUNDS[name] - 1}), name)
+    for value in (BOUNDS[name], -1, True):
+        with pytest.raises(DataError, match=rf"prefix\.{name}") as caught:
+            Prefix(**{**given, name: value})
+        assert ErrorKind.DTYPE == caught.value.kind
+
+
 @pytest.mark.parametrize("version", [None, 0, -(2**63), 2**63 - 1])
 def test_any_int64_is_a_version(version: int | None) -> None:
     """Versions are int64 or unknown; both kinds of interval pickle."""
