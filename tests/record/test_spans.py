@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind
-from routeplane.record.spans import PRESENT_STATES, STATES, Capture, Span, check_cover, cut
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, Prefix, Span, check_cover, cut
 
 SPAN: dict[str, Any] = {"start": 0, "stop": 2, "kind": "prompt", "role": "user", "call": "c", "weights_version": 7}
 CAPTURE: dict[str, Any] = {"start": 0, "stop": 2, "call": "c", "weights_version": 7, "state": "captured"}
