@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,21 +23,7 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
 
-__all__ = ["BufferPool", "CallersFile", "PublishedPath", "Target", "frames_of", "fsync", "target_of"]
-
-
-class Target(Protocol):
-    """A place for the bytes of one stream."""
-
-    @property
-    def file(self) -> Any:
-        """A binary file to write to."""
-
-    def publish(self) -> None:
-        """Make everything written visible as whole."""
-
-    def discard(self) -> None:
-        """Leave nothing that could be taken for whole."""
+__all__ = ["BufferPool", "PublishedPath", "Target", "frames_of", "fsync", "target_of"]
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -49,7 +35,22 @@ def fsync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-class PublishedPath:
+class Target:
+    """A place for the bytes of one stream: a binary file, pipe or socket file that the caller opened and will close."""
+
+    def __init__(self, file: Any) -> None:
+        #: The file to write to, which takes all that it is given.
+        self.file: Any = _WholeWrites(file)
+
+    def publish(self) -> None:
+        """Make everything written visible as whole; in a caller's file the trailer alone says that it is."""
+        self.file.flush()
+
+    def discard(self) -> None:
+        """Leave nothing that could be taken for whole; in a caller's file no trailer is written."""
+
+
+class PublishedPath(Target):
     """A path that appears complete or not at all: written under a temporary name beside it, renamed on ``publish``.
 
     A symbolic link is resolved first (replacing the link would leave its target stale). What exists and is not a
@@ -61,33 +62,24 @@ class PublishedPath:
         self._in_place = given.exists() and not stat.S_ISREG(given.stat().st_mode)
         # what /dev/fd/N resolves to has no name that could be opened
         self._path = given if self._in_place else Path(os.path.realpath(path))
-        name = self._path if self._in_place else self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
-        self._written = name
+        self._written = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         # unbuffered in place: the reader of a FIFO is to have each batch when it was written
-        mode, buffering = ("wb", 0) if self._in_place else ("xb", -1)
-        self._file = open(name, mode, buffering)  # noqa: SIM115  closed by publish or discard
-
-    @property
-    def file(self) -> Any:
-        """The open file, writing all that it is given."""
-        return _WholeWrites(self._file) if self._in_place else self._file
+        self._file = open(path, "wb", 0) if self._in_place else open(self._written, "xb")  # noqa: SIM115  closed below
+        self.file = _WholeWrites(self._file) if self._in_place else self._file
 
     def publish(self) -> None:
-        """Flush to disk, close, and rename into place."""
+        """Bring it to disk, close, and rename into place."""
         self._file.close()
-        if self._in_place:
-            return
-        self._file.close()
-        fsync(self._written)
-        os.replace(self._written, self._path)
-        fsync(self._path.parent)  # the rename itself survives a crash only once the folder is on disk
+        if not self._in_place:
+            fsync(self._written)
+            os.replace(self._written, self._path)
+            fsync(self._path.parent)  # the rename itself survives a crash only once the folder is on disk
 
     def discard(self) -> None:
         """Close and remove the temporary file. A disk that cannot take the last buffered bytes does not stop that."""
         with contextlib.suppress(OSError):
             self._file.close()
-        if not self._in_place:
-            self._written.unlink(missing_ok=True)
+        self._written.unlink(missing_ok=True)
 
 
 class _WholeWrites:
@@ -112,31 +104,12 @@ class _WholeWrites:
             self._file.flush()
 
 
-class CallersFile:
-    """A binary file, pipe or socket file that the caller opened and will close."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = _WholeWrites(file)
-
-    @property
-    def file(self) -> Any:
-        """The caller's file, writing all that it is given."""
-        return self._file
-
-    def publish(self) -> None:
-        """Flush; the trailer alone says that it is whole."""
-        self._file.flush()
-
-    def discard(self) -> None:
-        """Nothing: what was written stays, without a trailer."""
-
-
 def target_of(sink: Any) -> Target:
     """A path or a writable binary file as a target. Raises UsageError for anything else."""
     if isinstance(sink, str | os.PathLike):
         return PublishedPath(sink)
     if hasattr(sink, "write"):
-        return CallersFile(sink)
+        return Target(sink)
     raise UsageError(f"expected a path or a writable binary file, got {type(sink).__name__}", kind=ErrorKind.ARGUMENT)
 
 
@@ -182,18 +155,8 @@ _ALIGN = 64
 _SLACK = 4
 
 
-class Loan:
-    """Holds memory while any view of it lives; a finalizer returns it."""
-
-    __slots__ = ("__weakref__", "owner")
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-
-def lend(memory: Any, loan: Loan) -> pa.Buffer:
-    """A read-only Arrow buffer over a numpy byte array; every view of it, through Arrow and numpy, holds the loan."""
-    return pa.foreign_buffer(memory.ctypes.data, memory.nbytes, base=loan)
+class _Loan:
+    """Stands for lent memory: every view of it, through Arrow and numpy, holds the loan."""
 
 
 class BufferPool:
@@ -212,11 +175,10 @@ class BufferPool:
 
     def take(self, nbytes: int) -> tuple[memoryview, pa.Buffer]:
         """Memory to write to, and the read-only buffer over it that decides how long it is lent."""
-        whole = self._pick(nbytes)
-        loan = Loan(whole)
+        whole, loan = self._pick(nbytes), _Loan()
         weakref.finalize(loan, self._give_back, whole).atexit = False
         memory = whole[:nbytes]
-        return memoryview(memory), lend(memory, loan)
+        return memoryview(memory), pa.foreign_buffer(memory.ctypes.data, nbytes, base=loan)
 
     @property
     def idle_bytes(self) -> int:
