@@ -83,7 +83,7 @@ def new_stream(
     if isinstance(target, Address):
         return connect(target, spec, encoding=encoding, max_bytes=max_bytes, timeout_s=timeout_s)
     _refuse_timeout(timeout_s, target)
-    chosen = choose_encoding(encoding or "plain", spec)
+    chosen = choose_encoding("plain" if encoding is None else encoding, spec)
     return IpcWriter(target_of(target), spec, encoding=chosen, max_bytes=max_bytes, version=format)
 
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
 
-__all__ = ["BufferPool", "PublishedPath", "Target", "frames_of", "fsync", "target_of"]
+__all__ = ["BufferPool", "PublishedPath", "Target", "WholeWrites", "frames_of", "fsync", "target_of"]
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -35,12 +35,41 @@ def fsync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+class WholeWrites:
+    """A file whose ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count.
+
+    ``scattered``: what is written in place of a buffer at this address and of this size (``codec.write_batch``).
+    """
+
+    closed = False
+
+    def __init__(self, file: Any, scattered: dict[tuple[int, int], list[Any]] | None = None) -> None:
+        self._file, self.scattered = file, {} if scattered is None else scattered
+
+    def write(self, data: Any) -> int:
+        """Write all of it; return its size in bytes."""
+        parts = self.scattered.get((data.address, data.size)) if isinstance(data, pa.Buffer) else None
+        for part in parts or [data]:
+            left = memoryview(part).cast("B") if len(part) else memoryview(b"")
+            while left:
+                taken = self._file.write(left)
+                if not taken:
+                    raise OSError(f"expected a file that takes {len(left)} more bytes, got one that took {taken}")
+                left = left[taken:]
+        return len(data)
+
+    def flush(self) -> None:
+        """Flush the file, where it buffers."""
+        if hasattr(self._file, "flush"):
+            self._file.flush()
+
+
 class Target:
     """A place for the bytes of one stream: a binary file, pipe or socket file that the caller opened and will close."""
 
     def __init__(self, file: Any) -> None:
         #: The file to write to, which takes all that it is given.
-        self.file: Any = _WholeWrites(file)
+        self.file = WholeWrites(file)
 
     def publish(self) -> None:
         """Make everything written visible as whole; in a caller's file the trailer alone says that it is."""
@@ -65,7 +94,7 @@ class PublishedPath(Target):
         self._written = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         # unbuffered in place: the reader of a FIFO is to have each batch when it was written
         self._file = open(path, "wb", 0) if self._in_place else open(self._written, "xb")  # noqa: SIM115  closed below
-        self.file = _WholeWrites(self._file) if self._in_place else self._file
+        self.file = WholeWrites(self._file)
 
     def publish(self) -> None:
         """Bring it to disk, close, and rename into place."""
@@ -80,28 +109,6 @@ class PublishedPath(Target):
         with contextlib.suppress(OSError):
             self._file.close()
         self._written.unlink(missing_ok=True)
-
-
-class _WholeWrites:
-    """A file whose ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.closed = False
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
-            taken = self._file.write(left)
-            if not taken:
-                raise OSError(f"expected a file that takes {len(left)} more bytes, got one that took {taken}")
-            left = left[taken:]
-        return size
-
-    def flush(self) -> None:
-        if hasattr(self._file, "flush"):
-            self._file.flush()
 
 
 def target_of(sink: Any) -> Target:
