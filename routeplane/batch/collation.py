@@ -168,6 +168,7 @@ def collate(
     if plan is None:
         return _collate(given, target, None)
     asked = [item.name for item in fields(PlanOptions) if getattr(options, item.name) != getattr(_DEFAULTS, item.name)]
+    asked += ["layout"] if layout == "packed" and plan.layout != layout else []  # the other one is the default
     if asked:
         raise refused("a plan or options to make one", f"both ({', '.join(asked)})")
     lengths = [record.num_tokens for record in given]

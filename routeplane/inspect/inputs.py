@@ -183,7 +183,7 @@ def _sources_at(name: str) -> list[Source]:
         if blocks:
             return [Source(name=str(block), path=str(block), kind="stream") for block in blocks]
         if not os.listdir(path):
-            raise refused("a folder with .arrows files, or an archive", f"an empty folder @ {name}")
+            raise FileNotFoundError(f"expected a folder with .arrows files, or an archive, got an empty one: {name}")
         return [Source(name=name, path=path, kind="archive")]
     if not stat.S_ISREG(mode):
         return [_copied(name, lambda: open(path, "rb"))]

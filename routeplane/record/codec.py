@@ -9,6 +9,8 @@ Axes: B records, T tokens of the whole batch, S tokens of one record, L captured
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
 from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns
-from routeplane.record.columnar import Aligned, CheckedBatch, Ragged, RaggedRoutes, Stored
+from routeplane.record.columnar import Aligned, CheckedBatch, Checks, Ragged, RaggedRoutes, Stored
 from routeplane.record.record import Prefix, RouteRecord, read_record
 from routeplane.record.rows import widen
 from routeplane.record.schema import (
@@ -238,14 +240,16 @@ def read_records(
     select: RouteSpec | None = None,
     alarms: bool = False,
     columnar: bool = True,
+    threads: int = 1,
 ) -> Iterator[RouteRecord | DataError]:
     """The records of a validated batch, one by one; an illegal one comes as its DataError, so that a caller may go on.
 
     Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
     once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
-    layers to keep, copied before their rows are checked, as only these are. ``alarms``: look for alarms in the pass
-    over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first, where it
-    is worth it; what comes is the same.
+    layers to keep, which alone are copied and checked, and get a checksum of their own. ``alarms``: look for alarms in
+    the pass over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first,
+    where it is worth it; what comes is the same. ``threads``: from 2 on, so many threads check ahead of what is asked
+    for; they end with the iteration.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count and name not in ("group", "prefix", "logprobs"):
@@ -256,24 +260,25 @@ def read_records(
         routes=RaggedRoutes(batch.column("routes"), header),
     )
     extra = {name: Aligned(batch.column(name), kind, name=name) for name, kind in header.columns}
-    checked = CheckedBatch.of(batch, header, stored=stored) if columnar and select is None else None
     small: dict[str, list[Any]] = {}
-    for index in range(batch.num_rows):
-        columns = {name: column[index] for name, column in extra.items()}
-        found = None if checked is None else checked.record(index, columns, verify=verify, alarms=alarms)
-        if found is not None:
-            yield found
-            continue
-        small = small or {name: batch.column(name).to_pylist() for name in _SMALL}
-        arrays = _Arrays(
-            token_ids=stored.tokens[index],
-            routes=stored.routes.stored(index),
-            logprobs=stored.logprobs[index],
-            columns=columns,
-        )
-        yield _build(
-            {name: values[index] for name, values in small.items()}, header, arrays, verify=verify, select=select
-        )
+    with ThreadPoolExecutor(threads, "routeplane-read") if threads > 1 else nullcontext() as pool:
+        how = Checks(verify=verify, alarms=alarms, select=select, pool=pool, threads=threads)
+        checked = CheckedBatch.of(batch, header, stored=stored, how=how) if columnar else None
+        for index in range(batch.num_rows):
+            columns = {name: column[index] for name, column in extra.items()}
+            found = None if checked is None else checked.record(index, columns)
+            if found is not None:
+                yield found
+                continue
+            small = small or {name: batch.column(name).to_pylist() for name in _SMALL}
+            arrays = _Arrays(
+                token_ids=stored.tokens[index],
+                routes=stored.routes.stored(index),
+                logprobs=stored.logprobs[index],
+                columns=columns,
+            )
+            row = {name: values[index] for name, values in small.items()}
+            yield _build(row, header, arrays, verify=verify, select=select)
 
 
 _SMALL = (

@@ -227,16 +227,20 @@ class BatchRecords:
         *,
         select: RouteSpec | None = None,
         seen: Callable[[int, int], None] | None = None,
+        threads: int = 1,
     ) -> Iterator[RouteRecord]:
         """The records of one validated batch; ``seen`` is told the checksum and tokens of each as they stand there.
 
+        ``threads``: as in ``ReadPolicy``.
         ``select``: where whole records are not to be verified, the layers that alone are copied and checked.
         Raises DataError for a bad record unless the policy is to quarantine it.
         """
         checksums = batch.column("checksum").to_pylist()
         tokens = batch.column("token_ids").value_lengths().to_pylist()
         alarms = self._policy.on_alarm != "ignore"
-        reads = read_records(batch, self._header, verify=self._policy.verify, select=select, alarms=alarms)
+        reads = read_records(
+            batch, self._header, verify=self._policy.verify, select=select, alarms=alarms, threads=threads
+        )
         for index, read in enumerate(reads):
             if seen is not None:
                 seen(checksums[index], tokens[index])
