@@ -364,7 +364,7 @@ def test_narrow_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["plain", "narrow"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_rows_are_written_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, encoding: Any, count: int) -> None:
-    """Rows that need no conversion, int16 or of a narrow stream, are not copied into the batch; the bytes are the same."""
+    """Rows that need no conversion, int16 or of a narrow stream, are not copied; the bytes are the same."""
     found = [record(sample, 4 + sample) for sample in range(count)]
     for records in (
         found,
