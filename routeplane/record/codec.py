@@ -53,13 +53,23 @@ __all__ = [
 MAX_BATCH_VALUES = 2**31 - 1
 # Rows of a batch of so many bytes are written past the caches, which they would leave before anything reads them.
 _PAST_CACHES = 2**23
+# Less is copied into one piece: a write of its own costs more.
+_SCATTERED_BYTES = 2**18
 
 
 def write_batch(
-    records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding, version: str = FORMAT_VERSION
+    records: Sequence[RouteRecord],
+    spec: RouteSpec,
+    *,
+    encoding: Encoding,
+    version: str = FORMAT_VERSION,
+    scattered: dict[tuple[int, int], list[NDArray[Any]]] | None = None,
 ) -> pa.RecordBatch:
     """One RecordBatch of the given records, which must share spec and aligned columns; copies their arrays once, and
     views those of a single record.
+
+    ``scattered``: where given, rows that need no conversion are not copied: the batch has memory in their place that
+    nothing was written to, and its address and size are noted here with the arrays to write instead.
 
     Raises SpecError or DataError naming the record that differs, UsageError (VERSION) for one that ``version`` cannot
     say, DataError (TOKEN_COLUMN) for lists of more than ``MAX_BATCH_VALUES`` values in all.
@@ -81,7 +91,7 @@ def write_batch(
         pa.array([record.group for record in records], pa.utf8()),
         _ragged([record.token_ids for record in records], pa.int32()),
         pa.array([record.routes_start for record in records], pa.int64()),
-        _ragged_routes([record.stored_routes for record in records], spec, encoding),
+        _ragged_routes(records, spec, encoding, scattered),
         pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
         _intervals([record.spans for record in records], span_type),
         _intervals([record.captures for record in records], CAPTURE_TYPE),
@@ -175,28 +185,37 @@ def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> p
     )
 
 
-def _ragged_routes(arrays: Sequence[NDArray[Any]], spec: RouteSpec, encoding: Encoding) -> pa.LargeListArray:
-    """Rows as records hold them, int16 or narrow bytes, in this encoding."""
-    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+def _ragged_routes(
+    records: Sequence[RouteRecord],
+    spec: RouteSpec,
+    encoding: Encoding,
+    scattered: dict[tuple[int, int], list[NDArray[Any]]] | None,
+) -> pa.LargeListArray:
+    dtype: Any = np.dtype(np.uint8 if encoding == "narrow" else np.int16)
     width = spec.num_layers * spec.top_k
-    dtype: Any = np.uint8 if encoding == "narrow" else np.int16
-    if len(arrays) == 1 and arrays[0].dtype == dtype:
-        flat_T = arrays[0].reshape(-1)  # as in ``_ragged``
+    # as they are held: narrow ones are widened on the way into a plain batch
+    arrays = [record.stored_routes for record in records]
+    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+    size = int(offsets_B1[-1]) * width * dtype.itemsize
+    as_they_are = all(array.dtype == dtype and array.flags.c_contiguous for array in arrays)
+    if len(arrays) == 1 and as_they_are:
+        flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
+    elif scattered is not None and as_they_are and size >= _SCATTERED_BYTES:
+        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        scattered[(flat_TW.ctypes.data, size)] = arrays
     else:
         # Arrow's pool keeps freed pages; fresh ones from numpy cost five times the copy into them
-        memory = pa.allocate_buffer(int(offsets_B1[-1]) * width * np.dtype(dtype).itemsize)
-        flat_T = np.frombuffer(memory, dtype=dtype)
-        out_TLK = flat_T.reshape(-1, *spec.row_shape)
-        past_caches, slots = flat_T.nbytes >= _PAST_CACHES, tuple(range(spec.num_layers))
+        memory = pa.allocate_buffer(size)
+        flat_TW = np.frombuffer(memory, dtype=dtype).reshape(-1, width)
+        out_TLK, slots = flat_TW.reshape(-1, *spec.row_shape), tuple(range(spec.num_layers))
         for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
             if encoding == "plain":
-                lay_out(
-                    array, spec, tokens=(0, len(array)), slots=slots, out=out_TLK[start:stop], past_caches=past_caches
-                )
+                part, past = (0, len(array)), size >= _PAST_CACHES
+                lay_out(array, spec, tokens=part, slots=slots, out=out_TLK[start:stop], past_caches=past)
             else:
                 # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
                 np.copyto(out_TLK[start:stop], array, casting="unsafe")
-    storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_T), width)
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_TW.reshape(-1)), width)
     rows = pa.ExtensionArray.from_storage(row_type(spec, encoding), storage)
     return pa.LargeListArray.from_arrays(pa.array(offsets_B1.astype(np.int64), pa.int64()), rows)
 

@@ -65,10 +65,12 @@ class IpcWriter(BatchWriter):
     ) -> None:
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
+        self._scattered = target.file.scattered
         self._ipc: Any = None
 
     def _send(self, batch: pa.RecordBatch) -> None:
         self._writer().write_batch(batch)
+        self._target.file.scattered.clear()
 
     def _writer(self) -> Any:
         if self._ipc is None:
