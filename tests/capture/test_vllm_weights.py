@@ -126,7 +126,7 @@ def forced_weights(model: Any, record: RouteRecord) -> NDArray[np.float32]:
     sites = [site for site in find_weights(model, find_gates(model)) if site.gate.layer_id in record.spec.layer_ids]
     batch = collate([record], record.spec)
     routes_SLK = torch.from_numpy(record.routes.astype(np.int64)).clamp(min=0)
-    seen: dict[int, NDArray[np.float32]] = {}
+    seen: dict[int, NDArray[Any]] = {}
 
     def keep(slot: int, module: Any, args: Any, output: Any) -> None:
         site, meaning = sites[slot], meaning_of(record)
@@ -272,13 +272,13 @@ _COMMON: dict[str, Any] = {
 
 def mixtral() -> Any:
     """Softmax over the chosen two."""
-    config = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 32}
+    config: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 32}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_COMMON, **config))
 
 
 def deepseek() -> Any:
     """Sigmoid, a bias that selects, groups, and a factor, which vLLM applies on the output."""
-    config = {
+    config: dict[str, Any] = {
         "n_routed_experts": 16,
         "n_shared_experts": 1,
         "num_experts_per_tok": 4,
@@ -305,7 +305,7 @@ def deepseek() -> Any:
 
 def llama4() -> Any:
     """Sigmoid of the one that is chosen, multiplied before the expert; every second layer."""
-    config = {
+    config: dict[str, Any] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 2,
@@ -377,7 +377,7 @@ def told(module: Any, **factors: float) -> WeightsMeaning:
     return forcing.meaning_of(module, 5, width=8, model=torch.nn.Linear(8, 8), factors=factors)
 
 
-GROUPED = {"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+GROUPED: dict[str, Any] = {"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
 
 
 def test_the_factor_is_found_in_the_weights_or_on_the_output() -> None:

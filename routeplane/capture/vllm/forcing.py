@@ -415,31 +415,36 @@ def weigher_of(router: Any, layer: int, *, width: int, model: Any) -> _Weigher:
 
 def _rules_of(router: Any, layer: int, *, width: int, model: Any) -> tuple[torch.Tensor, list[_Weigher]]:
     """The weights that a router gives to its choices of random logits, and every rule that they follow."""
+    if getattr(router, "_hash_indices_table", None) is not None:
+        raise _other_rule(router, layer)
     some = next(iter(model.parameters()))
     generator = torch.Generator().manual_seed(layer)
     logits_NE = 2 * torch.randn(_PROBE_ROWS, int(router.global_num_experts), generator=generator)
     logits_NE = logits_NE.to(some.device)
     hidden = torch.zeros(_PROBE_ROWS, width, dtype=some.dtype, device=some.device)
     found = []
-    if getattr(router, "_hash_indices_table", None) is None:
-        with torch.inference_mode():
-            weights_NK, ids_NK = router._compute_routing(hidden, logits_NE, None)
-        for score in _SCORES:
-            for renormalised in (False, True):
-                made = _Weigher(score=score, renormalised=renormalised)
-                ratio = weights_NK.float() / made(logits_NE, ids_NK.to(torch.int64))
-                factor = float(ratio.mean())
-                if float((ratio - factor).abs().max()) < 1e-4 * abs(factor):
-                    said = float(getattr(router, "routed_scaling_factor", 1.0))
-                    exact = next((each for each in (1.0, said) if _equal(factor, each)), factor)
-                    found.append(_Weigher(score=score, renormalised=renormalised, factor=exact))
+    with torch.inference_mode():
+        weights_NK, ids_NK = router._compute_routing(hidden, logits_NE, None)
+    for score in _SCORES:
+        for renormalised in (False, True):
+            made = _Weigher(score=score, renormalised=renormalised)
+            ratio = weights_NK.float() / made(logits_NE, ids_NK.to(torch.int64))
+            factor = float(ratio.mean())
+            if float((ratio - factor).abs().max()) < 1e-4 * abs(factor):
+                said = float(getattr(router, "routed_scaling_factor", 1.0))
+                exact = next((each for each in (1.0, said) if _equal(factor, each)), factor)
+                found.append(_Weigher(score=score, renormalised=renormalised, factor=exact))
     if not found:
-        raise CaptureError(
-            f"expected a router that weighs its choices by one of {sorted(_SCORES)}, got {type(router).__name__} with "
-            f"another rule @ layer {layer}",
-            kind=ErrorKind.CAPTURE_OFF,
-        )
+        raise _other_rule(router, layer)
     return weights_NK, found
+
+
+def _other_rule(router: Any, layer: int) -> CaptureError:
+    return CaptureError(
+        f"expected a router that weighs its choices by one of {sorted(_SCORES)}, got {type(router).__name__} with "
+        f"another rule @ layer {layer}",
+        kind=ErrorKind.CAPTURE_OFF,
+    )
 
 
 def _equal(one: float, other: float) -> bool:
@@ -558,7 +563,7 @@ def meaning_of(module: Any, layer: int, *, width: int, model: Any, factors: Mapp
         )
     scaling: Scaling = "in" if inside != 1 else "out" if outside != 1 else "none"
     return WeightsMeaning(
-        score=rule.score,
+        score="sigmoid" if rule.score == "sigmoid" else "softmax",
         renormalised=rule.renormalised,
         scaling=scaling,
         factor=inside if scaling == "in" else outside,

@@ -49,6 +49,7 @@ __all__ = [
     "find_drift",
     "ids_of",
     "model_config_of",
+    "record_weights",
     "request_args",
     "require_moe",
     "require_running",
@@ -351,6 +352,14 @@ def _fields_of(name: str) -> Sequence[str] | None:
     constructor = getattr(found.__init__, "__code__", None)
     set_by_it = () if constructor is None else constructor.co_names
     return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *set_by_it, *dir(found)]
+
+
+def record_weights(worker: Any, kept: str) -> str:
+    """``forcing.record_weights``, loaded in the worker that runs it: other releases have no such routers."""
+    found = _object_of("routeplane.capture.vllm.forcing:record_weights")
+    if found is None:
+        raise CaptureError("expected a vLLM whose routers are objects (0.30), got another", kind=ErrorKind.CAPTURE_OFF)
+    return str(found(worker, kept))
 
 
 # ---- what an engine and a request are told --------------------------------------------------------------------------

@@ -332,7 +332,7 @@ class SelfCheck:
 
     def _narrow(self, parts: Sequence[NDArray[Any]], name: str) -> NDArray[np.int16]:
         expected = PROMPT if name == "other" else PROMPT + GENERATED - (name == "generated")
-        rows_RDK = np.concatenate(parts) if parts else np.empty((0, 0, 0))
+        rows_RDK: NDArray[Any] = np.concatenate(parts) if parts else np.empty((0, 0, 0))
         if len(rows_RDK) != expected:
             raise CaptureError(
                 f"expected {expected} rows of {PROMPT} tokens and those generated, got {len(rows_RDK)} @ {name}",

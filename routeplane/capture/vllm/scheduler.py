@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from routeplane.capture.vllm.interface import (
     WriterConfig,
     captures_routes,
     ids_of,
+    record_weights,
     require_running,
     spec_from_vllm,
 )
@@ -288,9 +288,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
                 "expected a vLLM that keeps rows by slot of the KV cache (0.30), got another",
                 kind=ErrorKind.CAPTURE_OFF,
             )
-        # imported by name: other releases have no such routers
-        forcing = import_module("routeplane.capture.vllm.forcing")
-        said = set(self._core.model_executor.collective_rpc(forcing.record_weights, args=(kept,)))
+        said = set(self._core.model_executor.collective_rpc(record_weights, args=(kept,)))
         if len(said) != 1:
             raise CaptureError(
                 f"expected workers that agree on weights, got {sorted(said)}", kind=ErrorKind.CAPTURE_OFF
