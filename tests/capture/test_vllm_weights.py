@@ -288,7 +288,8 @@ def deepseek() -> Any:
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
-        "topk_method": "noaux_tc",  # vLLM makes a bias by this name
+        "topk_method": "noaux_tc",  # as released models say: without, vLLM has no bias, and weighs by a softmax
+        "scoring_func": "sigmoid",
         "q_lora_rank": 32,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 32,
