@@ -509,7 +509,7 @@ def _hook_weights(router: Any, bits_TK: torch.Tensor, *, kept: str, dtype: str) 
     def select(*args: Any, **options: Any) -> Any:
         weights_NK, ids_NK = own(*args, **options)
         if _DTYPES.get(weights_NK.dtype) != dtype:
-            raise CaptureError(f"expected weights as {dtype}, got {weights_NK.dtype}", kind=ErrorKind.DTYPE)
+            raise CaptureError(f"expected weights as {dtype}, got {weights_NK.dtype}", kind=ErrorKind.CAPTURE_OFF)
         if kept == "float32":
             made_NK = weights_NK.float().view(torch.int32)
         else:
