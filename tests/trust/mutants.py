@@ -75,7 +75,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/record/test_refusals.py",
         "tests/record/test_record.py",
         "tests/record/test_record_ownership.py",
-        "tests/record/test_columnar.py",
     ),
     "routeplane/record/rows.py": (
         "tests/record/test_refusals.py",
@@ -85,7 +84,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/record/test_refusals.py",
         "tests/record/test_spans.py",
         "tests/record/test_coverage.py",
-        "tests/capture/test_versions.py",
     ),
     "routeplane/record/spec.py": (
         "tests/record/test_refusals.py",
