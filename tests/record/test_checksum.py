@@ -231,7 +231,7 @@ def test_items_of_many_entries_are_those_of_each(starts: list[int], attempts: li
     """What is made column by column is, entry by entry, what the grammar says of one."""
     count = len(starts)
     wide, narrow = np.asarray(starts, dtype=np.int64), np.asarray(attempts[:count], dtype=np.int32)
-    sizes = np.abs(narrow).astype(np.int64)
+    sizes = np.abs(narrow.astype(np.int64))
     expected = [
         int64("start", start) + item("attempt", struct.pack("<i", attempt)) + int64("stop", start)
         for start, attempt in zip(starts, narrow.tolist(), strict=True)

@@ -122,6 +122,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows: int = 0",
         "rows: int = 1",
     ): "rows of a rank that has no group yet are not looked at",
+    ("routeplane/record/rows.py", "_FEW_TOKENS = 16", "_FEW_TOKENS = 17"): "how many rows are looked at in one go",
+    (
+        "routeplane/record/rows.py",
+        "for start, stop in _blocks(stored_SLK, spec, nbytes=_WIDE_BYTES if wide else _BLOCK_BYTES):",
+        "for start, stop in _blocks(stored_SLK, spec, nbytes=_WIDE_BYTES if not wide else _BLOCK_BYTES):",
+    ): "how many rows are looked at in one go",
 }
 
 #: How a change can end: a test failed, the tests did not end, no test can tell, no test told.
