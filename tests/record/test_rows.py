@@ -237,10 +237,16 @@ def test_any_number_of_neighbours_is_picked(top_k: int, kind: str) -> None:
             picked_SLK = pick_layers(routes_SLK, range(first, first + count))
 
             assert np.array_equal(routes_SLK[:, first : first + count], picked_SLK)
+    one_SLK = np.ascontiguousarray(routes_SLK[:, :1])
+    assert np.array_equal(one_SLK[:, [0, 0]], pick_layers(one_SLK, [0, 0]))
+
+
+_LEGAL = [[3, 5], [0, 1], [7, 2], [-1, -1]]
 
 
 @given(
-    choices=st.lists(st.sampled_from([[3, 5], [0, 1], [7, 2], [-1, -1], [4, 4], [8, 1], [-1, 2]]), max_size=14),
+    choices=st.lists(st.sampled_from(_LEGAL), min_size=2, max_size=14)
+    | st.lists(st.sampled_from([*_LEGAL, [4, 4], [8, 1], [-1, 2]]), max_size=14),
     wide=st.booleans(),
     filled=st.booleans(),
     gaps=st.none() | st.sets(st.integers(0, 6)),
@@ -265,8 +271,7 @@ def test_rows_are_moved_and_checked_as_a_loop_would(
             filler=np.asarray([6, 7], dtype=np.int16) if filled else None,
         )
     looked_at = [token for token in range(len(source)) if token not in skipped]
-    legal = {(3, 5), (0, 1), (7, 2), (-1, -1)}
-    if any(tuple(row) not in legal for token in looked_at for row in given_SLK[token].tolist()):
+    if any(row not in _LEGAL for token in looked_at for row in given_SLK[token].tolist()):
         assert found is None
         return
 

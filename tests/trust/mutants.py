@@ -122,6 +122,13 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows: int = 0",
         "rows: int = 1",
     ): "rows of a rank that has no group yet are not looked at",
+    (
+        "routeplane/record/spans.py",
+        "if type(start) is type(stop) is int and 0 <= start < stop < 2 ** 63 and (type(item.call) is str) and "
+        "item.call.isascii() and (version is None or (type(version) is int and -2 ** 63 <= version < 2 ** 63)):",
+        "if type(start) is type(stop) is int and 1 <= start < stop < 2 ** 63 and (type(item.call) is str) and "
+        "item.call.isascii() and (version is None or (type(version) is int and -2 ** 63 <= version < 2 ** 63)):",
+    ): "what is not let through at once is looked at field by field, and is legal there",
     ("routeplane/record/rows.py", "_FEW_TOKENS = 16", "_FEW_TOKENS = 17"): "how many rows are looked at in one go",
     (
         "routeplane/record/rows.py",
