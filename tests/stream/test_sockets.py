@@ -209,6 +209,15 @@ def test_a_producer_waits_for_the_answer_no_longer_than_told(listener: Listener)
     assert ErrorKind.TIMED_OUT == caught.value.kind
 
 
+def test_a_listener_may_be_closed_again() -> None:
+    """A second ``close`` does nothing; a peer that had connected is disconnected by the first."""
+    with listen("tcp://127.0.0.1:0") as found:
+        silent = peer(found)
+        found.close()
+    assert b"" == silent.recv(1)
+    silent.close()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Addresses and options
 # ----------------------------------------------------------------------------------------------------------------------
