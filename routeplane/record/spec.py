@@ -49,9 +49,10 @@ class RouteSpec:
 
     ``num_experts``: the router's width E (zero-computation experts in, fused shared experts out), or one width per
     captured layer. ``top_k``: K, one integer. ``layer_ids``: the global decoder-layer index behind each slot of axis
-    L, strictly increasing. ``model``: a name for people and for the digest. ``id_space``: always ``"logical"``; a
-    load balancer's physical ids are refused. ``decoder_layers``: the depth of the decoder, MoE layers and others, where
-    it is known: an axis of another length is then refused (format 1.1).
+    L, strictly increasing; of looped layers, that in the unrolled model. ``model``: a name for people and for the
+    digest. ``id_space``: always ``"logical"``; a load balancer's physical ids are refused. ``decoder_layers``: the
+    depth of the decoder, MoE layers and others, where it is known: an axis of another length is then refused (format
+    1.1).
 
     Raises SpecError where a value is illegal.
 

@@ -65,10 +65,12 @@ class IpcWriter(BatchWriter):
     ) -> None:
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
+        self._scattered = target.file.scattered
         self._ipc: Any = None
 
     def _send(self, batch: pa.RecordBatch) -> None:
         self._writer().write_batch(batch)
+        self._target.file.scattered.clear()
 
     def _writer(self) -> Any:
         if self._ipc is None:
@@ -215,7 +217,8 @@ class IpcReader(RecordReader):
         self._report = replace(self._report, complete=True)
 
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
-        return self._checked.records(batch, select=self._early_selection(), seen=self._counter.add_record)
+        add, threads = self._counter.add_record, self._policy.threads
+        return self._checked.records(batch, select=self._early_selection(), seen=add, threads=threads)
 
     def _early_selection(self) -> RouteSpec | None:
         """The layers that are taken before any row is looked at: where whole records are not to be verified."""
