@@ -51,13 +51,23 @@ __all__ = [
 #: Values of one column in one batch. The lists of a ragged column end at int32, and Arrow implementations exist that
 #: count all values of a batch in 32 bits (arrow-rs#5901).
 MAX_BATCH_VALUES = 2**31 - 1
+# Less is copied into one piece: a write of its own costs more.
+_SCATTERED_BYTES = 2**18
 
 
 def write_batch(
-    records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding, version: str = FORMAT_VERSION
+    records: Sequence[RouteRecord],
+    spec: RouteSpec,
+    *,
+    encoding: Encoding,
+    version: str = FORMAT_VERSION,
+    scattered: dict[tuple[int, int], list[NDArray[Any]]] | None = None,
 ) -> pa.RecordBatch:
     """One RecordBatch of the given records, which must share spec and aligned columns; copies their arrays once, and
     views those of a single record.
+
+    ``scattered``: where given, rows that need no conversion are not copied: the batch has memory in their place that
+    nothing was written to, and its address and size are noted here with the arrays to write instead.
 
     Raises SpecError or DataError naming the record that differs, UsageError (VERSION) for one that ``version`` cannot
     say, DataError (TOKEN_COLUMN) for lists of more than ``MAX_BATCH_VALUES`` values in all.
@@ -79,7 +89,7 @@ def write_batch(
         pa.array([record.group for record in records], pa.utf8()),
         _ragged([record.token_ids for record in records], pa.int32()),
         pa.array([record.routes_start for record in records], pa.int64()),
-        _ragged_routes([record.routes for record in records], spec, encoding),
+        _ragged_routes(records, spec, encoding, scattered),
         pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
         pa.array([[_entry(span, span_type) for span in record.spans] for record in records], pa.list_(span_type)),
         pa.array(
@@ -175,15 +185,28 @@ def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> p
     )
 
 
-def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encoding: Encoding) -> pa.LargeListArray:
-    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+def _ragged_routes(
+    records: Sequence[RouteRecord],
+    spec: RouteSpec,
+    encoding: Encoding,
+    scattered: dict[tuple[int, int], list[NDArray[Any]]] | None,
+) -> pa.LargeListArray:
+    dtype: Any = np.dtype(np.uint8 if encoding == "narrow" else np.int16)
     width = spec.num_layers * spec.top_k
-    if len(arrays) == 1 and encoding == "plain":
+    # rows that are stored as they are to be written need no widening on the way
+    stored = [record.stored_routes for record in records]
+    arrays = [rows if rows.dtype == dtype else record.routes for rows, record in zip(stored, records, strict=True)]
+    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+    size = int(offsets_B1[-1]) * width * dtype.itemsize
+    as_they_are = all(array.dtype == dtype and array.flags.c_contiguous for array in arrays)
+    if len(arrays) == 1 and as_they_are:
         flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
+    elif scattered is not None and as_they_are and size >= _SCATTERED_BYTES:
+        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        scattered[(flat_TW.ctypes.data, size)] = arrays
     else:
-        dtype: Any = np.uint8 if encoding == "narrow" else np.int16
         # Arrow's pool keeps freed pages; fresh ones from numpy cost five times the copy into them
-        memory = pa.allocate_buffer(int(offsets_B1[-1]) * width * np.dtype(dtype).itemsize)
+        memory = pa.allocate_buffer(size)
         flat_TW = np.frombuffer(memory, dtype=dtype).reshape(-1, width)
         for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
             # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
