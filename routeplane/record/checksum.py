@@ -87,11 +87,6 @@ class CanonicalHash:
         """Canonical bytes that were made before: whole items."""
         self._small.append(piece)
 
-    def feed(self, values: NDArray[Any]) -> None:
-        """Values that are canonical as they are."""
-        self._flush()
-        self._hash.update(values.data)
-
     def small_bytes(self) -> bytes:
         """What was given since the last array, the spec's digest included where there was none."""
         return b"".join(self._small)

@@ -59,6 +59,7 @@ def find_problems(
     ``routes``: integer array ``[S, L, K]`` of any width; ``first_token`` is the absolute position of its first row.
     A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
     An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
+    Raises UsageError (ARGUMENT) for what is not a numpy array (a tensor: ``routes.numpy()``).
 
     >>> from routeplane import RouteSpec
     >>> rows = np.asarray([[[3, 5]], [[3, 3]]], dtype=np.int16)
@@ -89,7 +90,14 @@ def find_problems(
 
 
 def check_routes(routes: NDArray[Any], spec: RouteSpec, *, first_token: int = 0, sample: str | None = None) -> None:
-    """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal."""
+    """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal; arguments as there.
+
+    >>> from routeplane import RouteSpec
+    >>> check_routes(np.zeros((1, 1, 2), np.int16), RouteSpec(num_experts=8, top_k=2, layer_ids=(3,)), sample="s")
+    Traceback (most recent call last):
+    ...
+    routeplane.errors.DataError: illegal routes: expected pairwise distinct ids, got [0, 0] @ sample s, token 0, layer 3
+    """
     found = find_problems(routes, spec, first_token=first_token, sample=sample)
     if found:
         raise DataError.from_problems(found, what="illegal routes")
@@ -147,6 +155,8 @@ def _kernels() -> ModuleType | None:
 
 
 def _shape_problem(routes: NDArray[Any], spec: RouteSpec, sample: str | None) -> Problem | None:
+    if not isinstance(routes, np.ndarray):
+        raise UsageError(f"expected routes as a numpy array, got {type(routes).__name__}", kind=ErrorKind.ARGUMENT)
     if routes.dtype.kind not in "iu":
         return Problem(
             kind=ErrorKind.DTYPE, message=f"expected routes of an integer type, got {routes.dtype}", sample=sample

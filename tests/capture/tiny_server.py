@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ def running_server(folder: Path, *, log: Path, fifo: Path | None = None) -> Iter
     reader.start()
     try:
         ready.wait()
+        # uvicorn says so before it listens
+        while process.poll() is None and not _listens(port):
+            time.sleep(0.05)
         if process.poll() is not None:
             raise RuntimeError(f"the server ended:\n{log.read_text()[-4000:]}")
         yield Server(url=f"http://127.0.0.1:{port}", process=process)
@@ -115,6 +119,14 @@ def running_server(folder: Path, *, log: Path, fifo: Path | None = None) -> Iter
         process.terminate()
         process.wait(timeout=60)
         reader.join()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def _copy_output(process: subprocess.Popen[str], log: Path, ready: threading.Event) -> None:

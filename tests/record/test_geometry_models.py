@@ -6,7 +6,8 @@ Models are built on the meta device: real modules and real shapes, and no memory
 from __future__ import annotations
 
 import json
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.record.geometry import Geometry, gate_paths, geometry_from_hf_config, geometry_from_model
+from routeplane.record.meta_model import build_without_weights
 from tests.geometries import CORPUS, MOE, check_refused, expected_of, shape_of
 
 
@@ -334,3 +336,60 @@ def test_another_object_than_a_model_is_a_usage_error(model: object) -> None:
     """Nothing to walk: the call is wrong."""
     with pytest.raises(UsageError, match="named_modules"):
         geometry_from_model(model)
+
+
+def test_a_layer_at_two_places_is_refused() -> None:
+    """It runs twice in one forward, and a row has one choice."""
+    model = Stack(layers__0__gate=gate())
+    model.get_submodule("layers").add_module("1", model.get_submodule("layers.0"))
+    check_refused(
+        ErrorKind.UNSUPPORTED_GEOMETRY,
+        "the gate layers.0.gate at layers.1.gate too",
+        lambda: geometry_from_model(model),
+    )
+
+
+def test_a_model_of_another_class_than_torchs_is_counted() -> None:
+    """``named_modules`` without torch's options, and a configuration that names no architecture."""
+
+    class Walk:
+        config: ClassVar[dict[str, object]] = {"num_hidden_layers": 4}
+
+        def named_modules(self) -> list[tuple[str, object]]:
+            return [("", self), ("layers.3.gate", gate())]
+
+    assert Geometry(num_experts=8, top_k=2, layer_ids=(3,), model="Walk") == geometry_from_model(Walk())
+
+
+# ---- what the environment has ----
+
+UNKNOWN = {"architectures": ["OursForCausalLM"], "model_type": "ours", "num_experts": 8}
+
+
+def test_without_transformers_an_unknown_architecture_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal of the table is what the user sees, not a missing package."""
+    monkeypatch.delitem(sys.modules, "routeplane.record.meta_model", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    check_refused(ErrorKind.UNKNOWN_ARCHITECTURE, "OursForCausalLM", lambda: geometry_from_hf_config(UNKNOWN))
+
+
+def test_a_broken_installation_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another module that is gone is the error."""
+    monkeypatch.setitem(sys.modules, "routeplane.record.meta_model", None)
+
+    with pytest.raises(ModuleNotFoundError, match=r"routeplane\.record\.meta_model"):
+        geometry_from_hf_config(UNKNOWN)
+
+
+def test_a_model_that_was_built_and_has_two_routers_is_refused_for_that() -> None:
+    """The reason is the count's, not that the table does not know the name."""
+    config = CONFIG_MAPPING["ernie4_5_vl_moe"]()
+    check_refused(ErrorKind.UNSUPPORTED_GEOMETRY, "one gate in layer 1", lambda: geometry_from_hf_config(config))
+
+
+def test_a_configuration_that_cannot_be_built_is_unknown_with_the_reason() -> None:
+    """Transformers knows its name and fails to build it."""
+    config = hf_config("lfm2_moe", {"num_hidden_layers": 2})
+    del config.layer_types
+    check_refused(ErrorKind.UNKNOWN_ARCHITECTURE, "write the RouteSpec by hand", lambda: build_without_weights(config))

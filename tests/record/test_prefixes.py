@@ -234,3 +234,105 @@ def test_a_delta_with_columns_that_its_holder_lacks_is_refused() -> None:
     with pytest.raises(DataError, match="with the columns of its delta") as caught:
         list(resolve([holder, further]))
     assert ErrorKind.PREFIX == caught.value.kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Making deltas
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_of_another_spec_shares_nothing() -> None:
+    """Rows of other layers are not those of the base: the record stays whole."""
+    base = watermarked_record(0, num_tokens=5, prompt_tokens=2, spec=SPEC)
+    longer = watermarked_record(0, num_tokens=8, prompt_tokens=2, spec=watermarked_spec(layers=(1, 5), top_k=2))
+
+    assert longer is as_delta(longer, base)
+
+
+OTHER_TYPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "base has a column more": ({"columns": {"x": np.zeros(5, np.int8)}}, {}),
+    "base has a column less": ({}, {"columns": {"x": np.zeros(8, np.int8)}}),
+    "another dtype": ({"columns": {"x": np.zeros(5, np.int8)}}, {"columns": {"x": np.zeros(8, np.int16)}}),
+    "base has no log-probabilities": ({"logprobs": None}, {}),
+    "base alone has log-probabilities": ({}, {"logprobs": None}),
+    "another model": ({"spec": replace(SPEC, model="other")}, {}),
+}
+
+
+@pytest.mark.parametrize(("base", "longer"), OTHER_TYPES.values(), ids=OTHER_TYPES)
+def test_records_of_other_columns_share_nothing(base: dict[str, Any], longer: dict[str, Any]) -> None:
+    """Equal tokens and rows do not make a delta where what stands beside them is of another kind."""
+    short, long = (watermarked_record(0, num_tokens=count, prompt_tokens=2, spec=SPEC) for count in (5, 8))
+    record = replace(long, **longer, checksum=None)
+
+    assert 4 == as_delta(long, short).tokens_start
+    assert record is as_delta(record, replace(short, **base, checksum=None))
+
+
+@given(
+    tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    scores=st.integers(0, 2),
+    others=st.lists(
+        st.tuples(st.sampled_from(["token", "row", "logprob", "score 0", "score 1"]), st.integers(0, 8)), max_size=3
+    ),
+)
+def test_what_is_shared_is_what_a_look_at_each_token_finds(
+    tokens: tuple[int, int], scores: int, others: list[tuple[str, int]]
+) -> None:
+    """A delta begins at the first token that differs in anything, has a token of its own, and resolves to the whole."""
+    columns = {f"score {index}": np.arange(9, dtype=np.float32) + index for index in range(scores)}
+
+    def made(sample: str, count: int, changes: list[tuple[str, int]]) -> RouteRecord:
+        record = watermarked_record(0, num_tokens=count, prompt_tokens=1, spec=SPEC, last_token_fed=True)
+        assert record.logprobs is not None
+        token_ids, routes_SLK, logprobs = record.token_ids.copy(), record.routes.copy(), record.logprobs.copy()
+        own = {name: values[:count].copy() for name, values in columns.items()}
+        for kind, at in ((kind, at) for kind, at in changes if at < count):
+            if kind == "token":
+                token_ids[at] += 1
+            elif kind == "row":
+                routes_SLK[at, 1] = routes_SLK[at, 1][::-1]
+            elif kind == "logprob":
+                logprobs[at] = -0.25 if at else np.nan
+            elif kind in own:
+                own[kind][at] = -1
+        changed: dict[str, object] = {"token_ids": token_ids, "routes": routes_SLK, "logprobs": logprobs}
+        return replace(record, sample_id=sample, columns=own, checksum=None, **changed)  # type: ignore[arg-type]
+
+    base, record = made("base", tokens[0], []), made("record", tokens[1], others)
+    changed = [at for kind, at in others if kind in {"token", "row", *columns} or (kind == "logprob" and at)]
+    shared = min([*tokens, tokens[1] - 1, *changed])
+    delta = as_delta(record, base)
+
+    assert shared == delta.tokens_start == delta.routes_start
+    assert delta.num_tokens == record.num_tokens
+    assert (delta is record) == (shared == 0)
+    assert record.equals(resolve([base, delta])[1])
+
+
+@pytest.mark.parametrize("other", range(1, 5))
+def test_what_is_shared_ends_at_the_first_other_entry_of_a_column(other: int) -> None:
+    """Tokens, rows and log-probabilities are those of the base, and one score of a column is not."""
+    scores = np.arange(8, dtype=np.float32)
+    base = replace(
+        watermarked_record(0, num_tokens=5, prompt_tokens=2, spec=SPEC, last_token_fed=True),
+        columns={"score": scores[:5]},
+        checksum=None,
+    )
+    longer = watermarked_record(0, num_tokens=8, prompt_tokens=2, spec=SPEC, last_token_fed=True)
+    changed = np.where(np.arange(8) == other, -1, scores).astype(np.float32)
+    longer = replace(longer, segment=1, columns={"score": changed}, checksum=None)
+    delta = as_delta(longer, base)
+
+    assert other == delta.tokens_start
+    assert longer.equals(resolve([base, delta])[1])
+
+
+def test_a_delta_of_some_layers_says_nothing_new_of_rows_it_does_not_hold() -> None:
+    """Tokens 2 to 5 lack layer 1. Without it, those of the delta are whole; those of the holder stay partial."""
+    whole = watermarked_record(0, num_tokens=8, spec=SPEC, missing=[(token, 1) for token in range(2, 6)])
+    delta = delta_of(whole, replace(whole.slice(0, 5), segment=1, checksum=None), start=4).select([4])
+
+    assert [(0, 2, "captured"), (2, 4, "partial"), (4, 6, "captured"), (6, 7, "captured"), (7, 8, "not_fed")] == [
+        (one.start, one.stop, one.state) for one in delta.captures
+    ]

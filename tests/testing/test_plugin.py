@@ -51,7 +51,7 @@ def config() -> str:
 
 
 def run(folder: Path, text: str, *arguments: str, ci: bool = False) -> tuple[int, str]:
-    """Pytest over one file, with the entry points of ``pyproject.toml``; ``ci``: with a CI's variable set, else none."""
+    """Pytest over one file, with the entry points of ``pyproject.toml``; ``ci``: with a CI's variable set."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / "site" / "routeplane-0.dist-info"
     info.mkdir(parents=True)
@@ -64,7 +64,9 @@ def run(folder: Path, text: str, *arguments: str, ci: bool = False) -> tuple[int
     (folder / "test_ours.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments, "test_ours.py"]
     # of this run's variables none that says "a CI": hypothesis reads a dozen of them
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
+    environment = {
+        name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ
+    }
     environment |= {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}"} | ({"CI": "true"} if ci else {})
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr

@@ -3,14 +3,22 @@
 Models of several Transformers families at random weights, whose routers collapse far more often than trained ones do;
 prompts of random tokens over a wide and a narrow vocabulary (511 and 7 tokens), counted apart. A record counts once per
 kind. Faults are planted in records of the wide vocabulary with 128 tokens or more.
+
+``--engine vllm`` (with the engine's environment, as ``make test`` sets it) takes the rows from vLLM: short and long
+prompts and generations, sampled twice at temperature 1 and once greedily. Each width has a process of its own.
 """
 
 # ruff: noqa: T201  it prints a table
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +36,12 @@ from transformers import (
 from routeplane.capture.transformers import taping
 from routeplane.errors import ErrorKind
 from routeplane.record.alarms import find_alarms
-from routeplane.record.spec import RouteSpec
+from routeplane.record.spec import MISSING, RouteSpec
 
-__all__ = ["honest_records", "measure", "planted"]
+__all__ = ["engine_records", "honest_records", "measure", "planted"]
 
 KINDS = (ErrorKind.IDENTICAL_ROWS, ErrorKind.CONSTANT_LAYER, ErrorKind.ENTROPY_COLLAPSE, ErrorKind.UNUSED_EXPERTS)
-#: What is planted. The last looks like any other record: no alarm can find it, and none does.
+#: What is planted. The last three look like any other record: no alarm can find them, and none does.
 FAULTS = (
     "stale buffer",
     "arange runs",
@@ -42,11 +50,17 @@ FAULTS = (
     "collapsed layer",
     "half the experts",
     "another request's rows",
+    "an earlier attempt's rows",
+    "an older version's rows",
 )
 FAMILIES = ("Qwen3-MoE", "Mixtral", "OLMoE")
 #: number of experts, top-k
 WIDTHS = ((8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (32, 4), (60, 4), (64, 8), (128, 8))
 LENGTHS = (32, 64, 128, 256)
+#: what an engine is asked for: prompt tokens, generated tokens
+SHAPES = ((8, 24), (48, 16), (16, 112), (200, 56))
+ENGINE_WIDTHS = ((8, 1), (16, 2), (32, 4), (128, 8))
+WORDS = (512, 8)
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 512,
@@ -60,12 +74,25 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+#: the engine has no kernel for heads of 16, and OLMoE takes their size from these
+_FOR_ENGINE: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 Record = tuple[RouteSpec, NDArray[np.int16], NDArray[np.int32]]
+#: fault -> rows of the same length that may stand in the place of a record's
+Others = Mapping[str, NDArray[np.int16]]
 
 
-def _model(family: str, experts: int, top_k: int, *, seed: int) -> Any:
+def _model(family: str, experts: int, top_k: int, *, seed: int, **settings: Any) -> Any:
     torch.manual_seed(seed)
     more: dict[str, Any] = {**_COMMON, "num_experts_per_tok": top_k, "initializer_range": 0.1 if seed % 2 else 0.02}
+    more |= settings
     made: Any
     if family == "Mixtral":
         made = MixtralForCausalLM(MixtralConfig(**more, num_local_experts=experts))
@@ -76,8 +103,8 @@ def _model(family: str, experts: int, top_k: int, *, seed: int) -> Any:
     return made.eval()
 
 
-def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Record]]:
-    """The family and vocabulary, and a record's spec, rows and tokens."""
+def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Record, Others]]:
+    """The family and vocabulary; a record's spec, rows and tokens; and the rows of the record before."""
     for family in FAMILIES:
         for experts, top_k in WIDTHS:
             for seed in range(seeds):
@@ -86,17 +113,84 @@ def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Recor
                 ids: list[tuple[str, NDArray[np.int32]]] = []
                 with taping(model, spec) as tape, torch.no_grad():
                     for length in LENGTHS:
-                        for words in (512, 8):
+                        for words in WORDS:
                             for _ in range(repeats):
                                 tokens = torch.randint(1, words, (1, length))
                                 ids.append((f"{family}, {words - 1} tokens", tokens[0].numpy().astype(np.int32)))
                                 model(input_ids=tokens, use_cache=False)
-                for (name, tokens_S), rows_SLK in zip(ids, tape.forwards(), strict=True):
-                    yield name, (spec, rows_SLK.astype(np.int16), tokens_S)
+                before_SLK = np.empty((0, *spec.row_shape), dtype=np.int16)
+                for (name, tokens_S), routes in zip(ids, tape.forwards(), strict=True):
+                    rows_SLK = routes.astype(np.int16)
+                    alike = len(before_SLK) == len(rows_SLK)
+                    yield name, (spec, rows_SLK, tokens_S), {"another request's rows": before_SLK} if alike else {}
+                    before_SLK = rows_SLK
 
 
-def planted(record: Record, kind: str, other: NDArray[np.int16], rng: np.random.Generator) -> NDArray[np.int16]:
-    """The rows with a broken capture planted. ``other``: rows of another record of the same model and length."""
+def engine_records(*, seeds: int, repeats: int = 3) -> Iterator[tuple[str, Record, Others]]:
+    """The same from vLLM; other rows are of another prompt, another attempt, and the weights before an update."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+        wanted = [(*each, seeds, repeats) for each in product(FAMILIES, ENGINE_WIDTHS)]
+        for records in processes.map(_records_of_engine, *zip(*wanted, strict=True)):
+            yield from records
+
+
+def _records_of_engine(
+    family: str, width: tuple[int, int], seeds: int, repeats: int
+) -> list[tuple[str, Record, dict[str, NDArray[np.int16]]]]:
+    """Everything of one engine, into which the weights of one seed after another are loaded."""
+    from routeplane.capture.vllm import generate_records, start_engine  # which only this process has to load
+
+    with tempfile.TemporaryDirectory() as name, torch.compiler.set_stance("force_eager"):
+        folders = [Path(name) / str(seed) for seed in range(seeds)]
+        models = [_model(family, *width, seed=seed, **_FOR_ENGINE) for seed in range(seeds)]
+        for model, folder in zip(models, folders, strict=True):
+            model.save_pretrained(folder)
+        llm = start_engine(str(folders[0]), dtype="float32", max_model_len=264, max_num_batched_tokens=512)
+        found: list[tuple[str, Record, dict[str, NDArray[np.int16]]]] = []
+        for seed, (model, folder) in enumerate(zip(models, folders, strict=True)):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            older = _older(model)
+            rng = np.random.default_rng(seed)
+            for prompt, generated in SHAPES:
+                words = [each for each in WORDS for _ in range(repeats)]
+                prompts = [rng.integers(1, word, size=prompt).tolist() for word in words]
+                sampled = [
+                    generate_records(llm, prompts, max_tokens=generated, temperature=heat, seed=first)
+                    for heat, first in ((1.0, 0), (1.0, 1_000), (0.0, 0))
+                ]
+                for attempt, records in enumerate(sampled):
+                    for index, (word, record) in enumerate(zip(words, records, strict=True)):
+                        others = {
+                            "another request's rows": records[index - 1].routes,
+                            "an earlier attempt's rows": sampled[attempt - 1][index].routes,
+                            "an older version's rows": _rows(older, record.spec, record.token_ids),
+                        }
+                        name = f"{family}, {word - 1} tokens"
+                        found.append((name, (record.spec, record.routes, record.token_ids), others))
+    return found
+
+
+def _older(model: Any) -> Any:
+    """The weights before a small update."""
+    older = type(model)(model.config).eval()
+    with torch.no_grad():
+        for new, old in zip(model.parameters(), older.parameters(), strict=True):
+            old.copy_(new + 0.05 * new.std(correction=0) * torch.randn_like(new))
+    return older
+
+
+def _rows(model: Any, spec: RouteSpec, token_ids: NDArray[np.int32]) -> NDArray[np.int16]:
+    """The rows of a forward; none for the last token, as in an engine's record."""
+    with taping(model, spec) as tape, torch.no_grad():
+        model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None], use_cache=False)
+    [routes] = tape.forwards()
+    rows_SLK = np.asarray(routes, dtype=np.int16)
+    rows_SLK[-1] = MISSING
+    return rows_SLK
+
+
+def planted(record: Record, kind: str, others: Others, rng: np.random.Generator) -> NDArray[np.int16]:
+    """The rows with a broken capture planted; those of ``others`` by their name."""
     spec, rows_SLK, _ = record
     out = rows_SLK.copy()
     layer, width = int(rng.integers(spec.num_layers)), max(spec.experts_per_layer)
@@ -117,26 +211,26 @@ def planted(record: Record, kind: str, other: NDArray[np.int16], rng: np.random.
             size=(len(out), spec.num_layers, width // 2)
         )
         out = np.argsort(-scores_SLE, axis=2)[:, :, : spec.top_k].astype(np.int16)
-    elif kind == "another request's rows":
-        out = other
+    else:
+        out = others[kind]
     return out
 
 
-def faults_of(spec: RouteSpec) -> tuple[str, ...]:
+def faults_of(spec: RouteSpec, others: Others) -> tuple[str, ...]:
     """The faults that can be planted under a spec: with K = 1 an honest layer may be constant, unless it is zeros."""
     only = spec.top_k == 1
     return tuple(
         fault
         for fault in FAULTS
         if {"zero layer": only, "constant layer": not only, "collapsed layer": not only}.get(fault, True)
+        and (fault in others or not fault.endswith("'s rows"))
     )
 
 
-def measure(*, seeds: int) -> tuple[Counter[Any], Counter[Any]]:
+def measure(records: Iterable[tuple[str, Record, Others]]) -> tuple[Counter[Any], Counter[Any]]:
     """Alarms over honest records, ``[family, kind]`` with ``[family, "records"]``; and planted faults, found or not."""
     honest, found, rng = Counter[Any](), Counter[Any](), np.random.default_rng(0)
-    before: tuple[RouteSpec, NDArray[np.int16]] | None = None
-    for family, record in honest_records(seeds=seeds):
+    for family, record, others in records:
         spec, rows_SLK, ids_S = record
         for name in (family, f"K = 1, {family.split(', ')[1]}" if spec.top_k == 1 else "", "all"):
             honest[name, "records"] += 1
@@ -145,13 +239,10 @@ def measure(*, seeds: int) -> tuple[Counter[Any], Counter[Any]]:
             for kind in alarms:
                 honest[name, kind] += 1
         if len(rows_SLK) >= 128 and family.endswith(" 511 tokens"):
-            other = before[1] if before is not None and before[0] == spec else None
-            for fault in faults_of(spec):
-                if other is not None and len(other) == len(rows_SLK):
-                    broken = planted(record, fault, other, rng)
-                    found[fault, "planted"] += 1
-                    found[fault, "found"] += bool(find_alarms(broken, spec, token_ids=ids_S))
-            before = (spec, rows_SLK)
+            for fault in faults_of(spec, others):
+                broken = planted(record, fault, others, rng)
+                found[fault, "planted"] += 1
+                found[fault, "found"] += bool(find_alarms(broken, spec, token_ids=ids_S))
     return honest, found
 
 
@@ -159,7 +250,10 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=8, help="models of each family and width")
-    honest, found = measure(seeds=parser.parse_args().seeds)
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    options = parser.parse_args()
+    source = engine_records if options.engine == "vllm" else honest_records
+    honest, found = measure(source(seeds=options.seeds))
     print("| family | records | any | " + " | ".join(kind.value for kind in KINDS) + " |")
     for family in sorted({name for name, _ in honest if name}):
         counts = [honest[family, "records"], honest[family, "any"], *(honest[family, kind] for kind in KINDS)]
