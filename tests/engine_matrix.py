@@ -144,7 +144,9 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "Families": {
         "Mixtral, OLMoE, GPT-OSS, DeepSeek-V2": (f"{_FAMILY}test_rows_of_a_family_are_those_of_transformers",),
-        "routing weights: Mixtral, Llama 4, GLM-4 (the router of DeepSeek-V3)": (f"{_WEIGHTS}test_weights_of_a_family",),
+        "routing weights: Mixtral, Llama 4, GLM-4 (the router of DeepSeek-V3)": (
+            f"{_WEIGHTS}test_weights_of_a_family",
+        ),
     },
 }
 
