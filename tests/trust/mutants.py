@@ -75,6 +75,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/record/test_refusals.py",
         "tests/record/test_record.py",
         "tests/record/test_record_ownership.py",
+        "tests/record/test_checksum.py",
+        "tests/record/test_aligned.py",
+        "tests/record/test_prefixes.py",
+        "tests/record/test_columnar.py",
     ),
     "routeplane/record/rows.py": (
         "tests/record/test_refusals.py",
