@@ -140,6 +140,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "numpy takes any negative number for the length that is open",
     (
         "routeplane/record/alarms.py",
+        "best, start = (longest_run, -1)",
+        "best, start = (longest_run, -2)",
+    ): "any number below 0 stands for no run",
+    (
+        "routeplane/record/alarms.py",
         "if (routes_SLK[kept[spaced]] >= halves_L1).any():",
         "if (routes_SLK[kept[spaced]] > halves_L1).any():",
     ): "the first look only saves the full one, which asks the same of every row",
