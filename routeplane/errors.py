@@ -21,7 +21,7 @@ process and Ray boundaries). Messages say what was expected, what came, and wher
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, Self
 
@@ -199,10 +199,24 @@ class RouteplaneError(Exception):
         >>> DataError("expected 3 rows, got 2 @ call c", kind=ErrorKind.ROW_COUNT).of_sample("s").message
         'expected 3 rows, got 2 @ call c, sample s'
         """
-        named = f"{', ' if ' @ ' in self.message else ' @ '}sample {sample}"
+        known = tuple(
+            replace(problem, sample=sample) if problem.sample is None else problem for problem in self.problems
+        )
+        return self._at(f"sample {sample}", known)
+
+    def of_stream(self, name: str) -> Self:
+        """Return the same error with the stream named, for a caller that reads many.
+
+        >>> TruncatedError("expected a trailer, got none", kind=ErrorKind.TRUNCATED).of_stream("a.arrows").message
+        'expected a trailer, got none @ stream a.arrows'
+        """
+        return self if name in self.message else self._at(f"stream {name}", self.problems)
+
+    def _at(self, place: str, problems: tuple[Problem, ...]) -> Self:
+        named = f"{', ' if ' @ ' in self.message else ' @ '}{place}"
         if self.message.endswith(named):
             return self
-        return type(self)(self.message + named, kind=self.kind, problems=self.problems)
+        return type(self)(self.message + named, kind=self.kind, problems=problems)
 
 
 def _rebuild(

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     if error.name != "obstore":
         raise
     raise MissingExtraError(
-        "routeplane.archive needs obstore for URLs: pip install 'routeplane[zarr]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.archive needs obstore for URLs: install the extra routeplane[zarr]", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 __all__ = ["ObjectFolder"]

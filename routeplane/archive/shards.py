@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("google_crc32c", "numcodecs"):
         raise
     raise MissingExtraError(
-        "routeplane.archive needs numcodecs and google-crc32c: pip install 'routeplane[zarr]'",
+        "routeplane.archive needs numcodecs and google-crc32c: install the extra routeplane[zarr]",
         kind=ErrorKind.MISSING_EXTRA,
     ) from error
 

@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingExtraError(
-        "routeplane.batch needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.batch needs torch: install the extra routeplane[torch]", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 if TYPE_CHECKING:
@@ -190,10 +190,11 @@ class RouteBatch:
 
         ``routes``: integers of any width, ``[B, S, L, K]``, ``[T, L, K]`` with ``cu_seqlens``, or a nested (jagged)
         tensor of the sequences; on any device. ``token_ids``: integers of the same leading axes. ``lengths``: ``[B]``,
-        tokens of each sequence from its first row on; ``pad_mask``: bool ``[B, S]``, True at padding; by neither, all
-        rows are tokens. ``captured``: which rows an engine captured, as bool of the ids' shape or as counts ``[B]`` of
-        each sequence's first tokens: what other rows hold is filler and becomes MISSING. Without it, rows of -1 alone
-        are MISSING. ``generation_mask``: bool, tokens that the policy sampled; default none.
+        tokens of each sequence from its first row on; ``pad_mask``: bool ``[B, S]``, True at padding (the opposite of
+        an attention mask); by neither, all rows are tokens. ``captured``: which rows an engine captured, as bool of the
+        ids' shape or as counts ``[B]`` of each sequence's first tokens: what other rows hold is filler and becomes
+        MISSING. Without it, rows of -1 alone are MISSING. ``generation_mask``: bool, tokens that the policy sampled;
+        default none.
 
         Returns a batch with int16 routes of its own, MISSING at padding; token ids are shared where they are int64.
         MISSING rows at the end of a sequence count as not_fed from its last sampled token on (without any, its last
@@ -210,6 +211,9 @@ class RouteBatch:
         >>> batch.layer(1).tolist(), batch.unexplained_missing
         ([[3, 5], [-1, -1], [-1, -1]], 0)
         """
+        for name, given in (("routes", routes), ("token_ids", token_ids)):
+            if not isinstance(given, torch.Tensor):
+                raise refused(f"{name} as a tensor", type(given).__name__)
         if routes.is_nested and token_ids.is_nested:
             nested: Any = token_ids
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()
@@ -568,6 +572,10 @@ def _own_rows(
         depth = f" (axis {len(plan.shape)} is the layers {list(spec.layer_ids)})"
         raise refused(f"integer routes {list(expected)}{depth}", f"{routes.dtype} {list(routes.shape)}")
     kept = ~plan.padding()
+    if not kept.any() and bool((routes != routes.flatten(0, -3)[0]).any()):
+        raise refused(
+            "filler in a batch of padding alone", "rows that differ: pad_mask is True at padding, not at tokens"
+        )
     if captured is not None:
         kept &= _captured_rows(captured, plan)
     if routes.device.type != "cpu":
@@ -608,7 +616,7 @@ def _captured_rows(captured: Any, plan: TokenPlan) -> NDArray[np.bool_]:
     ):
         raise refused(
             f"captured as bool {list(plan.shape)}, or as counts within {plan.lengths.tolist()}",
-            f"{given.dtype} {list(given.shape)}",
+            f"{given.tolist()}" if given.ndim == 1 else f"{given.dtype} {list(given.shape)}",
         )
     rows_N: NDArray[np.bool_] = plan.token_N < given[plan.record_N]
     return rows_N.reshape(plan.shape)

@@ -112,6 +112,8 @@ class _Target:
 
     @classmethod
     def of(cls, spec: RouteSpec, layout: Layout, options: BatchOptions, shard: Shard | None) -> _Target:
+        if not isinstance(options, BatchOptions):
+            raise refused("options as BatchOptions", type(options).__name__)
         options.check_layout(layout)
         cut = Shard() if shard is None else shard
         own = spec if cut.layers is None else spec.select(cut.layers)

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "torch":
         raise
     raise MissingExtraError(
-        "routeplane.batch.dataset needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.batch.dataset needs torch: install the extra routeplane[torch]", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 if TYPE_CHECKING:
@@ -483,13 +483,15 @@ class RecordDataset(IterableDataset["RouteRecord"]):
 
     @contextmanager
     def _read(self, part: Any) -> Generator[RouteSource]:
-        source = self._parts.open(part)
+        with _naming(part):
+            source = self._parts.open(part)
         try:
             if self._spec is None:
                 self._spec = source.spec
             self._spec.require_same_geometry(source.spec, where=str(part))
             self._source = self._judge = source
-            yield source
+            with _naming(part):
+                yield source
         finally:
             if self._source is source:  # an iteration that was given up may end while the next one reads
                 self._source = None
@@ -620,6 +622,15 @@ def _ending(records: Iterator[RouteRecord]) -> Iterator[tuple[RouteRecord, bool]
             raise
         yield last, following is None
         last = following
+
+
+@contextmanager
+def _naming(part: Any) -> Generator[None]:
+    """Readers do not name what they read; of many streams, an error has to."""
+    try:
+        yield
+    except RouteplaneError as error:
+        raise error.of_stream(str(part)) from error
 
 
 def _repeat() -> StreamReport:

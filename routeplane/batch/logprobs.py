@@ -193,8 +193,14 @@ class _Work:
 
 
 def _flat(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:
-    if logits.ndim < 2 or logits[..., 0].numel() != batch.num_rows:
-        raise refused(f"logits of {batch.num_rows} rows", f"shape {list(logits.shape)}")
+    if not isinstance(logits, torch.Tensor):
+        raise refused("logits as a tensor", type(logits).__name__)
+    shape = [size for size in batch.token_ids.shape if size != 1]
+    rows = [size for size in logits.shape[:-1] if size != 1]
+    if logits.ndim < 2 or rows not in (shape, [size for size in [batch.num_rows] if size != 1]):
+        raise refused(
+            f"logits of {batch.num_rows} rows, {[*batch.token_ids.shape, 'V']}", f"shape {list(logits.shape)}"
+        )
     return logits.reshape(batch.num_rows, -1)
 
 

@@ -100,7 +100,7 @@ def convert(
     if part_bytes < 1:
         raise refused("part_bytes of at least 1", f"{part_bytes}")
     if not into_archive and os.path.lexists(places[1]) and not overwrite:
-        raise refused("a target that does not exist (or overwrite=True)", places[1])
+        raise refused("a target that does not exist (overwrite replaces one)", places[1])
     policy = ReadPolicy(on_corrupt=on_corrupt, on_truncated=on_truncated, on_alarm="ignore")
     opened = open_any(places[0], policy=policy)
     tell = progress or _silent
@@ -129,7 +129,7 @@ def export(
     if kind_of(place) != "parquet":
         raise refused("a target that ends in .parquet", repr(place))
     if os.path.lexists(place) and not overwrite:
-        raise refused("a target that does not exist (or overwrite=True)", place)
+        raise refused("a target that does not exist (overwrite replaces one)", place)
     opened = open_any(os.fspath(source))
     records = _told(opened.records(skip=0), done=0, total=opened.total, tell=progress or _silent)
     count = write_tables(records, place, form=form)

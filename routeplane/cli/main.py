@@ -74,7 +74,8 @@ class _Parser(argparse.ArgumentParser):
     """Usage errors as the library's own, so that they are told like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} ({self.format_usage().strip()})", kind=ErrorKind.ARGUMENT)
+        usage = " ".join(self.format_usage().split())
+        raise UsageError(f"{message.removeprefix('argument ')} ({usage})", kind=ErrorKind.ARGUMENT)
 
 
 def _parser() -> argparse.ArgumentParser:

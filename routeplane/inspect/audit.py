@@ -400,7 +400,7 @@ def _load_torch(file: Path) -> Any:
         if error.name != "torch":
             raise
         raise MissingExtraError(
-            "reading a batch of torch needs torch: pip install 'routeplane[torch]'", kind=ErrorKind.MISSING_EXTRA
+            "reading a batch of torch needs torch: install the extra routeplane[torch]", kind=ErrorKind.MISSING_EXTRA
         ) from error
     # what a pickled numpy array names, and nothing that runs
     array = np.empty(0)

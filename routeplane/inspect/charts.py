@@ -32,7 +32,7 @@ try:
     import vl_convert
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        "routeplane.inspect.charts needs vl-convert: pip install 'routeplane[report]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.inspect.charts needs vl-convert: install the extra routeplane[report]", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,16 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 from pyarrow.fs import FileSystem
 
-from routeplane.errors import ErrorKind, FormatError, Problem, SpecError, TruncatedError, UsageError, refused
+from routeplane.errors import (
+    ErrorKind,
+    FormatError,
+    Problem,
+    RouteplaneError,
+    SpecError,
+    TruncatedError,
+    UsageError,
+    refused,
+)
 from routeplane.inspect.export import ParquetReader
 from routeplane.record.codec import stored_rows
 from routeplane.record.counts import html_table
@@ -102,8 +112,16 @@ class Source:
         """The geometry, read from the header or the commit."""
         if self.kind == "archive":
             return self.archive().spec
-        with self._file_reader(SALVAGE) as reader:
+        with self.naming(), self._file_reader(SALVAGE) as reader:
             return reader.spec
+
+    @contextmanager
+    def naming(self) -> Generator[None]:
+        """Name this place in what its reader raises."""
+        try:
+            yield
+        except RouteplaneError as error:
+            raise error.of_stream(self.name) from error
 
     def _file_reader(self, policy: ReadPolicy) -> RecordReader:
         if self.kind == "parquet":
@@ -164,6 +182,8 @@ def _sources_at(name: str) -> list[Source]:
         blocks = sorted(Path(path).rglob("*.arrows"))
         if blocks:
             return [Source(name=str(block), path=str(block), kind="stream") for block in blocks]
+        if not os.listdir(path):
+            raise refused("a folder with .arrows files, or an archive", f"an empty folder @ {name}")
         return [Source(name=name, path=path, kind="archive")]
     if not stat.S_ISREG(mode):
         return [_copied(name, lambda: open(path, "rb"))]

@@ -253,7 +253,7 @@ def _summary(source: Source) -> StreamSummary | ArchiveSummary:
 
 
 def _summarise_file(source: Source) -> StreamSummary:
-    with source.open(policy=replace(SALVAGE, verify=False)) as reader:
+    with source.naming(), source.open(policy=replace(SALVAGE, verify=False)) as reader:
         damage = ""
         try:
             for _ in reader:
@@ -282,8 +282,8 @@ def check(place: str | os.PathLike[str]) -> StreamCheck:
         place: As in ``summarise``.
 
     Returns:
-        The problems of all sources there, and what was counted. A place that holds none of the known formats is a
-        problem too.
+        The problems of all sources there, each with its source where there are several, and what was counted. A place
+        that holds none of the known formats is a problem too.
 
     Raises:
         OSError: Nothing can be read.
@@ -301,11 +301,16 @@ def check(place: str | os.PathLike[str]) -> StreamCheck:
     >>> found.verdict, found.records, found.tokens
     ('valid', 3, 24)
     """
-    found = [_check(source) for source in resolve([place])]
+    sources = resolve([place])
+    found = [_check(source) for source in sources]
     if len(found) == 1:
         return found[0]
     return StreamCheck(
-        problems=tuple(problem for part in found for problem in part.problems),
+        problems=tuple(
+            replace(problem, message=f"{problem.message} in {source.name}")
+            for source, part in zip(sources, found, strict=True)
+            for problem in part.problems
+        ),
         records=sum(part.records for part in found),
         tokens=sum(part.tokens for part in found),
         coverage=reduce(Coverage.merge, (part.coverage for part in found)),

@@ -30,7 +30,7 @@ try:
     import jinja2
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        "routeplane.inspect.page needs jinja2: pip install 'routeplane[report]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.inspect.page needs jinja2: install the extra routeplane[report]", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 __all__ = ["SampleView", "render_report", "view_sample", "write_charts", "write_report"]

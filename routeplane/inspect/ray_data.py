@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("ray", "pandas"):
         raise
     raise MissingExtraError(
-        "routeplane.inspect.ray_data needs Ray Data: pip install 'routeplane[ray]'", kind=ErrorKind.MISSING_EXTRA
+        "routeplane.inspect.ray_data needs Ray Data: install the extra routeplane[ray]", kind=ErrorKind.MISSING_EXTRA
     ) from error
 
 if TYPE_CHECKING:

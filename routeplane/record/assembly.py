@@ -25,7 +25,7 @@ from routeplane.record.counts import Counts, rule
 from routeplane.record.parse import as_integers, check_text, settle
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES, Capture, CaptureState, Coverage, RecordKey, Span, stale_kv
-from routeplane.record.validate import check_routes, missing_rows
+from routeplane.record.validate import find_problems, missing_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -217,7 +217,9 @@ def _checked(call: ModelCall, spec: RouteSpec) -> ModelCall:
     if call.routes is not None:
         ordered = layers == tuple(sorted(layers))
         routes_RLK = call.routes if ordered else call.routes[:, np.argsort(layers)]
-        check_routes(routes_RLK, spec.select(layers), first_token=call.first_row, sample=call.call_id)
+        found = find_problems(routes_RLK, spec.select(layers), first_token=call.first_row)
+        if found:
+            raise DataError.from_problems(found, what=f"illegal routes of call {call.call_id}")
     return call
 
 

@@ -90,7 +90,7 @@ REMEMBERED_KEYS = 1024
 # Remembered in place of the checksum of a quarantined record, which is not known.
 _LOST = 0
 
-#: A ticket rides in HTTP bodies and log lines; larger ones are refused (design section 4).
+#: A ticket rides in HTTP bodies and log lines; larger ones are refused.
 MAX_TICKET_BYTES = 256
 
 _CHECKSUM = re.compile("[0-9a-f]{16}")

@@ -59,6 +59,7 @@ def find_problems(
     ``routes``: integer array ``[S, L, K]`` of any width; ``first_token`` is the absolute position of its first row.
     A row is legal iff all K ids are -1, or all lie in ``[0, E)`` of its layer and are pairwise distinct.
     An array of the wrong shape or of no integer type is one problem. Nothing is modified, nothing is repaired.
+    Raises UsageError (ARGUMENT) for what is not a numpy array (a tensor: ``routes.numpy()``).
 
     >>> from routeplane import RouteSpec
     >>> rows = np.asarray([[[3, 5]], [[3, 3]]], dtype=np.int16)
@@ -147,6 +148,8 @@ def _kernels() -> ModuleType | None:
 
 
 def _shape_problem(routes: NDArray[Any], spec: RouteSpec, sample: str | None) -> Problem | None:
+    if not isinstance(routes, np.ndarray):
+        raise UsageError(f"expected routes as a numpy array, got {type(routes).__name__}", kind=ErrorKind.ARGUMENT)
     if routes.dtype.kind not in "iu":
         return Problem(
             kind=ErrorKind.DTYPE, message=f"expected routes of an integer type, got {routes.dtype}", sample=sample

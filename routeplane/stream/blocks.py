@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import pyarrow as pa
 
@@ -51,6 +51,7 @@ __all__ = [
     "group_taken",
     "producer_closed",
     "producer_taken",
+    "space_for",
     "wait_until",
 ]
 
@@ -70,6 +71,7 @@ _LEAN_SHARE = 8
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
 
+_Found = TypeVar("_Found")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 #: ``sealed``: the block can be read. ``waiting``: its producer is alive and has not sealed it. ``void``: the number was
@@ -219,17 +221,24 @@ class Manifest:
 # -- what carriers wait for and refuse ---------------------------------------------------------------------------------
 
 
-def wait_until(ready: Callable[[], bool], timeout_s: float | None, *, expected: Callable[[], str]) -> None:
-    """Ask until something is ready, less and less often. Raises TransportError (TIMED_OUT) that says what was expected.
+def wait_until(ready: Callable[[], _Found | None], timeout_s: float | None, *, expected: Callable[[], str]) -> _Found:
+    """Ask until an answer is true, less and less often, and return it. Raises TransportError (TIMED_OUT).
 
-    >>> wait_until(lambda: True, 0.0, expected=lambda: "the truth")
+    >>> wait_until(lambda: "here", 0.0, expected=lambda: "the truth")
+    'here'
     """
     end, wait = None if timeout_s is None else time.monotonic() + timeout_s, _FIRST_WAIT_S
-    while not ready():
+    while not (found := ready()):
         if end is not None and time.monotonic() >= end:
             raise TransportError(f"expected {expected()} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT_S)
+    return found
+
+
+def space_for(size: int, groups: Sequence[str], limits: BlockLimits) -> str:
+    """What a writer waits for at its byte bound."""
+    return f"space for {size} bytes (the groups {list(groups)} have not all acknowledged what fills {limits.max_bytes})"
 
 
 def producer_taken(producer: str, where: Any) -> UsageError:
@@ -257,15 +266,14 @@ def group_taken(group: str, where: Any) -> UsageError:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SealedBlock:
-    """One block before it is stored: a batch and its trailer.
+    """One block before it is stored: what writes its v1 stream to an Arrow output stream or a file.
 
     ``leans``: numbers of the producer's blocks that hold first rows of its records; None where all are whole.
     """
 
-    batch: pa.RecordBatch
-    trailer: str
+    write_to: Callable[[Any], object]
     leans: tuple[int, ...] | None = None
 
     @classmethod
@@ -282,17 +290,17 @@ class SealedBlock:
         counter.add_batch()
         for record in records:
             counter.add_record(record.checksum, len(record.token_ids))
+        metadata = {TRAILER_KEY: counter.trailer().to_json()}
+        if leans is not None:
+            metadata[LEANS_KEY] = json.dumps(leans)
         batch = write_batch(records, spec, encoding=encoding)
-        return cls(batch=batch, trailer=counter.trailer().to_json(), leans=leans)
 
-    def write_to(self, sink: Any) -> None:
-        """Write the whole v1 stream to an Arrow output stream or a file."""
-        metadata = {TRAILER_KEY: self.trailer}
-        if self.leans is not None:
-            metadata[LEANS_KEY] = json.dumps(self.leans)
-        with pa.ipc.new_stream(sink, self.batch.schema) as writer:
-            writer.write_batch(self.batch)
-            writer.write_batch(trailer_batch(self.batch.schema), custom_metadata=metadata)
+        def write_to(sink: Any) -> None:
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+                writer.write_batch(trailer_batch(batch.schema), custom_metadata=metadata)
+
+        return cls(write_to, leans)
 
     def to_buffer(self) -> pa.Buffer:
         """The whole v1 stream in memory."""
@@ -340,6 +348,18 @@ class Retention:
         """
         needed = self.all_leans({*(number for number in self.sizes if number >= below), *(leans or ())})
         return next((number for number in sorted(self.sizes) if number < below and number not in needed), None)
+
+    def make_space(
+        self, size: int, leans: Iterable[int] | None, *, below: int, delete: Callable[[int], object]
+    ) -> bool:
+        """Delete what may go until a block of ``size`` bytes fits; return whether it does now."""
+        while not self.has_space(size):
+            number = self.next_to_delete(below=below, leans=leans)
+            if number is None:
+                return False
+            delete(number)
+            self.drop(number)
+        return True
 
 
 class ProducerSlot(ABC):

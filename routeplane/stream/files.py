@@ -23,7 +23,7 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
 
-__all__ = ["BufferPool", "CallersFile", "PublishedPath", "Target", "frames_of", "target_of"]
+__all__ = ["BufferPool", "CallersFile", "PublishedPath", "Target", "frames_of", "fsync", "target_of"]
 
 
 class Target(Protocol):
@@ -38,6 +38,15 @@ class Target(Protocol):
 
     def discard(self) -> None:
         """Leave nothing that could be taken for whole."""
+
+
+def fsync(path: str | os.PathLike[str]) -> None:
+    """Bring a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class PublishedPath:
@@ -65,18 +74,13 @@ class PublishedPath:
 
     def publish(self) -> None:
         """Flush to disk, close, and rename into place."""
-        self._file.flush()
-        if self._in_place:
-            self._file.close()
-            return
-        os.fsync(self._file.fileno())
         self._file.close()
+        if self._in_place:
+            return
+        self._file.close()
+        fsync(self._written)
         os.replace(self._written, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself survives a crash only once the folder is on disk
-        finally:
-            os.close(folder)
+        fsync(self._path.parent)  # the rename itself survives a crash only once the folder is on disk
 
     def discard(self) -> None:
         """Close and remove the temporary file. A disk that cannot take the last buffered bytes does not stop that."""
@@ -202,6 +206,9 @@ class BufferPool:
         self._max_idle = max_idle_bytes
         self._lock = threading.RLock()  # a finalizer may run inside of a locked part of the same thread
         self._idle: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy in another process has memory of its own
 
     def take(self, nbytes: int) -> tuple[memoryview, pa.Buffer]:
         """Memory to write to, and the read-only buffer over it that decides how long it is lent."""

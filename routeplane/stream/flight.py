@@ -15,49 +15,26 @@ import os
 import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from routeplane.errors import (
-    DataError,
-    ErrorKind,
-    FormatError,
-    RouteplaneError,
-    SpecError,
-    StoreError,
-    TransportError,
-    UsageError,
-    refused,
-)
+from routeplane import errors
+from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, TransportError, refused
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.parse import check_count
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import blocks
 from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, parse_leans, sealed_cut
-from routeplane.stream.blocks import (
-    DEFAULT_GROUP,
-    DEFAULT_LIMITS,
-    DEFAULT_OPTIONS,
-    DEFAULT_POLICY,
-    BlockLimits,
-    BlockState,
-    BlockWriter,
-    Manifest,
-    ProducerSlot,
-    ReadOptions,
-    Retention,
-    SealedBlock,
-    check_name,
-    wait_until,
-)
 from routeplane.stream.files import frames_of
-from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, producer_home
+from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place
 from routeplane.stream.ipc import IpcReader
 
 __all__ = ["Access", "Server", "Tokens", "open_reader", "open_writer"]
@@ -65,8 +42,9 @@ __all__ = ["Access", "Server", "Tokens", "open_reader", "open_writer"]
 #: Bytes of a block in one message.
 _CHUNK = 2**20
 _CHUNKS = pa.schema([("data", pa.binary())])
-_QUIET = ReadPolicy(on_alarm="ignore")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+#: What a document from the other side raises where it is not of our shape.
+_MISSHAPEN = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +72,11 @@ def open_writer(
     *,
     run: str,
     producer: str,
-    groups: Sequence[str] = (DEFAULT_GROUP,),
+    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits = DEFAULT_LIMITS,
+    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
     access: Access = NO_ACCESS,
-) -> BlockWriter:
+) -> blocks.BlockWriter:
     """Open a served place as one of its producers.
 
     Args:
@@ -107,63 +85,53 @@ def open_writer(
 
     The others, and what is raised, as ``stream.folder.open_writer``; TransportError where the server does not answer.
     """
-    declared = Manifest.of(spec, run=run, groups=groups, encoding=encoding)
+    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
     asked = {"manifest": declared.to_document(), "producer": producer, "limits": asdict(limits)}
-    slot = FlightSlot(_Client(place, access), asked, limits=limits)
-    return BlockWriter(slot, slot.manifest, limits=limits)
+    slot = _Slot(_Client(place, access), asked, max_bytes=limits.max_bytes)
+    return blocks.BlockWriter(slot, slot.manifest, limits=limits)
 
 
 def open_reader(
     place: str,
     *,
     producers: int | Sequence[str],
-    group: str = DEFAULT_GROUP,
+    group: str = blocks.DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy = DEFAULT_POLICY,
-    options: ReadOptions = DEFAULT_OPTIONS,
+    policy: ReadPolicy = blocks.DEFAULT_POLICY,
+    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
     access: Access = NO_ACCESS,
 ) -> BlockReader:
     """Open a served place as the one reader of a group.
 
     Args: ``access``: the readers' token, and whom to trust; the others as ``stream.folder.open_reader``.
     """
-    store = FlightStore(_Client(place, access), group=group, timeout_s=options.timeout_s if follow else 0.0)
+    store = _Store(_Client(place, access), group=group, timeout_s=options.timeout_s if follow else 0.0)
     return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 # -- what both sides say -----------------------------------------------------------------------------------------------
 
 
-def _told(error: Exception) -> fl.FlightServerError:
-    """An error as the other side is told of it: its class, kind and text."""
-    kind = error.kind.value if isinstance(error, RouteplaneError) else ""
-    return fl.FlightServerError(str(error), extra_info=json.dumps([type(error).__name__, kind, str(error)]).encode())
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Tell the other side of an error: its class, its kind, its text."""
+    try:
+        yield
+    except (RouteplaneError, OSError, KeyError, TypeError) as error:
+        kind = error.kind.value if isinstance(error, RouteplaneError) else ""
+        told = [type(error).__name__, kind, str(error)]
+        raise fl.FlightServerError(str(error), extra_info=_said(told)) from None
 
 
 def _heard(error: fl.FlightError, place: str) -> RouteplaneError:
     """The error that the other side told of."""
-    if not error.extra_info:
-        return TransportError(f"expected an answer of {place}, got {error}", kind=ErrorKind.CONNECTION)
-    known = {each.__name__: each for each in (DataError, FormatError, SpecError, StoreError, UsageError)}
     try:
         name, kind, text = map(str, json.loads(error.extra_info))
-        return known.get(name, TransportError)(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
-    except (TypeError, ValueError, RecursionError):
-        said = bytes(error.extra_info)[:80]
-        return TransportError(f"expected an error of {place}, got {said!r}", kind=ErrorKind.CONNECTION)
-
-
-@contextmanager
-def _answers_of(place: str) -> Iterator[None]:
-    """Turn what a server's answer makes of our code, where it is not of our shape, into FormatError."""
-    try:
-        yield
-    except RouteplaneError:
-        raise
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        raise FormatError(
-            f"expected an answer of a server of blocks, got another of {place} ({error})", kind=ErrorKind.MANIFEST
-        ) from error
+        known = vars(errors).get(name)
+        known = known if isinstance(known, type) and issubclass(known, RouteplaneError) else TransportError
+        return known(text, kind=ErrorKind(kind) if kind else ErrorKind.CONNECTION)
+    except _MISSHAPEN:
+        return TransportError(f"expected an answer of {place}, got {error}", kind=ErrorKind.CONNECTION)
 
 
 def _said(value: Any) -> bytes:
@@ -175,7 +143,7 @@ def _parsed(data: bytes, *names: str) -> list[Any]:
     try:
         document = json.loads(data)
         return [document[name] for name in names]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except _MISSHAPEN as error:
         raise refused(f"a request with {', '.join(names)}", f"{bytes(data)[:80]!r} ({error})") from None
 
 
@@ -192,6 +160,24 @@ def _bytes_of(batch: Any) -> memoryview:
         raise FormatError("expected a part of a block, got another message", kind=ErrorKind.NOT_ARROW)
     batch.validate(full=True)
     return memoryview(batch.column(0)[0].as_buffer())
+
+
+def _count(value: object) -> int:
+    """A number of blocks or bytes, as the other side says it. Raises DataError."""
+    return check_count(value, "a number of blocks or bytes", below=2**63)
+
+
+def _ticket(name: BlockName | None, part: BlockPart | None = None) -> bytes:
+    return _said({"block": name, "part": None if part is None else part.to_json()})
+
+
+def _block_name(data: bytes) -> BlockName:
+    (block,) = _parsed(data, "block")
+    try:
+        producer, number = block
+        return BlockName(blocks.check_name(producer, "producer"), _count(number))
+    except (DataError, TypeError, ValueError) as error:
+        raise refused("a producer and a number", f"{block!r} ({error})") from None
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -211,26 +197,14 @@ class _Roles(fl.ServerMiddlewareFactory):  # type: ignore[misc]
             raise fl.FlightUnauthenticatedError(f"expected the token of a {role}, got another")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ReceivedBlock(SealedBlock):
-    """A block as it came: its bytes, verified."""
-
-    data: pa.Buffer
-
-    @classmethod
-    def verified(cls, data: pa.Buffer, spec: RouteSpec) -> _ReceivedBlock:
-        """Read every record. Raises FormatError, DataError, SpecError."""
-        frames, walkable = frames_of(data)
-        with IpcReader(frames, _QUIET, walkable=walkable) as reader:
-            reader.spec.require_same_geometry(spec, where="the place's manifest")
-            for _ in reader:
-                pass
-            leans = parse_leans(reader.trailer_metadata)
-        return cls(batch=None, trailer="", leans=leans, data=data)
-
-    def write_to(self, sink: Any) -> None:
-        """Write the bytes."""
-        sink.write(self.data)
+def _verified(data: pa.Buffer, spec: RouteSpec) -> blocks.SealedBlock:
+    """A block as it came, every record of it read. Raises FormatError, DataError, SpecError."""
+    frames, walkable = frames_of(data)
+    with IpcReader(frames, ReadPolicy(on_alarm="ignore"), walkable=walkable) as reader:
+        reader.spec.require_same_geometry(spec, where="the place's manifest")
+        for _ in reader:
+            pass
+        return blocks.SealedBlock(lambda sink: sink.write(data), parse_leans(reader.trailer_metadata))
 
 
 class _ServedSlot(FolderSlot):
@@ -244,126 +218,7 @@ class _ServedSlot(FolderSlot):
         return super()._has_space(size, leans)
 
 
-class _Calls(fl.FlightServerBase):  # type: ignore[misc]
-    """The calls of Flight over one folder."""
-
-    _root: Path
-    _max_block_bytes: int
-    place: str
-
-    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
-        slot: _ServedSlot | None = None
-        try:
-            document, producer, given = _parsed(descriptor.command, "manifest", "producer", "limits")
-            limits = BlockLimits(**{name: given[name] for name in BlockLimits.__slots__})
-            root, found = declare_place(self._root, Manifest.from_document(document))
-            blocks = BlockFiles(producer_home(root, producer), sync=limits.sync)
-            slot = _ServedSlot(root, blocks, groups=found.groups, limits=limits)
-            slot.context = context
-            writer.write(_said(found.to_document()))
-            for what in self._messages(reader):
-                if isinstance(what, str):
-                    slot.end("closed" if what == "closed" else "aborted")
-                    slot.release()
-                    writer.write(_said(what))
-                    return
-                name = slot.publish(_ReceivedBlock.verified(what, found.spec))
-                held = [[each, size, slot.retention.leans.get(each)] for each, size in slot.retention.sizes.items()]
-                writer.write(_said([name.number, held]))
-        except (RouteplaneError, OSError, KeyError, TypeError) as error:
-            raise _told(error) from None
-        finally:
-            if slot is not None:
-                slot.release()
-
-    def _messages(self, reader: Any) -> Iterator[pa.Buffer | str]:
-        """Whole blocks, counted while they come; and the word that ends the writer. Ends with the call."""
-        data = bytearray()
-        while True:
-            try:
-                batch, metadata = reader.read_chunk()
-            except (StopIteration, pa.ArrowException):
-                return
-            if batch is not None:
-                part = _bytes_of(batch)
-                if len(data) + len(part) > self._max_block_bytes:
-                    raise DataError(
-                        f"expected blocks of at most {self._max_block_bytes} bytes", kind=ErrorKind.TOO_LARGE
-                    )
-                data += part
-            if metadata is not None:
-                what = bytes(metadata).decode(errors="replace")
-                yield pa.py_buffer(data) if what == "block" else what
-                data = bytearray()
-
-    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """The reader of a group: it is asked for its position, and told each that it is to store."""
-        store: FolderStore | None = None
-        try:
-            (group,) = _parsed(descriptor.command, "group")
-            store = FolderStore(self._root, group=check_name(group, "group"))
-            writer.write_metadata(_said(store.load_position().to_json()))
-            while True:
-                try:
-                    _, metadata = reader.read_chunk()
-                except (StopIteration, pa.ArrowException):
-                    return
-                store.save_position(Position.from_json(bytes(metadata or b"").decode(errors="replace")))
-                writer.write_metadata(_said(None))
-        except (RouteplaneError, OSError) as error:
-            raise _told(error) from None
-        finally:
-            if store is not None:
-                store.release()
-
-    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """``manifest``, ``producers``, ``state`` and ``last_number``: what a reader asks between blocks."""
-        try:
-            yield _said(self._answer(action.type, action.body.to_pybytes()))
-        except (RouteplaneError, OSError) as error:
-            raise _told(error) from None
-
-    def _answer(self, what: str, body: bytes) -> Any:
-        if what == "manifest" and not (self._root / "manifest.json").exists():
-            return None
-        store = FolderStore(self._root, group=None)
-        match what:
-            case "manifest":
-                return store.manifest.to_document()
-            case "producers":
-                return store.producers()
-            case "state":
-                return store.state(_block_name(body))
-            case "last_number":
-                return store.last_number(_block_name(body).producer)
-        raise refused("a question of a reader", repr(what))
-
-    def do_get(self, context: Any, ticket: Any) -> Any:
-        """One block, or a part of it, in pieces of its v1 stream."""
-        try:
-            store = FolderStore(self._root, group=None)
-            name, (part,) = _block_name(ticket.ticket), _parsed(ticket.ticket, "part")
-            data = store.read(name)
-            if part is not None:
-                read, encoding = store.reads(name), store.manifest.encoding
-                data = sealed_cut(data, BlockPart.from_json(part), read=read, encoding=encoding)
-        except (RouteplaneError, OSError) as error:
-            raise _told(error) from None
-        return fl.GeneratorStream(_CHUNKS, _chunks(data))
-
-    def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
-        """Every block that is there, with its ticket and its size."""
-        for path in sorted(self._root.glob("producers/*/[0-9]*.arrows")):
-            if not path.stem.isdecimal():
-                continue  # a file that is not a block
-            name = BlockName(path.parent.name, int(path.stem))
-            endpoint = fl.FlightEndpoint(_ticket(name, None), [self.place])
-            descriptor = fl.FlightDescriptor.for_path(*map(str, name))
-            yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
-
-
-class Server(_Calls):
+class Server(fl.FlightServerBase):  # type: ignore[misc]
     """Serves one folder of blocks; see the module. End it with ``shutdown()``, or leave ``with``.
 
     Args:
@@ -405,23 +260,106 @@ class Server(_Calls):
         #: Where clients find it, with the port that the system chose where 0 was asked for.
         self.place = f"{scheme}://{host}:{self.port}"
 
+    def _store(self, group: str | None = None) -> FolderStore:
+        return FolderStore(BlockFiles(self._root), group=group)
 
-def _count(value: object) -> int:
-    """A number of blocks or bytes, as the other side says it. Raises DataError."""
-    return check_count(value, "a number of a server", below=2**63)
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
+        with _telling():
+            document, producer, given = _parsed(descriptor.command, "manifest", "producer", "limits")
+            limits = blocks.BlockLimits(**{name: given[name] for name in blocks.BlockLimits.__slots__})
+            found = declare_place(self._root, blocks.Manifest.from_document(document))
+            files = BlockFiles(self._root, sync=limits.sync)
+            slot = _ServedSlot(files, found.groups, producer=producer, limits=limits)
+            slot.context = context
+            try:
+                writer.write(_said(found.to_document()))
+                for what in self._messages(reader):
+                    if isinstance(what, str):
+                        slot.end("closed" if what == "closed" else "aborted")
+                        slot.release()
+                        writer.write(_said(what))
+                        return
+                    name = slot.publish(_verified(what, found.spec))
+                    held = [[each, size, slot.retention.leans.get(each)] for each, size in slot.retention.sizes.items()]
+                    writer.write(_said([name.number, held]))
+            finally:
+                slot.release()
+
+    def _messages(self, reader: Any) -> Iterator[pa.Buffer | str]:
+        """Whole blocks, counted while they come; and the word that ends the writer. Ends with the call."""
+        data = bytearray()
+        for batch, metadata in _until_the_end(reader):
+            if batch is not None:
+                part = _bytes_of(batch)
+                if len(data) + len(part) > self._max_block_bytes:
+                    raise DataError(
+                        f"expected blocks of at most {self._max_block_bytes} bytes", kind=ErrorKind.TOO_LARGE
+                    )
+                data += part
+            if metadata is not None:
+                what = bytes(metadata).decode(errors="replace")
+                yield pa.py_buffer(data) if what == "block" else what
+                data = bytearray()
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """The reader of a group: it is asked for its position, and told each that it is to store."""
+        with _telling():
+            (group,) = _parsed(descriptor.command, "group")
+            store = self._store(blocks.check_name(group, "group"))
+            try:
+                writer.write_metadata(_said(store.load_position().to_json()))
+                for _, metadata in _until_the_end(reader):
+                    store.save_position(Position.from_json(bytes(metadata or b"").decode(errors="replace")))
+                    writer.write_metadata(_said(None))
+            finally:
+                store.release()
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """``manifest``, ``producers``, ``state`` and ``last_number``: what a reader asks between blocks."""
+        with _telling():
+            yield _said(self._answer(action.type, action.body.to_pybytes()))
+
+    def _answer(self, what: str, body: bytes) -> Any:
+        match what:
+            case "manifest":
+                declared = (self._root / "manifest.json").exists()
+                return self._store().manifest.to_document() if declared else None
+            case "producers":
+                return self._store().producers()
+            case "state":
+                return self._store().state(_block_name(body))
+            case "last_number":
+                return self._store().last_number(_block_name(body).producer)
+        raise refused("a question of a reader", repr(what))
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """One block, or a part of it, in pieces of its v1 stream."""
+        with _telling():
+            store = self._store()
+            name, (part,) = _block_name(ticket.ticket), _parsed(ticket.ticket, "part")
+            data = store.read(name)
+            if part is not None:
+                read, encoding = store.reads(name), store.manifest.encoding
+                data = sealed_cut(data, BlockPart.from_json(part), read=read, encoding=encoding)
+        return fl.GeneratorStream(_CHUNKS, _chunks(data))
+
+    def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
+        """Every block that is there, with its ticket and its size."""
+        for path in sorted(self._root.glob("producers/*/[0-9]*.arrows")):
+            if path.stem.isdecimal():  # another file is not a block
+                name = BlockName(path.parent.name, int(path.stem))
+                endpoint = fl.FlightEndpoint(_ticket(name), [self.place])
+                descriptor = fl.FlightDescriptor.for_path(*map(str, name))
+                yield fl.FlightInfo(_CHUNKS, descriptor, [endpoint], -1, path.stat().st_size)
 
 
-def _ticket(name: BlockName, part: BlockPart | None) -> bytes:
-    return json.dumps({"block": name, "part": None if part is None else part.to_json()}).encode()
-
-
-def _block_name(data: bytes) -> BlockName:
-    (block,) = _parsed(data, "block")
-    try:
-        producer, number = block
-        return BlockName(check_name(producer, "producer"), check_count(number, "number", below=2**63))
-    except (DataError, TypeError, ValueError) as error:
-        raise refused("a producer and a number", f"{block!r} ({error})") from None
+def _until_the_end(reader: Any) -> Iterator[tuple[Any, Any]]:
+    """The batches and the metadata of a call, until it ends."""
+    with suppress(StopIteration, pa.ArrowException):
+        while True:
+            chunk = reader.read_chunk()
+            yield chunk.data, chunk.app_metadata
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------
@@ -452,15 +390,12 @@ class _Client:
     def ask(self, what: str, name: BlockName | None = None) -> Any:
         """The answer to a question. Raises what the server says, or TransportError."""
         with self.told():
-            action = fl.Action(what, json.dumps({"block": name}).encode())
-            answers = list(self.flight.do_action(action, self.options))
-        with _answers_of(self.place):
-            (answer,) = answers
+            (answer,) = self.flight.do_action(fl.Action(what, _ticket(name)), self.options)
             return json.loads(answer.body.to_pybytes())
 
     @contextmanager
     def told(self, call: Any = None) -> Iterator[None]:
-        """Turn errors of Flight into ours; why a call ended, its ``close`` says."""
+        """Turn errors of Flight into ours, and answers of another shape; why a call ended, its ``close`` says."""
         try:
             try:
                 yield
@@ -468,11 +403,18 @@ class _Client:
                 if call is not None:
                     call.close()
                 raise
+        except RouteplaneError:
+            raise
         except fl.FlightError as error:
             raise _heard(error, self.place) from error
         except (pa.ArrowException, StopIteration, OSError) as error:
             raise TransportError(
                 f"expected {self.place} to go on, got the end of the call ({error})", kind=ErrorKind.CONNECTION
+            ) from error
+        except _MISSHAPEN as error:
+            raise FormatError(
+                f"expected an answer of a server of blocks, got another of {self.place} ({error})",
+                kind=ErrorKind.MANIFEST,
             ) from error
 
     def close(self) -> None:
@@ -482,54 +424,52 @@ class _Client:
             client.close()
 
 
-class FlightSlot(ProducerSlot):
+class _Slot(blocks.ProducerSlot):
     """One producer's call."""
 
-    def __init__(self, client: _Client, asked: Mapping[str, Any], *, limits: BlockLimits) -> None:
+    def __init__(self, client: _Client, asked: Mapping[str, Any], *, max_bytes: int) -> None:
         self._client, self._producer = client, str(asked["producer"])
-        self.retention = Retention(max_bytes=limits.max_bytes)
+        self.retention = blocks.Retention(max_bytes=max_bytes)
         with client.told():
-            descriptor = fl.FlightDescriptor.for_command(json.dumps(asked).encode())
+            descriptor = fl.FlightDescriptor.for_command(_said(asked))
             self._call, self._answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
         self._open = True
         try:
-            with _answers_of(client.place):
-                self.manifest = Manifest.from_document(self._answer())
+            self.manifest = self._answer(blocks.Manifest.from_document)
         except BaseException:
             self.release()
             raise
 
-    def _answer(self) -> Any:
+    def _answer(self, parse: Any = None) -> Any:
         with self._client.told(self._call):
             answer = self._answers.read()
             if answer is None:
                 raise StopIteration("no answer")
-        with _answers_of(self._client.place):
-            return json.loads(answer.to_pybytes())
+            answer = json.loads(answer.to_pybytes())
+            return answer if parse is None else parse(answer)
 
-    def publish(self, block: SealedBlock) -> BlockName:
-        """Send a block; the server waits for space."""
+    def publish(self, block: blocks.SealedBlock) -> BlockName:
         with self._client.told(self._call):
             for part in _chunks(block.to_buffer()):
                 self._call.write_batch(part)
             self._call.write_metadata(b"block")
-        with _answers_of(self._client.place):
-            number, held = self._answer()
-            self.retention = Retention(max_bytes=self.retention.max_bytes)
-            for each, size, leans in held:
-                self.retention.add(
-                    _count(each), _count(size), leans=None if leans is None else list(map(_count, leans))
-                )
-            return BlockName(self._producer, _count(number))
+        return BlockName(self._producer, self._answer(self._note))
+
+    def _note(self, answer: Any) -> int:
+        """The number of a block; the server says besides what it holds of this producer."""
+        number, held = answer
+        self.retention = blocks.Retention(max_bytes=self.retention.max_bytes)
+        for each, size, leans in held:
+            self.retention.add(_count(each), _count(size), leans=None if leans is None else list(map(_count, leans)))
+        return _count(number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
-        """State that no further block comes."""
         with self._client.told(self._call):
             self._call.write_metadata(how.encode())
         self._answer()
 
     def release(self) -> None:
-        """End the call; returns when the server has given the name up."""
+        """Returns when the server has given the name up."""
         if self._open:
             self._open = False
             with suppress(fl.FlightError, pa.ArrowException):
@@ -537,22 +477,17 @@ class FlightSlot(ProducerSlot):
             self._client.close()
 
 
-class FlightStore(BlockStore):
-    """The blocks of a served place, for one group. A pickled copy does not hold the group."""
+class _Store(BlockStore):
+    """The blocks of a served place, for one group."""
 
     def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
         self._client = client
-        found: list[Any] = []
-
-        def declared() -> bool:
-            found.append(client.ask("manifest"))
-            return found[-1] is not None
-
-        wait_until(declared, timeout_s, expected=lambda: f"a place at {client.place}")
-        with _answers_of(client.place):
-            self.manifest = Manifest.from_document(found[-1])
+        found = blocks.wait_until(
+            partial(client.ask, "manifest"), timeout_s, expected=lambda: f"a place at {client.place}"
+        )
         with client.told():
-            descriptor = fl.FlightDescriptor.for_command(json.dumps({"group": group}).encode())
+            self.manifest = blocks.Manifest.from_document(found)
+            descriptor = fl.FlightDescriptor.for_command(_said({"group": group}))
             self._call: Any = client.flight.do_exchange(descriptor, client.options)
         try:
             self._position = Position.from_json(self._answer())
@@ -562,38 +497,31 @@ class FlightStore(BlockStore):
 
     def _answer(self) -> Any:
         with self._client.told(self._call[0]):
-            metadata = self._call[1].read_chunk().app_metadata
-        with _answers_of(self._client.place):
-            return json.loads(metadata.to_pybytes())
+            return json.loads(self._call[1].read_chunk().app_metadata.to_pybytes())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
 
     def producers(self) -> list[str]:
-        """The producers that ever opened the place, sorted."""
-        with _answers_of(self._client.place):
-            return [check_name(name, "producer") for name in self._client.ask("producers")]
+        with self._client.told():
+            return [blocks.check_name(name, "producer") for name in self._client.ask("producers")]
 
-    def state(self, name: BlockName) -> BlockState:
-        """What can be said of a block now."""
+    def state(self, name: BlockName) -> blocks.BlockState:
         found = self._client.ask("state", name)
-        for state in get_args(BlockState):
+        for state in get_args(blocks.BlockState):
             if found == state:
-                known: BlockState = state
+                known: blocks.BlockState = state
                 return known
         raise FormatError(f"expected the state of block {name}, got {found!r}", kind=ErrorKind.MANIFEST)
 
     def last_number(self, producer: str) -> int:
-        """The number behind the producer's last sealed block."""
-        with _answers_of(self._client.place):
-            return _count(self._client.ask("last_number", BlockName(producer, 0)))
+        return _count(self._client.ask("last_number", BlockName(producer, 0)))
 
     def read(self, name: BlockName) -> pa.Buffer:
-        """The bytes of a block."""
         return self._received(name, None)
 
     def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
-        """Records of one block, cut by the server, which verifies it whole; verified here again as they came."""
+        """The server verifies the block whole, and cuts it; verified here again as it came."""
         return cut_block(self._received(name, part), BlockPart(keys=part.keys), read=self.reads(name))
 
     def _received(self, name: BlockName, part: BlockPart | None) -> pa.Buffer:
@@ -604,22 +532,19 @@ class FlightStore(BlockStore):
         return pa.py_buffer(data)
 
     def load_position(self) -> Position:
-        """What the group had acknowledged when it was taken."""
         return self._position
 
     def save_position(self, position: Position) -> None:
-        """Store what the group acknowledged."""
         with self._client.told(self._call[0]):
             self._call[0].write_metadata(position.to_json().encode())
         self._answer()
 
     def release(self) -> None:
-        """End the call; returns when the server has given the group up."""
+        """Returns when the server has given the group up."""
         call, self._call = self._call, None
         if call is not None:
-            with suppress(fl.FlightError, pa.ArrowException):
+            with suppress(fl.FlightError, pa.ArrowException), closing(call[0]):
                 call[0].done_writing()
                 for _ in call[1]:
                     pass
-                call[0].close()
             self._client.close()

@@ -22,12 +22,12 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pyarrow as pa
 import xxhash
@@ -37,33 +37,17 @@ from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.parse import check_count
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import blocks
 from routeplane.stream.block_reader import BlockReader, BlockStore
-from routeplane.stream.blocks import (
-    DEFAULT_GROUP,
-    DEFAULT_LIMITS,
-    DEFAULT_OPTIONS,
-    DEFAULT_POLICY,
-    BlockLimits,
-    BlockState,
-    BlockWriter,
-    Manifest,
-    ProducerSlot,
-    ReadOptions,
-    Retention,
-    SealedBlock,
-    check_name,
-    group_taken,
-    producer_closed,
-    producer_taken,
-    wait_until,
-)
-from routeplane.stream.files import BufferPool
+from routeplane.stream.files import BufferPool, fsync
 
 __all__ = ["open_reader", "open_writer", "producers_of"]
 
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_Document = TypeVar("_Document")
 
 
 def open_writer(
@@ -72,10 +56,10 @@ def open_writer(
     *,
     run: str,
     producer: str,
-    groups: Sequence[str] = (DEFAULT_GROUP,),
+    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits = DEFAULT_LIMITS,
-) -> BlockWriter:
+    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
+) -> blocks.BlockWriter:
     """Open a place as one of its producers; the first opener creates it.
 
     Args:
@@ -100,31 +84,20 @@ def open_writer(
     ...         list(reader), reader.report().complete
     ([], True)
     """
-    root, found = declare_place(place, Manifest.of(spec, run=run, groups=groups, encoding=encoding))
-    blocks = BlockFiles(producer_home(root, producer), sync=limits.sync)
-    return BlockWriter(FolderSlot(root, blocks, groups=found.groups, limits=limits), found, limits=limits)
-
-
-def declare_place(place: str | os.PathLike[str], declared: Manifest) -> tuple[Path, Manifest]:
-    """Create a place, or check that it is the same one. Returns its folder and manifest; raises as ``open_writer``."""
-    root = Path(place)
-    root.mkdir(parents=True, exist_ok=True)
-    return root, _declare(root, declared)
-
-
-def producer_home(root: Path, producer: str) -> Path:
-    """Where a producer's control data lies."""
-    return root / "producers" / check_name(producer, "producer")
+    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
+    found = declare_place(Path(place), declared)
+    slot = FolderSlot(BlockFiles(Path(place), sync=limits.sync), found.groups, producer=producer, limits=limits)
+    return blocks.BlockWriter(slot, found, limits=limits)
 
 
 def open_reader(
     place: str | os.PathLike[str],
     *,
     producers: int | Sequence[str],
-    group: str = DEFAULT_GROUP,
+    group: str = blocks.DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy = DEFAULT_POLICY,
-    options: ReadOptions = DEFAULT_OPTIONS,
+    policy: ReadPolicy = blocks.DEFAULT_POLICY,
+    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
 ) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place to be created.
 
@@ -138,7 +111,8 @@ def open_reader(
     Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
     living reader), FormatError for damaged files, TransportError (TIMED_OUT).
     """
-    store = FolderStore(found_place(place, options.timeout_s if follow else 0.0), group=group)
+    root = found_place(place, options.timeout_s if follow else 0.0)
+    store = FolderStore(BlockFiles(root), group=group)
     return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
@@ -156,10 +130,7 @@ def producers_of(place: str | os.PathLike[str]) -> list[str]:
     """
     if not (Path(place) / "manifest.json").exists():
         raise FileNotFoundError(f"expected the folder of a place of blocks, got none @ {place}")
-    try:
-        return sorted(entry.name for entry in os.scandir(Path(place) / "producers") if entry.is_dir())
-    except FileNotFoundError:
-        return []
+    return sorted(path.name for path in Path(place).glob("producers/*/"))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -170,29 +141,24 @@ def _digest(document: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _load(path: Path) -> dict[str, Any] | None:
-    """A JSON file of ours; None where there is none. Raises FormatError (MANIFEST) for a damaged one."""
+def _load(path: Path, parse: Callable[[dict[str, Any]], _Document]) -> _Document | None:
+    """What a JSON file of ours says; None where there is none.
+
+    Raises FormatError (MANIFEST) for a damaged file, and for another content: a checksum can be right by chance, or by
+    intent.
+    """
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
         document = json.loads(text)
-        given = document.pop("checksum")
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        document, given = None, None
-    if not isinstance(document, dict) or given != _digest(document):
-        raise FormatError(f"expected a file with its checksum, got a damaged one @ {path}", kind=ErrorKind.MANIFEST)
-    return document
-
-
-@contextmanager
-def _meaning(path: Path) -> Iterator[None]:
-    """Turn what a document of another content raises into FormatError (MANIFEST): a checksum can be right by chance, or
-    by intent."""
-    try:
-        yield
-    except (AttributeError, DataError, KeyError, TypeError, UsageError, ValueError) as error:
+        if document.pop("checksum") != _digest(document):
+            raise ValueError("a wrong checksum")
+        return parse(document)
+    except FormatError:
+        raise
+    except (AttributeError, DataError, KeyError, RecursionError, TypeError, UsageError, ValueError) as error:
         raise FormatError(f"expected a file of a place, got another ({error}) @ {path}", kind=ErrorKind.MANIFEST) from (
             None
         )
@@ -205,42 +171,34 @@ class _Numbers(NamedTuple):
     void: tuple[int, ...] = ()
     leans: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
+    @classmethod
+    def of(cls, home: Path) -> _Numbers:
+        """Those of a producer's folder. Raises FormatError."""
 
-def _numbers(home: Path) -> _Numbers | None:
-    """The numbers of a producer; None before its first block. Raises FormatError."""
-    path = home / "number.json"
-    document = _load(path)
-    if document is None:
-        return None
-    with _meaning(path):
-        leans = {int(name): tuple(map(_number, others)) for name, others in document["leans"].items()}
-        return _Numbers(_number(document["next"]), tuple(map(_number, document["void"])), leans)
+        def number(value: object) -> int:
+            return check_count(value, "a number of a block", below=2**63)
 
+        def parse(document: dict[str, Any]) -> _Numbers:
+            leans = {int(name): tuple(map(number, others)) for name, others in document["leans"].items()}
+            return cls(number(document["next"]), tuple(map(number, document["void"])), leans)
 
-def _number(value: object) -> int:
-    return check_count(value, "a number of a block", below=2**63)
+        return _load(home / "number.json", parse) or cls()
 
 
 def _position(home: Path) -> Position | None:
     """What a group acknowledged; None before the first. Raises FormatError."""
-    path = home / "position.json"
-    document = _load(path)
-    if document is None:
-        return None
-    with _meaning(path):
-        return Position.from_json(document["position"])
+    return _load(home / "position.json", lambda document: Position.from_json(document["position"]))
 
 
-def _end_of(home: Path) -> str | None:
+def _end_of(home: Path) -> Literal["closed", "aborted"] | None:
     """How a producer ended; None where it has not. Raises FormatError."""
-    path = home / "end.json"
-    document = _load(path)
-    if document is None:
-        return None
-    with _meaning(path):
+
+    def parse(document: dict[str, Any]) -> Literal["closed", "aborted"]:
         if document["how"] not in ("closed", "aborted"):
             raise ValueError(f"an end that is {document['how']!r}")
-        return str(document["how"])
+        return "closed" if document["how"] == "closed" else "aborted"
+
+    return _load(home / "end.json", parse)
 
 
 def _store(path: Path, document: Mapping[str, Any], *, sync: bool) -> None:
@@ -248,25 +206,15 @@ def _store(path: Path, document: Mapping[str, Any], *, sync: bool) -> None:
     data = json.dumps({**document, "checksum": _digest(document)}, separators=(",", ":")).encode()
     written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(written, "xb") as file:
-            file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+        written.write_bytes(data)
+        if sync:
+            fsync(written)
         os.replace(written, path)
     except OSError as error:
         written.unlink(missing_ok=True)
         raise _full(error, path) from error
     if sync:
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync(path.parent)
 
 
 def _full(error: OSError, path: Path) -> OSError:
@@ -275,43 +223,37 @@ def _full(error: OSError, path: Path) -> OSError:
     return error
 
 
-def _declare(root: Path, manifest: Manifest) -> Manifest:
+def declare_place(root: Path, manifest: blocks.Manifest) -> blocks.Manifest:
     """The manifest of a place, which is created where there is none; one of several openers at once wins."""
     path = root / "manifest.json"
-    document = _load(path)
-    if document is None:
+    if not path.exists():
+        root.mkdir(parents=True, exist_ok=True)
         written = path.with_name(f".manifest.{secrets.token_hex(4)}.tmp")
         _store(written, manifest.to_document(), sync=True)
-        try:
-            with suppress(FileExistsError):
-                os.link(written, path)  # unlike a rename, never replaces another opener's
-        finally:
-            written.unlink(missing_ok=True)
-        _sync_folder(root)
-        document = _load(path)
-    if document is None:
-        raise FormatError(f"expected a manifest, got none @ {path}", kind=ErrorKind.MANIFEST)
-    found = Manifest.from_document(document)
+        with suppress(FileExistsError):
+            os.link(written, path)  # unlike a rename, never replaces another opener's
+        written.unlink()
+        fsync(root)
+    found = manifest_of(root)
     found.require_same(manifest)
     for group in found.groups:
         (root / "groups" / group).mkdir(parents=True, exist_ok=True)
     return found
 
 
+def manifest_of(root: Path) -> blocks.Manifest:
+    """What a place declares. Raises FormatError."""
+    found = _load(root / "manifest.json", blocks.Manifest.from_document)
+    if found is None:
+        raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
+    return found
+
+
 def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
     """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
     path = Path(place) / "manifest.json"
-    wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
+    blocks.wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
     return path.parent
-
-
-def _block_path(home: Path, number: int) -> Path:
-    return home / f"{number:09d}.arrows"
-
-
-def _written_path(home: Path, number: int) -> Path:
-    """Where a block is written before it is renamed."""
-    return home / f".{number:09d}.tmp"
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------
@@ -324,147 +266,128 @@ class FileLock:
         """Take the lock. ``taken`` makes the error where another process holds it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + tries_s
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if _try_lock(descriptor, path) and _is_same_file(descriptor, path):
-                break
-            os.close(descriptor)
+        while (descriptor := _locked(path)) is None:
             if time.monotonic() >= end:
                 raise taken()
             time.sleep(0.005)
-        self._close = weakref.finalize(self, os.close, descriptor)
-        _require_locks(path)
+        #: Gives the lock up; again is not an error.
+        self.release = weakref.finalize(self, os.close, descriptor)
         # a child's copy of the descriptor would hold the lock for as long as the child lives
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _release_in_child(reference))
-
-    def release(self) -> None:
-        """Give the lock up; again is not an error."""
-        self._close()
-
-
-def _release_in_child(reference: weakref.ref[FileLock]) -> None:
-    lock = reference()
-    if lock is not None:
-        lock.release()
+        os.register_at_fork(after_in_child=self.release)
+        if not is_locked(path):
+            raise StoreError(
+                f"expected a file system with locks (flock), got one without @ {path}", kind=ErrorKind.WRITER
+            )
 
 
-def _try_lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
+def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT, mode: int = fcntl.LOCK_EX) -> int | None:
+    """A descriptor that holds the lock of a file; None where another one does."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # still the file of that name
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
     except OSError as error:
         os.close(descriptor)
         raise StoreError(
             f"expected a file system with locks (flock), got {error.strerror} @ {path}", kind=ErrorKind.WRITER
         ) from error
-    return True
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    """Whether the locked file is still the one of that name."""
-    try:
-        named = os.stat(path)
-    except FileNotFoundError:
-        return False
-    locked = os.fstat(descriptor)
-    return (named.st_dev, named.st_ino) == (locked.st_dev, locked.st_ino)
-
-
-def _require_locks(path: Path) -> None:
-    """Raise StoreError where a lock that is held can be taken again: a file system that only pretends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    free = _try_lock(descriptor, path)
     os.close(descriptor)
-    if free:
-        raise StoreError(f"expected a file system with locks (flock), got one without @ {path}", kind=ErrorKind.WRITER)
+    return None
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a living process holds a lock file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _locked(path, os.O_RDONLY, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    try:
-        return not _try_lock(descriptor, path, shared=True)
-    finally:
+    if descriptor is not None:
         os.close(descriptor)
+    return descriptor is None
 
 
 # -- where the bytes lie -----------------------------------------------------------------------------------------------
 
 
 class BlockFiles:
-    """One producer's blocks as files beside its control data. Another carrier keeps the bytes elsewhere: ``mooncake``.
+    """The blocks of a place as files beside its control data. Another carrier keeps the bytes elsewhere: ``mooncake``.
 
-    A block is prepared, then committed. A block that was prepared and not committed leaves a file that says so.
+    A block is prepared, then committed. One that was prepared and not committed leaves a file that says so.
     """
 
-    def __init__(self, home: Path, *, sync: bool = True) -> None:
-        self.home, self._sync = home, sync
+    def __init__(self, root: Path, *, sync: bool = True) -> None:
+        self.root, self._sync, self._pool = root, sync, BufferPool()
 
-    def held(self, numbers: range) -> dict[int, int]:
-        """Sizes in bytes of the blocks that are there, by number."""
+    def home(self, producer: str) -> Path:
+        """Where a producer's control data lies."""
+        return self.root / "producers" / blocks.check_name(producer, "producer")
+
+    def prepared(self, name: BlockName) -> Path:
+        """Where a block is written before readers may see it."""
+        return self.home(name.producer) / f".{name.number:09d}.tmp"
+
+    def _path(self, name: BlockName) -> Path:
+        return self.home(name.producer) / f"{name.number:09d}.arrows"
+
+    def held(self, producer: str, numbers: range) -> dict[int, int]:
+        """Sizes in bytes of the blocks that are there, by number; ``numbers``: those that may be."""
         del numbers  # the files say which there are
-        paths = [path for path in self.home.glob("*.arrows") if path.stem.isdecimal()]
+        paths = [path for path in self.home(producer).glob("*.arrows") if path.stem.isdecimal()]
         return {int(path.stem): path.stat().st_size for path in paths}
 
-    def prepare(self, number: int, block: SealedBlock) -> int:
+    def prepare(self, name: BlockName, block: blocks.SealedBlock) -> int:
         """Write a block where no reader sees it. Returns its size in bytes."""
-        path = _written_path(self.home, number)
+        path = self.prepared(name)
         with pa.OSFile(str(path), "wb") as sink:
             block.write_to(sink)
         if self._sync:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            fsync(path)
         return path.stat().st_size
 
-    def commit(self, number: int) -> None:
+    def commit(self, name: BlockName) -> None:
         """Show a prepared block to readers, whole."""
-        os.replace(_written_path(self.home, number), _block_path(self.home, number))
+        os.replace(self.prepared(name), self._path(name))
         if self._sync:
-            _sync_folder(self.home)
+            fsync(self.home(name.producer))
 
-    def is_prepared(self, number: int) -> bool:
+    def is_unfinished(self, name: BlockName) -> bool:
         """Whether a block was prepared and neither committed nor discarded."""
-        return _written_path(self.home, number).exists()
+        return self.prepared(name).exists() and not self.exists(name)
 
-    def discard(self, number: int) -> None:
-        """Remove what ``prepare`` left."""
-        _written_path(self.home, number).unlink(missing_ok=True)
-
-    def exists(self, number: int) -> bool:
+    def exists(self, name: BlockName) -> bool:
         """Whether readers see the block."""
-        return _block_path(self.home, number).exists()
+        return self._path(name).exists()
 
-    def read(self, number: int, pool: BufferPool) -> pa.Buffer:
-        """The bytes of a block, copied into memory of the pool. Raises FileNotFoundError."""
-        with open(_block_path(self.home, number), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            memory, data = pool.take(size)
+    def read(self, name: BlockName) -> pa.Buffer:
+        """The bytes of a block, copied into memory of a pool. Raises FileNotFoundError."""
+        with open(self._path(name), "rb", buffering=0) as file:
+            memory, data = self._pool.take(os.fstat(file.fileno()).st_size)
             came = 0
-            while came < size and (part := file.readinto(memory[came:])):
+            while part := file.readinto(memory[came:]):
                 came += part
-            del memory
             return data.slice(0, came)
 
-    def delete(self, number: int) -> None:
+    def delete(self, name: BlockName) -> None:
         """Remove a block; one that is gone is not an error."""
-        _block_path(self.home, number).unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close what the bytes are reached by."""
 
 
 # -- the writer's side -------------------------------------------------------------------------------------------------
 
 
-class FolderSlot(ProducerSlot):
+class FolderSlot(blocks.ProducerSlot):
     """One producer's folder, locked for as long as its writer lives."""
 
-    def __init__(self, root: Path, blocks: BlockFiles, *, groups: Sequence[str], limits: BlockLimits) -> None:
-        self._root, self._blocks, self._groups, self._limits = root, blocks, groups, limits
-        self._home, self._producer = blocks.home, blocks.home.name
-        taken = partial(producer_taken, self._producer, self._home)
+    def __init__(self, files: BlockFiles, groups: Sequence[str], *, producer: str, limits: blocks.BlockLimits) -> None:
+        self._files, self._groups, self._producer, self._limits = files, groups, producer, limits
+        self._home = files.home(producer)
+        taken = partial(blocks.producer_taken, producer, self._home)
         self._lock = FileLock(self._home / "lock", taken=taken, tries_s=_LOCK_TRIES_S)
         try:
             self._begin()
@@ -472,90 +395,84 @@ class FolderSlot(ProducerSlot):
             self._lock.release()
             raise
 
+    def _name(self, number: int) -> BlockName:
+        return BlockName(self._producer, number)
+
     def _begin(self) -> None:
         """Go on where the last writer of this name stood, and remove what it left half done."""
         if _end_of(self._home) == "closed":
-            raise producer_closed(self._producer, self._home)
-        numbers = _numbers(self._home) or _Numbers()
+            raise blocks.producer_closed(self._producer, self._home)
+        numbers = _Numbers.of(self._home)
         self._next, self._void = numbers.next, list(numbers.void)
-        sizes = self._blocks.held(range(self._acknowledged(), self._next))
+        sizes = self._files.held(self._producer, range(self._acknowledged(), self._next))
         leans = {number: others for number, others in numbers.leans.items() if number in sizes}
-        self.retention = Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)
+        self.retention = blocks.Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)
         # the number is stored before the block is committed: a writer that died in between left it prepared
-        if self._blocks.is_prepared(self._next - 1):
+        if self._next and self._files.is_unfinished(self._name(self._next - 1)):
             self._void.append(self._next - 1)
         self._store_number(self._next)
         for left in self._home.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self._home / "end.json").unlink(missing_ok=True)
         if self._limits.sync:
-            _sync_folder(self._home)
+            fsync(self._home)
 
     def _store_number(self, number: int, leans: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
         known = {str(held): list(others) for held, others in {**self.retention.leans, **leans}.items()}
         document = {"next": number, "void": self._void, "leans": known}
         _store(self._home / "number.json", document, sync=self._limits.sync)
 
-    def publish(self, block: SealedBlock) -> BlockName:
+    def publish(self, block: blocks.SealedBlock) -> BlockName:
         """Store a block; waits for space."""
-        number = self._next
+        name = self._name(self._next)
         try:
-            size = self._prepared(number, block)
-            wait_until(
+            size = self._prepared(name, block)
+            blocks.wait_until(
                 lambda: self._has_space(size, block.leans),
                 self._limits.timeout_s,
-                expected=lambda: (
-                    f"space for {size} bytes (the groups {list(self._groups)} have not all acknowledged what fills "
-                    f"{self._limits.max_bytes})"
-                ),
+                expected=lambda: blocks.space_for(size, self._groups, self._limits),
             )
         except OSError as error:
-            self._blocks.discard(number)
+            self._files.prepared(name).unlink(missing_ok=True)
             raise _full(error, self._home) from error
-        self._store_number(number + 1, {} if not block.leans else {number: block.leans})
-        self._blocks.commit(number)
-        self._next = number + 1
-        self.retention.add(number, size, leans=block.leans)
-        return BlockName(self._producer, number)
+        self._store_number(name.number + 1, {} if not block.leans else {name.number: block.leans})
+        self._files.commit(name)
+        self._next = name.number + 1
+        self.retention.add(name.number, size, leans=block.leans)
+        return name
 
-    def _prepared(self, number: int, block: SealedBlock) -> int:
+    def _prepared(self, name: BlockName, block: blocks.SealedBlock) -> int:
         """Write a block where no reader sees it; on a full disk, what every group acknowledged makes space."""
         while True:
+            count = len(self.retention.sizes)
             try:
-                return self._blocks.prepare(number, block)
+                return self._files.prepare(name, block)
             except OSError as error:
-                self._blocks.discard(number)
-                if error.errno not in _FULL or not self._delete_one(block.leans):
+                self._files.prepared(name).unlink(missing_ok=True)
+                self._has_space(self._limits.max_bytes, block.leans)
+                if error.errno not in _FULL or len(self.retention.sizes) == count:
                     raise
-
-    def _delete_one(self, leans: Sequence[int] | None) -> bool:
-        number = self.retention.next_to_delete(below=self._acknowledged(), leans=leans)
-        if number is not None:
-            self._blocks.delete(number)
-            self.retention.drop(number)
-        return number is not None
 
     def _has_space(self, size: int, leans: Sequence[int] | None) -> bool:
         """Whether a block fits, after what may go was deleted."""
-        while not self.retention.has_space(size):
-            if not self._delete_one(leans):
-                return False
-        return True
+        if self.retention.has_space(size):
+            return True
+
+        def delete(number: int) -> None:
+            self._files.delete(self._name(number))
+
+        return self.retention.make_space(size, leans, below=self._acknowledged(), delete=delete)
 
     def _acknowledged(self) -> int:
-        """The number of the first block that not every group acknowledged."""
-        return min(self._acknowledged_by(group) for group in self._groups)
-
-    def _acknowledged_by(self, group: str) -> int:
-        """The number of the first block that a group has not acknowledged; on disk before anything is deleted."""
-        home = self._root / "groups" / group
-        position = _position(home)
-        if position is None:
-            return 0
-        if self._limits.sync:
-            with suppress(FileNotFoundError), open(home / "position.json", "rb") as file:
-                os.fsync(file.fileno())
-        return position.number(self._producer)
+        """The number of the first block that not every group acknowledged; on disk before anything is deleted."""
+        numbers = []
+        for home in (self._files.root / "groups" / group for group in self._groups):
+            position = _position(home)
+            if position is not None and self._limits.sync:
+                with suppress(FileNotFoundError):
+                    fsync(home / "position.json")
+            numbers.append(0 if position is None else position.number(self._producer))
+        return min(numbers)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         """State that no further block comes."""
@@ -564,6 +481,7 @@ class FolderSlot(ProducerSlot):
     def release(self) -> None:
         """Give the name up."""
         self._lock.release()
+        self._files.close()
 
 
 # -- the reader's side -------------------------------------------------------------------------------------------------
@@ -572,78 +490,59 @@ class FolderSlot(ProducerSlot):
 class FolderStore(BlockStore):
     """The blocks of a folder, for one group, or for none that it would hold. A pickled copy holds no lock."""
 
-    def __init__(self, root: Path, *, group: str | None) -> None:
-        document = _load(root / "manifest.json")
-        if document is None:
-            raise FormatError(f"expected a place, got no manifest @ {root}", kind=ErrorKind.MANIFEST)
-        self.manifest = Manifest.from_document(document)
-        self._root, self._pool = root, BufferPool()
+    def __init__(self, files: BlockFiles, *, group: str | None) -> None:
+        self.manifest = manifest_of(files.root)
+        self._files, self._root = files, files.root
         self._lock: FileLock | None = None
         if group is not None:
             self.manifest.require_group(group)
-            self._home = root / "groups" / group
-            self._lock = FileLock(self._home / "lock", taken=partial(group_taken, group, root))
+            self._home = self._root / "groups" / group
+            self._lock = FileLock(self._home / "lock", taken=partial(blocks.group_taken, group, self._root))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None, "_pool": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({**state, "_pool": BufferPool()})
+        return {**vars(self), "_lock": None}
 
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
         return producers_of(self._root)
 
-    def _blocks_of(self, producer: str) -> BlockFiles:
-        """Where the bytes of a producer's blocks lie; carriers that keep them elsewhere override this."""
-        return BlockFiles(producer_home(self._root, producer))
-
-    def state(self, name: BlockName) -> BlockState:
+    def state(self, name: BlockName) -> blocks.BlockState:
         """What can be said of a block now; the files are looked at in the order opposite to that of writing them."""
-        home = producer_home(self._root, name.producer)
-        blocks = self._blocks_of(name.producer)
-        if blocks.exists(name.number):
+        if self._files.exists(name):
             return "sealed"
-        alive = _is_locked(home / "lock")
-        end, numbers = _end_of(home), _numbers(home) or _Numbers()
-        following = numbers.next
-        if blocks.exists(name.number):
+        home = self._files.home(name.producer)
+        alive = is_locked(home / "lock")
+        end, numbers = _end_of(home), _Numbers.of(home)
+        if self._files.exists(name):
             return "sealed"  # sealed since the first look
         if name.number in numbers.void:
             return "void"
-        if name.number < following and not self._is_unfinished(name, following, alive=alive):
+        # between storing a number and showing its block, the last number has none yet
+        unfinished = name.number == numbers.next - 1 and (alive or self._files.is_unfinished(name))
+        if name.number < numbers.next and not unfinished:
             return "expired"
-        if end is not None:
-            return "aborted" if end == "aborted" else "closed"
-        return "waiting" if alive or not home.exists() else "vanished"
-
-    def _is_unfinished(self, name: BlockName, following: int, *, alive: bool) -> bool:
-        """Whether a number that was stored may have no block yet: between storing it and renaming the block."""
-        blocks = self._blocks_of(name.producer)
-        return name.number == following - 1 and (alive or blocks.is_prepared(name.number))
+        return end or ("waiting" if alive or not home.exists() else "vanished")
 
     def last_number(self, producer: str) -> int:
         """The number behind the producer's last sealed block."""
-        return (_numbers(producer_home(self._root, producer)) or _Numbers()).next
+        return _Numbers.of(self._files.home(producer)).next
 
     def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of a block, copied."""
         try:
-            return self._blocks_of(name.producer).read(name.number, self._pool)
+            return self._files.read(name)
         except FileNotFoundError as error:
             raise DataError(f"expected block {name}, got none @ {self._root}", kind=ErrorKind.EXPIRED) from error
 
     def load_position(self) -> Position:
         """What the group acknowledged."""
-        position = _position(self._home)
-        if position is None:
-            return Position(place=self.manifest.place)
-        if position.place != self.manifest.place:
+        position, place = _position(self._home), self.manifest.place
+        if position is not None and position.place != place:
             raise FormatError(
-                f"expected a position in the place {self.manifest.place}, got one in {position.place} @ {self._home}",
+                f"expected a position in the place {place}, got one in {position.place} @ {self._home}",
                 kind=ErrorKind.MANIFEST,
             )
-        return position
+        return position or Position(place=place)
 
     def save_position(self, position: Position) -> None:
         """Store what the group acknowledged."""
@@ -653,3 +552,4 @@ class FolderStore(BlockStore):
         """Give the group up."""
         if self._lock is not None:
             self._lock.release()
+        self._files.close()

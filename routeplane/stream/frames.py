@@ -10,52 +10,37 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
 
-__all__ = [
-    "MAX_METADATA_BYTES",
-    "Frame",
-    "Readable",
-    "frame_of",
-    "frames_of_buffer",
-    "frames_of_file",
-    "frames_received",
-    "parse_metadata",
-]
+__all__ = ["Frame", "frame_of", "frames_of_buffer", "frames_of_file", "frames_received", "parse_metadata"]
 
 #: Largest message header accepted: a batch of 100k records has some 2 kB of it, a schema of 4,096 layers some 60 kB.
 MAX_METADATA_BYTES = 16 * 2**20
-# A larger body is received in steps, so that a flipped length asks for no more memory than bytes that really come.
+# A file is asked for no more at once, so that a flipped length takes no memory before its bytes come.
 _READ_STEP = 16 * 2**20
 _CONTINUATION, _MARK = 0xFFFFFFFF, b"\xff" * 4
-_SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
-
-
-class Readable(Protocol):
-    """A binary file, pipe or socket file."""
-
-    def read(self, size: int, /) -> bytes | None:
-        """At most ``size`` bytes; fewer only where a pipe has no more for now, none at its end."""
+_SCHEMA, _RECORD_BATCH = 1, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """One encapsulated message. ``data`` is the whole of it, shared with the source where that is memory.
+    """One encapsulated message: what its header says, and the whole of it, shared with the source where that is memory.
 
     ``rows``: what the header of a batch declares. A frame of kind ``damaged`` stands for bytes that are not a message.
     """
 
     kind: str  # "schema", "batch", "other" or "damaged"
-    compressed: bool
-    rows: int
-    metadata: dict[str, str]
-    data: pa.Buffer
+    compressed: bool = False
+    rows: int = 0
+    body_length: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)
+    data: pa.Buffer = field(default_factory=lambda: pa.py_buffer(b""))
 
 
 def frames_of_buffer(buffer: pa.Buffer, *, salvage: bool = False) -> Iterator[Frame]:
@@ -80,19 +65,22 @@ def frames_of_buffer(buffer: pa.Buffer, *, salvage: bool = False) -> Iterator[Fr
                 raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
             if salvage and _hides_a_batch(view, at, stop):
                 raise FormatError(f"expected a message of another length at byte {at}", kind=ErrorKind.NOT_ARROW)
-            frame = _frame(header, buffer.slice(at, stop - at))
+            frame = replace(header, data=buffer.slice(at, stop - at))
         except FormatError as error:
             stop = _next_batch(view, at + 8) if salvage and at > 0 else len(view)
             # without a schema nothing can be read, and a cut is not a damaged batch
             if not salvage or at == 0 or (isinstance(error, TruncatedError) and stop == len(view)):
                 raise
-            frame = Frame(kind="damaged", compressed=False, rows=0, metadata={}, data=buffer.slice(at, stop - at))
+            frame = Frame(kind="damaged", data=buffer.slice(at, stop - at))
         yield frame
         at = stop
-    _refuse_rest(len(view) - start)
+    if start < len(view):
+        raise FormatError(
+            f"expected nothing after the end-of-stream mark, got {len(view) - start} bytes", kind=ErrorKind.TRAILER
+        )
 
 
-def frames_of_file(source: Readable) -> Iterator[Frame]:
+def frames_of_file(source: Any) -> Iterator[Frame]:
     """Frames of an IPC stream from a pipe, socket or file object, each copied into memory of its own.
 
     Reads nothing behind the end-of-stream mark. Raises as ``frames_of_buffer``.
@@ -138,7 +126,7 @@ def _is_batch(view: memoryview, at: int) -> bool:
         header = parse_metadata(bytes(view[at + 8 : at + 8 + length]))
     except FormatError:
         return False
-    return header.header_type == _RECORD_BATCH and at + 8 + length + header.body_length <= len(view)
+    return header.kind == "batch" and at + 8 + length + header.body_length <= len(view)
 
 
 def frames_received(
@@ -147,8 +135,8 @@ def frames_received(
     """Frames of a connection, each received straight into memory that ``take`` lends.
 
     ``fill`` fills what it is given, and says how much came before the end; ``take`` gives memory to write to, and the
-    buffer that stands for it. A body larger than what is worth pooling is received in steps, so that a claimed length
-    takes no memory before its bytes come. Raises as ``frames_of_buffer``.
+    buffer that stands for it; pages of a claimed length are the system's until bytes come. Raises as
+    ``frames_of_buffer``, and FormatError (TOO_LARGE) for a body that no memory can hold.
     """
     head = bytearray(8)
     while True:
@@ -159,28 +147,19 @@ def frames_received(
         if (came := fill(memoryview(metadata))) < length:
             raise _truncated(f"a header of {length} bytes", came)
         header = parse_metadata(bytes(metadata))
-        if header.body_length > _READ_STEP * 4:
-            data = _received_in_steps(bytes(head) + bytes(metadata), header.body_length, fill)
-        else:
+        try:
             memory, data = take(8 + length + header.body_length)
-            memory[:8], memory[8 : 8 + length] = head, metadata
-            if (came := fill(memory[8 + length :])) < header.body_length:
-                raise _truncated(f"a body of {header.body_length} bytes", came)
-            del memory
-        yield _frame(header, data)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise FormatError(
+                f"expected a body that memory can hold, got {header.body_length} bytes", kind=ErrorKind.TOO_LARGE
+            ) from error
+        memory[:8], memory[8 : 8 + length] = head, metadata
+        if (came := fill(memory[8 + length :])) < header.body_length:
+            raise _truncated(f"a body of {header.body_length} bytes", came)
+        del memory
+        yield replace(header, data=data)
         at += data.size
         del data  # while the next one is waited for, only records hold the memory
-
-
-def _received_in_steps(head: bytes, size: int, fill: Callable[[memoryview], int]) -> pa.Buffer:
-    data, stop = bytearray(head), len(head) + size
-    while len(data) < stop:
-        part = memoryview(bytearray(min(stop - len(data), len(data), _READ_STEP)))
-        came = fill(part)
-        data += part[:came]
-        if came < len(part):
-            raise _truncated(f"a body of {size} bytes", len(data) - len(head))
-    return pa.py_buffer(data)
 
 
 def _prefix_of(head: bytes, at: int) -> tuple[int, int]:
@@ -204,35 +183,14 @@ def _truncated(expected: str, got: int) -> TruncatedError:
     return TruncatedError(f"expected {expected}, got {max(got, 0)} before the stream ended", kind=ErrorKind.TRUNCATED)
 
 
-def _refuse_rest(size: int) -> None:
-    if size > 0:
-        raise FormatError(f"expected nothing after the end-of-stream mark, got {size} bytes", kind=ErrorKind.TRAILER)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """The fields of a message header that decide whether and how its body is decoded."""
-
-    header_type: int
-    body_length: int
-    compressed: bool
-    rows: int
-    metadata: dict[str, str]
-
-
-def _frame(header: Header, data: pa.Buffer) -> Frame:
-    kind = {_SCHEMA: "schema", _RECORD_BATCH: "batch"}.get(header.header_type, "other")
-    return Frame(kind=kind, compressed=header.compressed, rows=header.rows, metadata=header.metadata, data=data)
-
-
 def frame_of(data: pa.Buffer) -> Frame:
     """The frame of one whole message, prefix included. Raises FormatError."""
     (length,) = struct.unpack_from("<I", data, 4)
-    return _frame(parse_metadata(bytes(memoryview(data)[8 : 8 + length])), data)
+    return replace(parse_metadata(bytes(memoryview(data)[8 : 8 + length])), data=data)
 
 
-def parse_metadata(raw: bytes) -> Header:
-    """Read a flatbuffer ``Message``; every offset is bounds-checked. Raises FormatError for a damaged header."""
+def parse_metadata(raw: bytes) -> Frame:
+    """A frame without its data, of a flatbuffer ``Message``; every offset is bounds-checked. Raises FormatError."""
     try:
         message = _Table(raw, struct.unpack_from("<I", raw, 0)[0])
         header_type = message.scalar(1, "<B", 0)
@@ -241,14 +199,17 @@ def parse_metadata(raw: bytes) -> Header:
             raise FormatError(f"expected a body length of at least 0, got {body_length}", kind=ErrorKind.NOT_ARROW)
         header = message.table(2)
         batch = header if header_type == _RECORD_BATCH else None
-        compressed = batch is not None and batch.table(3) is not None
-        rows = 0 if batch is None else max(batch.scalar(0, "<q", 0), 0)
-        metadata = {entry.text(0): entry.text(1) for entry in message.tables(4)}
+        return Frame(
+            kind={_SCHEMA: "schema", _RECORD_BATCH: "batch"}.get(header_type, "other"),
+            compressed=batch is not None and batch.table(3) is not None,
+            rows=0 if batch is None else max(batch.scalar(0, "<q", 0), 0),
+            body_length=body_length,
+            metadata={entry.text(0): entry.text(1) for entry in message.tables(4)},
+        )
     except (struct.error, UnicodeDecodeError) as error:
         raise FormatError(
             f"expected an Arrow message header, got a damaged one ({error})", kind=ErrorKind.NOT_ARROW
         ) from None
-    return Header(header_type=header_type, body_length=body_length, compressed=compressed, rows=rows, metadata=metadata)
 
 
 class _Table:

@@ -19,22 +19,12 @@ import pyarrow as pa
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from routeplane.errors import ErrorKind, StoreError, TransportError, refused
+from routeplane.record.interfaces import BlockName
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import blocks
 from routeplane.stream.block_reader import BlockReader
-from routeplane.stream.blocks import (
-    DEFAULT_GROUP,
-    DEFAULT_LIMITS,
-    DEFAULT_OPTIONS,
-    DEFAULT_POLICY,
-    BlockLimits,
-    BlockWriter,
-    Manifest,
-    ReadOptions,
-    SealedBlock,
-)
-from routeplane.stream.files import BufferPool
-from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place, producer_home
+from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place, manifest_of
 
 __all__ = ["Client", "open_reader", "open_writer"]
 
@@ -97,10 +87,10 @@ def open_writer(
     store: Mapping[str, Any],
     run: str,
     producer: str,
-    groups: Sequence[str] = (DEFAULT_GROUP,),
+    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits = DEFAULT_LIMITS,
-) -> BlockWriter:
+    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
+) -> blocks.BlockWriter:
     """Open a place as one of its producers; the first opener creates it.
 
     Args:
@@ -113,12 +103,9 @@ def open_writer(
     Returns a RouteSink that the caller closes. Raises as ``stream.folder.open_writer``; StoreError (NO_SPACE) where no
     segment has space for a block.
     """
-    root, found = declare_place(place, Manifest.of(spec, run=run, groups=groups, encoding=encoding))
-    client = Client(store)
-    home = producer_home(root, producer)
-    blocks = BlockObjects(home, client, prefix=f"{found.place}/{producer}", sync=limits.sync)
-    slot = MooncakeSlot(root, blocks, groups=found.groups, limits=limits, client=client)
-    return BlockWriter(slot, found, limits=limits)
+    found = declare_place(Path(place), blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding))
+    objects = BlockObjects(Path(place), Client(store), place=found.place, sync=limits.sync)
+    return blocks.BlockWriter(FolderSlot(objects, found.groups, producer=producer, limits=limits), found, limits=limits)
 
 
 def open_reader(
@@ -126,10 +113,10 @@ def open_reader(
     *,
     store: Mapping[str, Any],
     producers: int | Sequence[str],
-    group: str = DEFAULT_GROUP,
+    group: str = blocks.DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy = DEFAULT_POLICY,
-    options: ReadOptions = DEFAULT_OPTIONS,
+    policy: ReadPolicy = blocks.DEFAULT_POLICY,
+    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
 ) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place to be created.
 
@@ -137,38 +124,39 @@ def open_reader(
 
     Returns a RouteSource and BlockSource that the caller closes; a pickled copy connects in its own process.
     """
-    blocks = MooncakeStore(found_place(place, options.timeout_s if follow else 0.0), Client(store), group=group)
-    return BlockReader(blocks, producers=producers, follow=follow, policy=policy, options=options)
+    root = found_place(place, options.timeout_s if follow else 0.0)
+    objects = BlockObjects(root, Client(store), place=manifest_of(root).place)
+    held = FolderStore(objects, group=group)
+    return BlockReader(held, producers=producers, follow=follow, policy=policy, options=options)
 
 
 class BlockObjects(BlockFiles):
-    """One producer's blocks as objects. A prepared block leaves an empty file beside the control data."""
+    """The blocks of a place as objects. A prepared block leaves an empty file beside the control data."""
 
-    def __init__(self, home: Path, client: Client, *, prefix: str, sync: bool = True) -> None:
-        super().__init__(home, sync=sync)
-        self._client, self._prefix = client, prefix
-        self._prepared: dict[int, pa.Buffer] = {}
+    def __init__(self, root: Path, client: Client, *, place: str, sync: bool = True) -> None:
+        super().__init__(root, sync=sync)
+        self._client, self._place = client, place
+        self._data = pa.py_buffer(b"")  # of the prepared block
 
-    def _key(self, number: int) -> str:
-        return f"{self._prefix}/{number:09d}"
+    def key(self, name: BlockName) -> str:
+        """The key of a block's object."""
+        return f"{self._place}/{name.producer}/{name.number:09d}"
 
-    def _marker(self, number: int) -> Path:
-        return self.home / f".{number:09d}.tmp"
-
-    def held(self, numbers: range) -> dict[int, int]:
+    def held(self, producer: str, numbers: range) -> dict[int, int]:
         """Sizes in bytes of the objects among these numbers that are there."""
-        sizes = {number: int(self._client.store.get_size(self._key(number))) for number in numbers}
+        names = [BlockName(producer, number) for number in numbers]
+        sizes = {name.number: int(self._client.store.get_size(self.key(name))) for name in names}
         return {number: size for number, size in sizes.items() if size > 0}
 
-    def prepare(self, number: int, block: SealedBlock) -> int:
+    def prepare(self, name: BlockName, block: blocks.SealedBlock) -> int:
         """Encode a block, and note that its object may come."""
-        self._prepared[number] = data = block.to_buffer()
-        self._marker(number).touch()
-        return int(data.size)
+        self._data = block.to_buffer()
+        self.prepared(name).touch()
+        return int(self._data.size)
 
-    def commit(self, number: int) -> None:
+    def commit(self, name: BlockName) -> None:
         """Put the object. Raises StoreError (NO_SPACE), TransportError; a key that exists already is an error."""
-        key, data = self._key(number), self._prepared.pop(number)
+        key, data = self.key(name), self._data
         # a second put of a key answers success and keeps the old object
         if self._client.store.is_exist(key) != 0:
             raise StoreError(f"expected no object {key}, got one", kind=ErrorKind.WRITER)
@@ -183,67 +171,29 @@ class BlockObjects(BlockFiles):
                 f"expected {data.size} bytes to be put, got code {code} and {came} bytes @ {key}",
                 kind=ErrorKind.CONNECTION,
             )
-        self._marker(number).unlink(missing_ok=True)
+        self.prepared(name).unlink(missing_ok=True)
 
-    def is_prepared(self, number: int) -> bool:
-        """Whether the object may not have come."""
-        return self._marker(number).exists() and not self.exists(number)
-
-    def discard(self, number: int) -> None:
-        """Forget a prepared block."""
-        self._prepared.pop(number, None)
-        self._marker(number).unlink(missing_ok=True)
-
-    def exists(self, number: int) -> bool:
+    def exists(self, name: BlockName) -> bool:
         """Whether the object is there. Raises TransportError where the store does not answer."""
-        code = self._client.store.is_exist(self._key(number))
+        code = self._client.store.is_exist(self.key(name))
         if code < 0 and code != _NOT_FOUND:
             raise TransportError(f"expected an answer of the store, got code {code}", kind=ErrorKind.CONNECTION)
         return bool(code == 1)
 
-    def read(self, number: int, pool: BufferPool) -> pa.Buffer:
+    def read(self, name: BlockName) -> pa.Buffer:
         """The bytes of the object, copied. An empty answer is an error: FileNotFoundError."""
-        del pool  # the client returns memory of its own
-        data = self._client.store.get(self._key(number))
+        data = self._client.store.get(self.key(name))
         if not data:
-            raise FileNotFoundError(self._key(number))
+            raise FileNotFoundError(self.key(name))
         return pa.py_buffer(data)
 
-    def delete(self, number: int) -> None:
+    def delete(self, name: BlockName) -> None:
         """Remove the object, pinned or not. Raises TransportError where it is still there."""
-        key = self._key(number)
+        key = self.key(name)
         code = self._client.store.remove(key, True)
         if code not in (0, _NOT_FOUND) or self._client.store.is_exist(key) == 1:
             raise TransportError(f"expected object {key} to be removed, got code {code}", kind=ErrorKind.CONNECTION)
 
-
-class MooncakeSlot(FolderSlot):
-    """One producer's name in the folder, and its client of the store."""
-
-    def __init__(
-        self, root: Path, blocks: BlockFiles, *, groups: Sequence[str], limits: BlockLimits, client: Client
-    ) -> None:
-        self._client = client
-        super().__init__(root, blocks, groups=groups, limits=limits)
-
-    def release(self) -> None:
-        """Give the name up, and disconnect."""
-        super().release()
-        self._client.close()
-
-
-class MooncakeStore(FolderStore):
-    """Blocks in a Mooncake store, control data in a folder, for one group."""
-
-    def __init__(self, root: Path, client: Client, *, group: str) -> None:
-        super().__init__(root, group=group)
-        self._client = client
-
-    def _blocks_of(self, producer: str) -> BlockFiles:
-        prefix = f"{self.manifest.place}/{producer}"
-        return BlockObjects(producer_home(self._root, producer), self._client, prefix=prefix)
-
-    def release(self) -> None:
-        """Give the group up, and disconnect."""
-        super().release()
+    def close(self) -> None:
+        """Disconnect."""
         self._client.close()

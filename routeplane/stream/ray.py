@@ -31,26 +31,8 @@ from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding
 from routeplane.record.spec import RouteSpec
+from routeplane.stream import blocks
 from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, sealed_cut
-from routeplane.stream.blocks import (
-    DEFAULT_GROUP,
-    DEFAULT_LIMITS,
-    DEFAULT_OPTIONS,
-    DEFAULT_POLICY,
-    BlockLimits,
-    BlockState,
-    BlockWriter,
-    Manifest,
-    ProducerSlot,
-    ReadOptions,
-    Retention,
-    SealedBlock,
-    check_name,
-    group_taken,
-    producer_closed,
-    producer_taken,
-    wait_until,
-)
 
 __all__ = ["delete_place", "open_reader", "open_writer"]
 
@@ -68,39 +50,36 @@ def open_writer(
     *,
     run: str,
     producer: str,
-    groups: Sequence[str] = (DEFAULT_GROUP,),
+    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
     encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: BlockLimits = DEFAULT_LIMITS,
-) -> BlockWriter:
+    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
+) -> blocks.BlockWriter:
     """Open a place as one of its producers; the first opener starts its actor.
 
     Args:
         place: name of the place; its actor is detached, and lives until ``delete_place`` or the end of the cluster.
-        run: name of the run; a place of another run is refused.
-        producer: name of this producer; one living writer per name. A restarted producer goes on where it stood.
-        groups: every group that will read; a block is kept until all of them acknowledged it.
-        encoding: of all blocks of the place.
-        limits: block size, byte bound, timeout. A block is in the object store when ``flush`` returns, on no disk.
+        run, producer, groups, encoding, limits: as ``stream.folder.open_writer``. A block is in the object store when
+            ``flush`` returns, on no disk: ``limits.sync`` means nothing here.
 
     Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
     for a place of another geometry, TransportError where the place's actor is gone.
     """
-    declared = Manifest.of(spec, run=run, groups=groups, encoding=encoding)
-    check_name(producer, "producer")
+    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
+    blocks.check_name(producer, "producer")
     actor = _Place.start(place)
-    found = Manifest.from_document(actor.call("declare", declared.to_document()))
+    found = blocks.Manifest.from_document(actor.call("declare", declared.to_document()))
     found.require_same(declared)
-    return BlockWriter(RaySlot(actor, producer, limits=limits, groups=found.groups), found, limits=limits)
+    return blocks.BlockWriter(_Slot(actor, producer, limits=limits, groups=found.groups), found, limits=limits)
 
 
 def open_reader(
     place: str,
     *,
     producers: int | Sequence[str],
-    group: str = DEFAULT_GROUP,
+    group: str = blocks.DEFAULT_GROUP,
     follow: bool = True,
-    policy: ReadPolicy = DEFAULT_POLICY,
-    options: ReadOptions = DEFAULT_OPTIONS,
+    policy: ReadPolicy = blocks.DEFAULT_POLICY,
+    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
 ) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place where it follows.
 
@@ -109,7 +88,7 @@ def open_reader(
     Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
     living reader), TransportError (TIMED_OUT; CONNECTION where the actor is gone).
     """
-    store = RayStore(_Place.found(place, options.timeout_s if follow else 0.0), group=group)
+    store = _Store(_Place.found(place, options.timeout_s if follow else 0.0), group=group)
     return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
@@ -125,7 +104,7 @@ def delete_place(place: str) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class Owner(NamedTuple):
+class _Owner(NamedTuple):
     """A process that holds a name: its node, its number, and its start in clock ticks since boot."""
 
     node: str
@@ -133,10 +112,8 @@ class Owner(NamedTuple):
     started: int
 
     @classmethod
-    def here(cls) -> Owner:
-        """This process."""
-        pid = os.getpid()
-        return cls(ray.get_runtime_context().get_node_id(), pid, _started(pid))
+    def here(cls) -> _Owner:
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _started(os.getpid()))
 
     def is_alive(self) -> bool:
         """Whether the process still runs; asked on its node."""
@@ -206,13 +183,13 @@ _cut_task: Any = ray.remote(num_cpus=0, max_retries=1)(_cut_block)
 
 @dataclass(kw_only=True)
 class _Name:
-    """A name of the place, and the process that holds it."""
+    """A name of the place, the process that holds it, and how it ended."""
 
-    owner: Owner | None = None
+    owner: _Owner | None = None
     token: str = ""
+    end: Literal["closed", "aborted"] | None = None
 
     def is_held(self) -> bool:
-        """Whether its holder lives."""
         return self.owner is not None and self.owner.is_alive()
 
 
@@ -221,9 +198,8 @@ class _Producer(_Name):
     """What the place knows of one producer."""
 
     next: int = 0
-    end: Literal["closed", "aborted"] | None = None
-    blocks: dict[int, Any] = field(default_factory=dict)
-    retention: Retention = field(default_factory=lambda: Retention(max_bytes=0))
+    references: dict[int, Any] = field(default_factory=dict)
+    retention: blocks.Retention = field(default_factory=lambda: blocks.Retention(max_bytes=0))
 
 
 @dataclass(kw_only=True)
@@ -233,11 +209,10 @@ class _Group(_Name):
     position: str | None = None
 
     def acknowledged(self, producer: str) -> int:
-        """The number of the first block that it has not acknowledged."""
         return 0 if self.position is None else Position.from_json(self.position).number(producer)
 
 
-class PlaceActor:
+class _PlaceActor:
     """The actor of a place. Every answer is plain values; refusals come as answers, so that callers word the errors."""
 
     def __init__(self) -> None:
@@ -253,22 +228,29 @@ class PlaceActor:
         return self._manifest
 
     def manifest(self) -> Mapping[str, Any] | None:
-        """The manifest; None before the first writer declared one."""
         return self._manifest
 
-    def open_producer(self, name: str, owner: Owner, token: str) -> str:
-        """Take a producer's name: ``open``, ``taken`` or ``closed``."""
-        producer = self._producers.setdefault(name, _Producer())
-        if producer.is_held():
+    def _name(self, kind: Literal["producer", "group"], name: str) -> _Name:
+        return self._producers.setdefault(name, _Producer()) if kind == "producer" else self._groups[name]
+
+    def open(self, kind: Literal["producer", "group"], name: str, owner: _Owner, token: str) -> str:
+        """Take a name: ``open``, ``taken`` or ``closed``."""
+        held = self._name(kind, name)
+        if held.is_held():
             return "taken"
-        if producer.end == "closed":
+        if held.end == "closed":
             return "closed"
-        producer.owner, producer.token, producer.end = owner, token, None
+        held.owner, held.token, held.end = owner, token, None
         return "open"
+
+    def release(self, kind: Literal["producer", "group"], name: str, token: str) -> None:
+        held = self._name(kind, name)
+        if held.token == token:
+            held.owner, held.token = None, ""
 
     def publish(
         self, name: str, token: str, holder: list[Any], leans: Sequence[int] | None, limit: int
-    ) -> tuple[int, Retention] | None:
+    ) -> tuple[int, blocks.Retention] | None:
         """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
         producer = self._producers[name]
         held = producer.retention
@@ -276,12 +258,9 @@ class PlaceActor:
             return -1, held
         (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
         below = min(group.acknowledged(name) for group in self._groups.values())
-        while not held.has_space(size):
-            number = held.next_to_delete(below=below, leans=leans)
-            if number is None:
-                return None
-            self.drop(name, number)
-        producer.blocks[producer.next] = owned
+        if not held.make_space(size, leans, below=below, delete=producer.references.pop):
+            return None
+        producer.references[producer.next] = owned
         held.add(producer.next, size, leans=leans)
         producer.next += 1
         return producer.next - 1, held
@@ -303,69 +282,39 @@ class PlaceActor:
         return owned, int(ray.get(came))
 
     def end(self, name: str, token: str, how: Literal["closed", "aborted"]) -> None:
-        """State that no further block comes."""
-        producer = self._producers[name]
-        if producer.token == token:
-            producer.end = how
-
-    def release(self, kind: Literal["producer", "group"], name: str, token: str) -> None:
-        """Give a name up."""
-        held: _Name = self._producers[name] if kind == "producer" else self._groups[name]
-        if held.token == token:
-            held.owner, held.token = None, ""
+        if self._producers[name].token == token:
+            self._producers[name].end = how
 
     def producers(self) -> list[str]:
-        """Names that ever opened the place."""
         return sorted(self._producers)
 
-    def state(self, name: str, number: int) -> BlockState:
-        """What can be said of a block."""
+    def look(self, name: str, number: int) -> tuple[blocks.BlockState, list[tuple[int, Any]]]:
+        """What can be said of a block; where it is sealed, its reference and behind it those of what it leans on.
+
+        Ray resolves no reference in a list.
+        """
         producer = self._producers.get(name)
         if producer is None:
-            return "waiting"
-        if number in producer.blocks:
-            return "sealed"
+            return "waiting", []
+        if number in producer.references:
+            numbers = (number, *producer.retention.leans.get(number, ()))
+            return "sealed", [(each, producer.references[each]) for each in numbers]
         if number < producer.next:
-            return "expired"
-        if producer.end is not None:
-            return producer.end
-        return "waiting" if producer.is_held() else "vanished"
+            return "expired", []
+        return producer.end or ("waiting" if producer.is_held() else "vanished"), []
 
     def last_number(self, name: str) -> int:
-        """The number behind the last block."""
-        producer = self._producers.get(name)
-        return 0 if producer is None else producer.next
-
-    def references(self, name: str, number: int) -> list[tuple[int, Any]]:
-        """The references of a block, and behind it of those that it leans on; Ray resolves none in a list."""
-        producer = self._producers.get(name)
-        if producer is None or number not in producer.blocks:
-            return []
-        return [(each, producer.blocks[each]) for each in (number, *producer.retention.leans.get(number, ()))]
-
-    def open_group(self, name: str, owner: Owner, token: str) -> bool:
-        """Take a group; False where its reader lives."""
-        group = self._groups[name]
-        if group.is_held():
-            return False
-        group.owner, group.token = owner, token
-        return True
+        return self._producers.get(name, _Producer()).next
 
     def load_position(self, name: str) -> str | None:
-        """What a group acknowledged."""
         return self._groups[name].position
 
     def save_position(self, name: str, token: str, position: str) -> bool:
-        """Store it; False for a reader that does not hold the group."""
+        """Store what a group acknowledged; False for a reader that does not hold the group."""
         group = self._groups[name]
         if group.token == token:
             group.position = position
         return group.token == token
-
-    def drop(self, name: str, number: int) -> None:
-        """Forget a block."""
-        self._producers[name].blocks.pop(number, None)
-        self._producers[name].retention.drop(number)
 
 
 class _Place:
@@ -378,121 +327,105 @@ class _Place:
     def start(cls, name: str) -> _Place:
         """The place of a name, started where there is none."""
         options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
-        actor = ray.remote(PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote()
+        actor = ray.remote(_PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote()
         return cls(actor, name)
 
     @classmethod
     def found(cls, name: str, timeout_s: float | None) -> _Place:
         """The place of a name, once it is there and declared. Raises TransportError (TIMED_OUT)."""
-        found: list[_Place] = []
 
-        def look() -> bool:
+        def look() -> _Place | None:
             try:
                 place = cls(ray.get_actor(name, namespace=NAMESPACE), name)
             except ValueError:
-                return False
-            found.append(place)
-            return place.call("manifest") is not None
+                return None
+            return None if place.call("manifest") is None else place
 
-        wait_until(look, timeout_s, expected=lambda: f"a place {name!r}")
-        return found[-1]
+        return blocks.wait_until(look, timeout_s, expected=lambda: f"a place {name!r}")
+
+    def __str__(self) -> str:
+        return f"place {self.name!r}"
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the actor."""
-        return _got(getattr(self._actor, method).remote(*arguments), f"an answer of the place {self.name!r}")
+        return _got(getattr(self._actor, method).remote(*arguments), f"an answer of the {self}")
 
 
-# -- the writer's side -------------------------------------------------------------------------------------------------
+# -- writers and readers -----------------------------------------------------------------------------------------------
 
 
-class RaySlot(ProducerSlot):
+class _Slot(blocks.ProducerSlot):
     """One producer's name in a place, held by this process."""
 
-    def __init__(self, place: _Place, producer: str, *, limits: BlockLimits, groups: Sequence[str]) -> None:
+    def __init__(self, place: _Place, producer: str, *, limits: blocks.BlockLimits, groups: Sequence[str]) -> None:
         self._place, self._producer, self._limits, self._groups = place, producer, limits, groups
         self._token = secrets.token_hex(8)
-        self.retention = Retention(max_bytes=limits.max_bytes)
-        answer = place.call("open_producer", producer, Owner.here(), self._token)
+        self.retention = blocks.Retention(max_bytes=limits.max_bytes)
+        answer = place.call("open", "producer", producer, _Owner.here(), self._token)
         if answer != "open":
-            raise (producer_taken if answer == "taken" else producer_closed)(producer, f"place {place.name!r}")
+            raise (blocks.producer_taken if answer == "taken" else blocks.producer_closed)(producer, place)
 
-    def publish(self, block: SealedBlock) -> BlockName:
-        """Store a block; waits for space."""
-        reference = ray.put(np.frombuffer(block.to_buffer(), dtype=np.uint8))
-        arguments = (self._producer, self._token, [reference], block.leans, self._limits.max_bytes)
-        answers: list[tuple[int, Retention] | None] = []
-
-        def published() -> bool:
-            answers.append(self._place.call("publish", *arguments))
-            return answers[-1] is not None
-
-        wait_until(
-            published,
+    def publish(self, block: blocks.SealedBlock) -> BlockName:
+        data = np.frombuffer(block.to_buffer(), dtype=np.uint8)
+        arguments = (self._producer, self._token, [ray.put(data)], block.leans, self._limits.max_bytes)
+        number, self.retention = blocks.wait_until(
+            lambda: self._place.call("publish", *arguments),
             self._limits.timeout_s,
-            expected=lambda: (
-                f"space for a block (the groups {list(self._groups)} have not all acknowledged what fills "
-                f"{self._limits.max_bytes} bytes)"
-            ),
+            expected=lambda: blocks.space_for(data.nbytes, self._groups, self._limits),
         )
-        number, self.retention = answers[-1] or (-1, self.retention)
         if number < 0:
-            raise producer_taken(self._producer, f"place {self._place.name!r}")
+            raise blocks.producer_taken(self._producer, self._place)
         return BlockName(self._producer, number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
-        """State that no further block comes."""
         self._place.call("end", self._producer, self._token, how)
 
     def release(self) -> None:
-        """Give the name up."""
         self._place.call("release", "producer", self._producer, self._token)
 
 
-# -- the reader's side -------------------------------------------------------------------------------------------------
-
-
-class RayStore(BlockStore):
-    """The blocks of a place, for one group. A pickled copy does not hold the group."""
+class _Store(BlockStore):
+    """The blocks of a place, for one group."""
 
     def __init__(self, place: _Place, *, group: str) -> None:
         self._place, self._group = place, group
         self._token: str | None = secrets.token_hex(8)
-        self.manifest = Manifest.from_document(place.call("manifest"))
+        self._seen: tuple[BlockName, list[tuple[int, Any]]] | None = None  # what ``state`` saw last
+        self.manifest = blocks.Manifest.from_document(place.call("manifest"))
         self.manifest.require_group(group)
-        if not place.call("open_group", group, Owner.here(), self._token):
-            raise group_taken(group, f"place {place.name!r}")
+        if place.call("open", "group", group, _Owner.here(), self._token) != "open":
+            raise blocks.group_taken(group, place)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_token": None}
+        return {**vars(self), "_token": None, "_seen": None}
 
     def producers(self) -> list[str]:
-        """The producers that ever opened the place, sorted."""
         return list(self._place.call("producers"))
 
-    def state(self, name: BlockName) -> BlockState:
-        """What can be said of a block now."""
-        found: BlockState = self._place.call("state", *name)
-        return found
+    def state(self, name: BlockName) -> blocks.BlockState:
+        state: blocks.BlockState
+        state, held = self._place.call("look", *name)
+        self._seen = (name, held)
+        return state
 
     def last_number(self, producer: str) -> int:
-        """The number behind the producer's last sealed block."""
         return int(self._place.call("last_number", producer))
 
     def _references(self, name: BlockName) -> list[tuple[int, Any]]:
-        held: list[tuple[int, Any]] = self._place.call("references", *name)
+        """Those of a block and of what it leans on; what was seen serves one read, without a further call."""
+        seen, self._seen = self._seen, None
+        held: list[tuple[int, Any]] = seen[1] if seen and seen[0] == name else self._place.call("look", *name)[1]
         if not held:
             raise DataError(f"expected block {name}, got none", kind=ErrorKind.EXPIRED)
         return held
 
     def read(self, name: BlockName) -> pa.Buffer:
-        """The bytes of a block, mapped read-only from the object store of this node."""
+        """Mapped read-only from the object store of this node."""
         return pa.py_buffer(_got(self._references(name)[0][1], f"block {name}"))
 
     def cut(self, name: BlockName, part: BlockPart) -> list[RouteRecord]:
-        """Records of one block, cut by a task on the node where the block lies.
-
-        The task verifies the block whole and sends what is asked for under new checksums, which are verified here: that
-        alone crosses the network, and comes into this process.
+        """A task on the node where the block lies verifies it whole, and sends what is asked for under new checksums,
+        which are verified here: that alone crosses the network, and comes into this process.
         """
         (_, block), *leans = self._references(name)
         cut = _cut_task.remote(block, leans, part.to_json(), self.manifest.encoding)
@@ -500,17 +433,14 @@ class RayStore(BlockStore):
         return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
 
     def load_position(self) -> Position:
-        """What the group acknowledged."""
         text = self._place.call("load_position", self._group)
         return Position(place=self.manifest.place) if text is None else Position.from_json(text)
 
     def save_position(self, position: Position) -> None:
-        """Store what the group acknowledged."""
         if not self._place.call("save_position", self._group, self._token, position.to_json()):
-            raise group_taken(self._group, f"place {self._place.name!r}")
+            raise blocks.group_taken(self._group, self._place)
 
     def release(self) -> None:
-        """Give the group up."""
         if self._token is not None:
             self._place.call("release", "group", self._group, self._token)
             self._token = None

@@ -8,13 +8,13 @@ authentication and no encryption: for trusted networks.
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, refused
 from routeplane.record.schema import Encoding, choose_encoding
-from routeplane.stream.files import BufferPool
+from routeplane.stream.files import BufferPool, CallersFile
 from routeplane.stream.frames import Frame, frame_of, frames_received
 from routeplane.stream.ipc import IpcReader, IpcWriter, parse_schema_frame
 
@@ -39,11 +39,9 @@ __all__ = ["Address", "Listener", "SocketReader", "SocketWriter", "connect", "li
 #: What a producer sends first; a peer that has not sent it within the deadline is disconnected.
 GREETING = b"routes1\n"
 #: What a reader answers when it has verified the whole stream: a mark, and the trailer's digest.
-ANSWER = struct.Struct("<8sQ")
-_ANSWER_MARK = b"whole1\r\n"
+_ANSWER, _ANSWER_MARK = struct.Struct("<8sQ"), b"whole1\r\n"
 #: Largest schema message of a handshake: one of 4,096 layers has some 60 kB.
-MAX_SCHEMA_BYTES = 2**20
-
+_MAX_SCHEMA_BYTES = 2**20
 # Smaller pieces of a message are gathered: a header and its padding are not worth a packet each.
 _GATHER = 64 * 1024
 # Between two attempts to reach a consumer that does not listen yet.
@@ -91,82 +89,48 @@ def parse_address(text: str) -> Address:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class SocketTarget:
-    """A producer's end of a connection as the file that an IpcWriter writes to. Gathers small pieces."""
+class SocketWriter(IpcWriter):
+    """The RouteSink of one connection; ``close`` returns when the reader has verified the whole stream."""
 
-    closed = False  # what pyarrow asks of a file
-
-    def __init__(self, connection: socket.socket, *, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        spec: RouteSpec,
+        *,
+        encoding: Encoding,
+        max_bytes: int,
+        timeout_s: float | None,
+    ) -> None:
         connection.settimeout(timeout_s)
         self._socket, self._timeout_s = connection, timeout_s
-        self._small = bytearray(GREETING)
-        self.flush()
+        self._file: Any = connection.makefile("wb", _GATHER)
+        super().__init__(CallersFile(self._file), spec, encoding=encoding, max_bytes=max_bytes)
+        with _typed(timeout_s):
+            self._file.write(GREETING)
+            self._file.flush()
 
-    @property
-    def file(self) -> SocketTarget:
-        """This object."""
-        return self
+    def _send(self, batch: pa.RecordBatch) -> None:
+        with _typed(self._timeout_s):
+            super()._send(batch)
+            self._file.flush()  # the reader is to have each batch when it was written
 
-    def write(self, data: Any) -> int:
-        """Take all of it."""
-        view = memoryview(data).cast("B")
-        if len(view) < _GATHER:
-            self._small += view
-            if len(self._small) >= _GATHER:
-                self.flush()
-        else:
-            self.flush()
-            self._send(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Send what was gathered."""
-        if self._small:
-            gathered, self._small = self._small, bytearray()
-            self._send(gathered)
-
-    def _send(self, data: Any) -> None:
-        try:
-            self._socket.sendall(data)
-        except OSError as error:
-            raise _lost(error, self._timeout_s) from error
-
-    def publish(self) -> None:
-        """Send what was gathered: the trailer is among it."""
-        self.flush()
-
-    def confirm(self, digest: int) -> None:
-        """Wait for the reader's answer, and close. Raises TransportError for another answer or none."""
-        fill = _filler(self._socket, timeout_s=self._timeout_s)
-        answer = bytearray(ANSWER.size)
-        came = fill(memoryview(answer))
-        self.discard()
-        if came < ANSWER.size or ANSWER.unpack(answer) != (_ANSWER_MARK, digest):
+    def _finish(self) -> None:
+        with _typed(self._timeout_s):
+            super()._finish()
+            answer = bytearray(_ANSWER.size)
+            came = _filler(self._socket, timeout_s=self._timeout_s)(memoryview(answer))
+        if came < _ANSWER.size or _ANSWER.unpack(answer) != (_ANSWER_MARK, self._counter.trailer().digest):
             raise TransportError(
                 "expected the reader's answer that it verified the whole stream, got a closed connection: the reader "
                 "failed or ended early; write the records again on a new stream",
                 kind=ErrorKind.CONNECTION,
             )
+        self._discard()
 
-    def discard(self) -> None:
-        """Close the connection; again is not an error."""
+    def _discard(self) -> None:
+        super()._discard()
+        self._file.raw.close()  # what is gathered is dropped, not sent
         self._socket.close()
-
-
-class SocketWriter(IpcWriter):
-    """The RouteSink of one connection; ``close`` returns when the reader has verified the whole stream."""
-
-    def __init__(self, target: SocketTarget, spec: RouteSpec, *, encoding: Encoding, max_bytes: int) -> None:
-        super().__init__(target, spec, encoding=encoding, max_bytes=max_bytes)
-        self._connection = target
-
-    def _send(self, batch: pa.RecordBatch) -> None:
-        super()._send(batch)
-        self._connection.flush()  # the reader is to have each batch when it was written
-
-    def _finish(self) -> None:
-        super()._finish()
-        self._connection.confirm(self._counter.trailer().digest)
 
 
 def connect(
@@ -176,27 +140,29 @@ def connect(
 
     Over TCP the default encoding is ``auto``, over a Unix socket ``plain``.
     """
-    default = "auto" if address.scheme == "tcp" else "plain"
-    chosen = choose_encoding(encoding or default, spec)
-    target = SocketTarget(_connected(address, timeout_s=timeout_s), timeout_s=timeout_s)
-    return SocketWriter(target, spec, encoding=chosen, max_bytes=max_bytes)
+    chosen = choose_encoding(encoding or ("auto" if address.scheme == "tcp" else "plain"), spec)
+    connection = _connected(address, timeout_s=timeout_s)
+    return SocketWriter(connection, spec, encoding=chosen, max_bytes=max_bytes, timeout_s=timeout_s)
 
 
 def _connected(address: Address, *, timeout_s: float | None) -> socket.socket:
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         try:
-            return _connect_once(address, timeout_s=timeout_s)
-        except (ConnectionRefusedError, FileNotFoundError, TimeoutError, BlockingIOError) as error:
+            with _typed(timeout_s):
+                return _connect_once(address, timeout_s=timeout_s)
+        except TransportError as error:
+            cause = error.__cause__
+            absent = isinstance(cause, ConnectionRefusedError | FileNotFoundError | TimeoutError | BlockingIOError)
+            if not absent:
+                raise
             if end is not None and time.monotonic() + _RETRY_S > end:
                 raise TransportError(
-                    f"expected a consumer at {address} within {timeout_s} s, got {error.strerror or error}: start it, "
-                    "or give the address at which it listens",
+                    f"expected a consumer at {address} within {timeout_s} s, got none ({cause}): start it, or give the "
+                    "address at which it listens",
                     kind=ErrorKind.TIMED_OUT,
-                ) from error
+                ) from cause
             time.sleep(_RETRY_S)
-        except OSError as error:
-            raise _lost(error, timeout_s) from error
 
 
 def _connect_once(address: Address, *, timeout_s: float | None) -> socket.socket:
@@ -218,20 +184,25 @@ def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _lost(error: OSError, timeout_s: float | None) -> TransportError:
-    if isinstance(error, TransportError):
-        return error
-    if isinstance(error, TimeoutError | BlockingIOError):
-        return TransportError(
+@contextmanager
+def _typed(timeout_s: float | None) -> Iterator[None]:
+    """Turn errors of a connection into TransportError."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except (TimeoutError, BlockingIOError) as error:
+        raise TransportError(
             f"expected the other side within {timeout_s} s, got nothing: it is slow or dead; write the records again "
             "on a new stream",
             kind=ErrorKind.TIMED_OUT,
-        )
-    return TransportError(
-        f"expected a connection, got {error.strerror or error}: the other side is gone; write the records again on a "
-        "new stream",
-        kind=ErrorKind.CONNECTION,
-    )
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"expected a connection, got {error.strerror or error}: the other side is gone; write the records again "
+            "on a new stream",
+            kind=ErrorKind.CONNECTION,
+        ) from error
 
 
 def _filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[memoryview], int]:
@@ -239,16 +210,9 @@ def _filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[
 
     def fill(memory: memoryview) -> int:
         came = 0
-        while came < len(memory):
-            try:
-                size = connection.recv_into(memory[came:])
-            except TimeoutError as error:
-                raise _lost(error, timeout_s) from error
-            except OSError:
-                return came
-            if size == 0:
-                return came
-            came += size
+        with _typed(timeout_s), suppress(ConnectionError):
+            while came < len(memory) and (size := connection.recv_into(memory[came:], 0, socket.MSG_WAITALL)):
+                came += size
         return came
 
     return fill
@@ -269,8 +233,8 @@ class SocketReader(IpcReader):
             yield from super()._arrive()
         finally:
             if self._report.complete:
-                with contextlib.suppress(OSError):
-                    self._socket.sendall(ANSWER.pack(_ANSWER_MARK, self._counter.trailer().digest))
+                with suppress(OSError):
+                    self._socket.sendall(_ANSWER.pack(_ANSWER_MARK, self._counter.trailer().digest))
             self._disconnect()
 
     def close(self) -> None:
@@ -280,7 +244,7 @@ class SocketReader(IpcReader):
 
     def _disconnect(self) -> None:
         # unread bytes in a closed socket make it reset the connection, and a reset may swallow the answer on its way
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()
 
@@ -290,42 +254,37 @@ class _Handshake:
 
     def __init__(self, connection: socket.socket, *, deadline: float) -> None:
         connection.setblocking(False)
-        self.connection, self.deadline = connection, deadline
-        self._came = bytearray()
-        self._size = len(GREETING)
-        self.greeted = False
+        self.connection, self.deadline, self.greeted = connection, deadline, False
+        self._came, self._size = bytearray(), len(GREETING)
 
-    def receive(self) -> Frame | None:
-        """The schema when all of it came. Raises FormatError or OSError for a peer that must be disconnected."""
-        while True:
-            part = self.connection.recv(self._size - len(self._came))
-            if not part:
-                raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
+    def receive(self) -> Frame:
+        """The schema when all of it came, else BlockingIOError.
+
+        Raises FormatError or OSError for a peer that must be disconnected.
+        """
+        while part := self.connection.recv(self._size - len(self._came)):
             self._came += part
-            if len(self._came) < self._size:
-                continue
-            found = self._advance()
-            if found is not None:
+            if len(self._came) == self._size and (found := self._advance()) is not None:
                 return found
+        raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
 
     def _advance(self) -> Frame | None:
         """Greeting, prefix, schema: what was asked for is there; ask for what follows, or give the schema."""
+        came = bytes(self._came)
         if not self.greeted:
-            if bytes(self._came) != GREETING:
-                raise FormatError(
-                    f"expected a producer's greeting, got {bytes(self._came)!r}", kind=ErrorKind.NOT_ARROW
-                )
+            if came != GREETING:
+                raise FormatError(f"expected a producer's greeting, got {came!r}", kind=ErrorKind.NOT_ARROW)
             self.greeted, self.deadline, self._came = True, float("inf"), bytearray()
-            return None
-        if self._size == 8:
-            mark, length = struct.unpack("<II", self._came)
-            if mark != 0xFFFFFFFF or not 0 < length <= MAX_SCHEMA_BYTES:
-                raise FormatError(f"expected a schema message, got {self._came.hex()}", kind=ErrorKind.NOT_ARROW)
+        elif self._size == 8:
+            mark, length = struct.unpack("<II", came)
+            if mark != 0xFFFFFFFF or not 0 < length <= _MAX_SCHEMA_BYTES:
+                raise FormatError(f"expected a schema message, got {came.hex()}", kind=ErrorKind.NOT_ARROW)
             self._size += length
-            return None
-        frame = frame_of(pa.py_buffer(bytes(self._came)))
-        parse_schema_frame(frame)
-        return frame
+        else:
+            frame = frame_of(pa.py_buffer(came))
+            parse_schema_frame(frame)
+            return frame
+        return None
 
 
 class Listener:
@@ -347,9 +306,8 @@ class Listener:
         self._asked, self._handshake_s, self._max_handshakes = address, handshake_s, max_handshakes
         self._server = _listening(address)
         self._server.setblocking(False)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()  # a peer's handshake is the data of its key
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._handshakes: dict[socket.socket, _Handshake] = {}
         self._pool = BufferPool()
         #: Peers that were disconnected before a stream began.
         self.disconnected = 0
@@ -379,44 +337,44 @@ class Listener:
     def _accept(self, timeout_s: float | None) -> tuple[socket.socket, Frame]:
         """The first peer whose greeting and schema are whole; the others stay, or are disconnected."""
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            now = time.monotonic()
-            if now >= end:
-                raise TransportError(
-                    f"expected a producer at {self.address} within {timeout_s} s, got {self.disconnected} peers that "
-                    f"were disconnected{self._last_error}",
-                    kind=ErrorKind.TIMED_OUT,
-                )
-            wake = min([end, *(peer.deadline for peer in self._handshakes.values())])
-            ready = [
-                key.fileobj for key, _ in self._selector.select(None if wake == float("inf") else max(wake - now, 0.0))
-            ]
-            for connection in ready:
-                if connection is self._server:
-                    continue
-                found = self._receive(self._handshakes[connection])  # type: ignore[index]
-                if found is not None:
-                    return found
-            if self._server in ready:
+        while (now := time.monotonic()) < end:
+            wake = min([end, *(peer.deadline for peer in self._peers())])
+            ready = self._selector.select(None if wake == float("inf") else max(wake - now, 0.0))
+            for key, _ in ready:
+                if key.data is not None and (schema := self._receive(key.data)) is not None:
+                    return key.data.connection, schema
+            if any(key.data is None for key, _ in ready):
                 self._welcome()  # last: a peer that loses its place to a newcomer has been read
-            self._drop_expired(time.monotonic())
+            for peer in self._peers():
+                if peer.deadline <= time.monotonic():
+                    self._drop(peer, f"no greeting within {self._handshake_s} s")
+        raise TransportError(
+            f"expected a producer at {self.address} within {timeout_s} s, got {self.disconnected} peers that were "
+            f"disconnected{self._last_error}",
+            kind=ErrorKind.TIMED_OUT,
+        )
+
+    def _peers(self) -> list[_Handshake]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _welcome(self) -> None:
         """Take the connections that wait, as many as have a place; where none is left, the oldest silent peer goes."""
-        if len(self._handshakes) >= self._max_handshakes:
-            oldest = min(self._handshakes.values(), key=lambda peer: (peer.greeted, peer.deadline))
-            self._drop(oldest, "another peer took its place")
-        while len(self._handshakes) < self._max_handshakes:
+        peers = self._peers()
+        count = len(peers)
+        if count >= self._max_handshakes:
+            self._drop(min(peers, key=lambda peer: (peer.greeted, peer.deadline)), "another peer took its place")
+            count -= 1
+        for _ in range(self._max_handshakes - count):
             try:
                 connection, _ = self._server.accept()
             except OSError:
                 return  # none waits, or the peer has gone already
             if self._asked.scheme == "tcp":
                 _tune(connection)
-            self._handshakes[connection] = _Handshake(connection, deadline=time.monotonic() + self._handshake_s)
-            self._selector.register(connection, selectors.EVENT_READ)
+            peer = _Handshake(connection, deadline=time.monotonic() + self._handshake_s)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _receive(self, peer: _Handshake) -> tuple[socket.socket, Frame] | None:
+    def _receive(self, peer: _Handshake) -> Frame | None:
         try:
             schema = peer.receive()
         except (BlockingIOError, InterruptedError):
@@ -426,29 +384,18 @@ class Listener:
             if peer.greeted and isinstance(error, TruncatedError):
                 raise  # a producer that aborted or died before its first batch
             return None
-        if schema is None:
-            return None
-        self._forget(peer)
-        return peer.connection, schema
-
-    def _drop_expired(self, now: float) -> None:
-        for peer in [peer for peer in self._handshakes.values() if peer.deadline <= now]:
-            self._drop(peer, f"no greeting within {self._handshake_s} s")
+        self._selector.unregister(peer.connection)
+        return schema
 
     def _drop(self, peer: _Handshake, reason: str) -> None:
-        self._forget(peer)
+        self._selector.unregister(peer.connection)
         peer.connection.close()
         self.disconnected += 1
         self._last_error = f" (the last: {reason[:200]})"
 
-    def _forget(self, peer: _Handshake) -> None:
-        self._selector.unregister(peer.connection)
-        del self._handshakes[peer.connection]
-
     def close(self) -> None:
         """Stop listening, and disconnect peers without a stream. Streams that are open go on."""
-        for peer in list(self._handshakes.values()):
-            self._forget(peer)
+        for peer in self._peers():
             peer.connection.close()
         self._selector.close()
         self._server.close()

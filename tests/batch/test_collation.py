@@ -412,4 +412,4 @@ def test_a_missing_torch_names_the_extra() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert 1 == done.returncode
-    assert "MissingExtraError: routeplane.batch needs torch: pip install 'routeplane[torch]'" in done.stderr
+    assert "MissingExtraError: routeplane.batch needs torch: install the extra routeplane[torch]" in done.stderr

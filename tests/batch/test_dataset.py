@@ -19,7 +19,7 @@ from routeplane import open_stream
 from routeplane.batch import microbatches
 from routeplane.batch.dataset import RecordDataset
 from routeplane.batch.slots import Shard
-from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, UsageError
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, SpecError, TruncatedError, UsageError
 from routeplane.stream import StreamReport
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.feeding import (
@@ -205,6 +205,14 @@ def test_a_stream_of_another_geometry_is_refused(paths: list[str]) -> None:
         list(RecordDataset(paths, open_stream))
 
 
+def test_a_damaged_stream_is_named(paths: list[str]) -> None:
+    """Among many, the error says which one."""
+    Path(paths[2]).write_bytes(Path(paths[2]).read_bytes()[:-8])
+
+    with pytest.raises(TruncatedError, match=f"stream {paths[2]}"):
+        list(RecordDataset(paths, open_stream))
+
+
 def through(**options: Any) -> None:
     """Read through a loader with these options."""
     dataset = RecordDataset(NUMBERS, MemoryOpener())
@@ -268,4 +276,4 @@ def test_a_missing_torch_names_the_extra() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert 1 == done.returncode
-    assert "MissingExtraError: routeplane.batch.dataset needs torch: pip install 'routeplane[torch]'" in done.stderr
+    assert "MissingExtraError: routeplane.batch.dataset needs torch: install the extra routeplane[torch]" in done.stderr

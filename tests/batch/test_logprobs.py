@@ -329,6 +329,14 @@ def test_processed_scores_ask_for_a_choice() -> None:
         token_logprobs(logits_of(batch), collate([rollout(0, 3, 4)], SPEC), masks="apply")
 
 
+@pytest.mark.parametrize("turn", [lambda found: found.transpose(0, 1), lambda found: found.numpy()])
+def test_logits_in_another_order_are_refused(turn: Any) -> None:
+    """Sequences in the second axis have as many rows, and belong to other tokens."""
+    batch = collate([rollout(0, 3, 4), rollout(1, 3, 4)], SPEC)
+    with pytest.raises(UsageError, match="expected logits"):
+        token_logprobs(turn(torch.zeros(*batch.token_ids.shape, 99)), batch)
+
+
 def test_a_column_of_a_label_s_name_is_refused() -> None:
     """It would be overwritten."""
     record = rollout(0, 3, 4)

@@ -135,7 +135,14 @@ REFUSED: dict[str, tuple[Callable[[], object], type[RouteplaneError], ErrorKind,
     "wide": (lambda: own(at([0, 2**40])), DataError, ErrorKind.VALUE_RANGE, "int16"),
     "layers": (lambda: own(routes=rows(2, 3)[:, :, :1]), UsageError, ErrorKind.ARGUMENT, r"layers \[1, 3\]"),
     "floats": (lambda: own(routes=rows(2, 3).float()), UsageError, ErrorKind.ARGUMENT, "integer routes"),
-    "captured": (lambda: own(captured=[4, 1]), UsageError, ErrorKind.ARGUMENT, "captured as bool"),
+    "captured": (lambda: own(captured=[4, 1]), UsageError, ErrorKind.ARGUMENT, r"captured as bool.*got \[4, 1\]"),
+    "numpy": (lambda: own(routes=rows(2, 3).numpy()), UsageError, ErrorKind.ARGUMENT, "routes as a tensor"),
+    "attention": (
+        lambda: own(at([1, 0]), pad_mask=torch.ones(2, 3, dtype=torch.bool)),
+        UsageError,
+        ErrorKind.ARGUMENT,
+        "True at padding",
+    ),
     "lengths": (lambda: own(lengths=[4, 1]), UsageError, ErrorKind.ARGUMENT, "within their"),
 }
 

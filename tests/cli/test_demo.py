@@ -25,7 +25,7 @@ from routeplane.cli.demo import rollout as demo_engine
 from routeplane.cli.demo import transformers_trainer as demo_trainer
 from routeplane.cli.demo.scoring import shifted_by_layer, shifted_by_token
 from routeplane.cli.main import main
-from routeplane.errors import ErrorKind, RouteplaneError, UsageError
+from routeplane.errors import ErrorKind, MissingExtraError, RouteplaneError, UsageError
 from routeplane.inspect import survey
 from routeplane.inspect.look import check as check_streams
 from routeplane.inspect.look import summarise
@@ -201,6 +201,16 @@ def test_a_trainer_runs_in_the_environment_that_is_named(tmp_path: Path, monkeyp
     figures = run_demo(options)
     assert "routeplane.cli.demo.megatron_trainer" == (tmp_path / "module").read_text().strip()
     assert ("megatron", 1, 3, 4) == tuple(figures[key] for key in ("trainer", "records", "tokens", "stream_bytes"))
+
+
+def test_a_trainer_that_is_not_installed_is_told_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra is named, and no engine has run a minute for nothing."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "megatron" else name)
+    with pytest.raises(MissingExtraError, match=r"routeplane\[megatron\]"):
+        run_demo(DemoOptions(out=str(tmp_path / "out"), trainer="megatron"))
+    assert not any((tmp_path / "out").iterdir())
 
 
 # ---- a small run ----------------------------------------------------------------------------------------------------

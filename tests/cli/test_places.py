@@ -90,6 +90,11 @@ def _absent(folder: Path) -> str:
     return str(folder / "absent.arrows")
 
 
+def _empty(folder: Path) -> str:
+    (folder / "empty").mkdir()
+    return str(folder / "empty")
+
+
 #: What lies at a place, and the status that commands end with there: those that look, and ``convert``.
 PLACES: dict[str, tuple[Callable[[Path], str], int, int]] = {
     "stream": (_stream, 0, 0),
@@ -102,6 +107,7 @@ PLACES: dict[str, tuple[Callable[[Path], str], int, int]] = {
     "corrupt": (_corrupt, 1, 1),
     "text": (_text, 1, 1),
     "absent": (_absent, 2, 2),
+    "empty": (_empty, 2, 2),
 }
 #: A command -> its arguments behind the place.
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
@@ -207,6 +213,16 @@ def test_the_module_runs_as_the_program() -> None:
     assert f"routeplane {__version__}\n" == done.stdout
 
 
+@pytest.mark.parametrize("command", ["info", "validate", "stats"])
+def test_of_several_streams_the_damaged_one_is_named(routeplane: Program, tmp_path: Path, command: str) -> None:
+    """In text and as JSON."""
+    streamed(tmp_path / "good.arrows", RECORDS)
+    _text(tmp_path)
+
+    assert "a.arrows" in routeplane(command, str(tmp_path / "*.arrows")).out
+    assert "a.arrows" in routeplane(command, str(tmp_path / "*.arrows"), "--json").out
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
 def test_completion_is_printed_for_a_shell(routeplane: Program, shell: str) -> None:
     """A script that knows the commands."""
@@ -218,6 +234,7 @@ def test_usage_errors_are_json_under_json(routeplane: Program) -> None:
     """As all others that keep a command from running."""
     shown = routeplane("validate", "a", "--alarms", "never", "--json")
     assert (2, "", "argument") == (shown.status, shown.out, json.loads(shown.err)["error"]["kind"])
+    assert "\\n" not in routeplane("report").err  # the usage is one line
 
 
 def test_progress_stays_silent_where_stderr_is_not_a_terminal(

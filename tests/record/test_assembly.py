@@ -313,7 +313,8 @@ def test_illegal_rows_are_located_in_their_call(layer_ids: tuple[int, int] | Non
     with pytest.raises(DataError) as caught:
         assemble([turn(0, 4, 1, first_row=1, routes=routes_RLK, layer_ids=layer_ids)], SPEC, sample_id="s")
 
-    assert [("call-0", 2, 4)] == [(problem.sample, problem.token, problem.layer) for problem in caught.value.problems]
+    assert [("s", 2, 4)] == [(problem.sample, problem.token, problem.layer) for problem in caught.value.problems]
+    assert "call call-0" in str(caught.value)
 
 
 def test_calls_are_verified_first() -> None:

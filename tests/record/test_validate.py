@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from routeplane.errors import DataError, ErrorKind, RouteplaneError
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal, check_routes, find_problems, missing_rows
 from routeplane.testing.strategies import CORRUPTIONS, corruptions, routes, specs
@@ -258,3 +258,9 @@ def test_another_layer_axis_is_refused(layers: int) -> None:
 
     assert ErrorKind.SHAPE == problem.kind
     assert f"expected routes [tokens, 3 layers, 2 top-k], got [2, {layers}, 2]" == problem.message
+
+
+def test_what_is_not_an_array_is_refused() -> None:
+    """Not an AttributeError of ours."""
+    with pytest.raises(UsageError, match="numpy array, got list"):
+        find_problems([[[1, 2]]], RouteSpec(num_experts=4, top_k=2, layer_ids=(0,)))  # type: ignore[arg-type]

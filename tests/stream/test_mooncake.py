@@ -125,14 +125,14 @@ def test_a_key_that_exists_is_not_taken_for_a_block_of_ours(tmp_path: Path, port
     settings = settings_of(port, segment=0)
     writer = carrier.open_writer(tmp_path / "place", SPEC, store=settings, run="run", producer="p")
     slot: Any = writer._slot
-    blocks = slot._blocks
+    key = slot._files.key(BlockName("p", 0))
     writer.write(sample(0))
     client = carrier.Client(settings)
-    assert 0 == client.store.put(blocks._key(0), b"another's")
+    assert 0 == client.store.put(key, b"another's")
     with pytest.raises(StoreError, match="expected no object") as caught:
         writer.flush()
     assert ErrorKind.WRITER == caught.value.kind
-    client.store.remove(blocks._key(0), True)
+    client.store.remove(key, True)
     client.close()
 
 
@@ -176,7 +176,7 @@ def test_blocks_are_pinned_and_a_full_store_is_an_error(tmp_path: Path, port: in
         ]
         store: Any = reader._store
         for name in names:
-            store._blocks_of("p").delete(name.number)
+            store._files.delete(name)
 
 
 def test_settings_of_another_shape_are_refused(tmp_path: Path) -> None:

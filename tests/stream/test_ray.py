@@ -58,7 +58,8 @@ class TestRay(CarrierContract):
 
     def delete(self, place: Any, name: BlockName) -> None:
         """The actor forgets the reference."""
-        carrier._Place.found(place, 1.0).call("drop", *name)
+        actor = ray.get_actor(place, namespace=carrier.NAMESPACE)
+        ray.get(actor.__ray_call__.remote(_dropped, *name))
 
     def damage(self, place: Any, name: BlockName) -> None:
         """Objects are immutable: another one takes the block's place."""
@@ -66,8 +67,13 @@ class TestRay(CarrierContract):
         ray.get(actor.__ray_call__.remote(_damaged, *name))
 
 
+def _dropped(actor: Any, producer: str, number: int) -> None:
+    actor._producers[producer].references.pop(number)
+    actor._producers[producer].retention.drop(number)
+
+
 def _damaged(actor: Any, producer: str, number: int) -> None:
-    blocks = actor._producers[producer].blocks
+    blocks = actor._producers[producer].references
     data = np.array(ray.get(blocks[number]))
     data[len(data) // 2] ^= 1
     blocks[number] = ray.put(data)

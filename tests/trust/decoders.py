@@ -533,7 +533,7 @@ def answers(home: Home) -> Iterator[Input]:
 
     def ask() -> None:
         client = flight._Client(server.place, flight.NO_ACCESS)
-        store = flight.FlightStore(client, group="default", timeout_s=0.0)
+        store = flight._Store(client, group="default", timeout_s=0.0)
         try:
             for producer in store.producers():
                 store.state(BlockName(producer, store.last_number(producer)))
@@ -543,7 +543,7 @@ def answers(home: Home) -> Iterator[Input]:
 
     def put() -> None:
         asked = {"manifest": {}, "producer": "p", "limits": {}}
-        slot = flight.FlightSlot(flight._Client(server.place, flight.NO_ACCESS), asked, limits=BlockLimits())
+        slot = flight._Slot(flight._Client(server.place, flight.NO_ACCESS), asked, max_bytes=2**30)
         try:
             slot.publish(block)
         finally:
@@ -568,7 +568,7 @@ def requests(home: Home) -> Iterator[Input]:
     client = flight._Client(server.place, flight.NO_ACCESS)
     home.stack.callback(client.close)
     limits = {name: getattr(BlockLimits(), name) for name in BlockLimits.__slots__}
-    manifest = folder._load(place / "manifest.json")
+    manifest = folder.manifest_of(place).to_document()
     put = {"manifest": manifest, "producer": "q", "limits": limits}
     calls: Sequence[tuple[Any, Callable[[bytes], object]]] = (
         ({"block": ["p", 0], "part": None}, lambda given: client.flight.do_get(fl.Ticket(given)).read_all()),
@@ -584,7 +584,7 @@ def requests(home: Home) -> Iterator[Input]:
                     call(given)
                 except fl.FlightError as error:
                     if not error.extra_info:
-                        raise ValueError(f"untyped: {str(error)[:200]}") from error
+                        raise AssertionError(f"untyped: {str(error)[:200]}") from error
                     raise
             return True
 

@@ -233,7 +233,7 @@ def test_declarations_at_once_are_one(tmp_path: Path) -> None:
 
     def declare(index: int) -> str:
         declared = Manifest.of(SPEC, run="run", groups=("default",), encoding="auto")
-        return folder.declare_place(tmp_path, declared)[1].place
+        return folder.declare_place(tmp_path, declared).place
 
     with mock.patch.object(folder, "_store", store):
         assert 1 == len(set(_at_once(6, declare)))

