@@ -228,7 +228,7 @@ def test_a_full_disk_is_told_by_its_kind_and_leaves_nothing_half_written(tmp_pat
     store = raw(written(tmp_path))
     before = store.load_position()
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(folder.os, "replace", side_effect=full), pytest.raises(StoreError) as caught:
+    with mock.patch("routeplane.stream.folder.os.replace", side_effect=full), pytest.raises(StoreError) as caught:
         store.save_position(before.after(BlockName("p", 0)))
 
     assert ErrorKind.NO_SPACE == caught.value.kind
@@ -241,7 +241,7 @@ def test_another_error_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
     store = raw(written(tmp_path))
     broken = OSError(errno.EIO, "Input/output error")
     with (
-        mock.patch.object(folder.os, "replace", side_effect=broken),
+        mock.patch("routeplane.stream.folder.os.replace", side_effect=broken),
         pytest.raises(OSError, match="output error") as caught,
     ):
         store.save_position(store.load_position())
@@ -252,9 +252,9 @@ def test_another_error_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
     """Its first ``flock`` fails; or it succeeds for everyone, as where a network file system ignores it."""
     absent = OSError(errno.ENOLCK, "No locks available")
-    with mock.patch.object(folder.fcntl, "flock", side_effect=absent), pytest.raises(StoreError) as failed:
+    with mock.patch("routeplane.stream.folder.fcntl.flock", side_effect=absent), pytest.raises(StoreError) as failed:
         folder.open_writer(tmp_path / "a", SPEC, run="run", producer="p")
-    with mock.patch.object(folder.fcntl, "flock"), pytest.raises(StoreError) as ignored:
+    with mock.patch("routeplane.stream.folder.fcntl.flock"), pytest.raises(StoreError) as ignored:
         folder.open_writer(tmp_path / "b", SPEC, run="run", producer="p")
 
     assert [ErrorKind.WRITER] * 2 == [failed.value.kind, ignored.value.kind]

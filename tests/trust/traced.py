@@ -12,9 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-import coverage
 
 if TYPE_CHECKING:
     import pytest
@@ -29,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from routeplane.stream import flight
     from tests import ray_cluster
 
-    for owner, names in ((flight._Calls, _CALLS), (flight._Roles, ("start_call",))):
+    for owner, names in ((flight.Server, _CALLS), (flight._Roles, ("start_call",))):
         for name in names:
             setattr(owner, name, _traced(getattr(owner, name)))
     ray_cluster.RUNTIME_ENV["worker_process_setup_hook"] = save_often
@@ -63,12 +62,12 @@ def _trace_this_thread() -> None:
 
 def save_often() -> None:
     """In a worker: write what was seen twice a second."""
-    current = coverage.Coverage.current()
+    current = import_module("coverage").Coverage.current()
     if current is not None:
         threading.Thread(target=_save, args=(current,), daemon=True).start()
 
 
-def _save(current: coverage.Coverage) -> None:
+def _save(current: Any) -> None:
     while True:
         time.sleep(_SAVE_SECONDS)
         current.save()
