@@ -13,13 +13,15 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, StoreError, TransportError, UsageError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.transfer import check_max_bytes
-from routeplane.stream import MemoryStream, blocks, folder, listen, new_stream, open_stream
-from routeplane.stream.blocks import BlockLimits, ReadOptions
+from routeplane.stream import MemoryStream, blocks, flight, folder, listen, new_stream, open_stream
+from routeplane.stream.block_reader import BlockPart, parse_leans, sealed_cut
+from routeplane.stream.blocks import LEANS_KEY, BlockLimits, Manifest, ReadOptions
 from routeplane.testing.builders import SPEC, sample, turns_of
 
 
@@ -43,6 +45,16 @@ def closed_writer(place: Path) -> Any:
     writer.close()
     return writer
 
+
+def other_end(place: Path) -> folder.FolderStore:
+    """A place whose producer ended in a manner of its own."""
+    written(place)
+    folder._store(place / "producers" / "p" / "end.json", {"how": "asleep", "blocks": 1}, sync=False)
+    return raw(place)
+
+
+#: What the manifest of a place says.
+MANIFEST = Manifest.of(SPEC, run="run", groups=["g"], encoding="plain").to_document()
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], ErrorKind, str]] = {
     "a block of no bytes": (lambda _: BlockLimits(block_bytes=0), UsageError, ErrorKind.ARGUMENT, "block_bytes"),
@@ -93,6 +105,54 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], ErrorKind, s
         DataError,
         ErrorKind.EXPIRED,
         "p/000000007",
+    ),
+    "a manifest of another version": (
+        lambda _: Manifest.from_document({**MANIFEST, "version": 99}),
+        FormatError,
+        ErrorKind.VERSION,
+        "99",
+    ),
+    "a manifest of an unknown encoding": (
+        lambda _: Manifest.from_document({**MANIFEST, "encoding": "zip"}),
+        FormatError,
+        ErrorKind.MANIFEST,
+        "another encoding",
+    ),
+    "a manifest without a run": (
+        lambda _: Manifest.from_document({name: value for name, value in MANIFEST.items() if name != "run"}),
+        FormatError,
+        ErrorKind.MANIFEST,
+        "run",
+    ),
+    "an end that no writer stores": (
+        lambda place: other_end(place).state(BlockName("p", 9)),
+        FormatError,
+        ErrorKind.MANIFEST,
+        "asleep",
+    ),
+    "numbers of blocks below 0": (lambda _: parse_leans({LEANS_KEY: "[-1]"}), FormatError, ErrorKind.TRAILER, "[-1]"),
+    "a part without records": (
+        lambda place: sealed_cut(
+            raw(written(place)).read(BlockName("p", 0)),
+            BlockPart(keys=(), layer_ids=None, tokens=None),
+            read=lambda _: pa.py_buffer(b""),
+            encoding="plain",
+        ),
+        DataError,
+        ErrorKind.ROUTES_MISSING,
+        "at least one record",
+    ),
+    "a message that is no part of a block": (
+        lambda _: flight._bytes_of(None),
+        FormatError,
+        ErrorKind.NOT_ARROW,
+        "got another message",
+    ),
+    "a path that no socket can have": (
+        lambda place: new_stream(f"unix://{place}{'/x' * 100}", SPEC, timeout_s=5.0),
+        TransportError,
+        ErrorKind.CONNECTION,
+        "expected a connection",
     ),
     "a socket where a folder is absent": (
         lambda place: listen(f"unix://{place}/absent/socket"),
@@ -234,6 +294,21 @@ def test_a_full_disk_is_told_by_its_kind_and_leaves_nothing_half_written(tmp_pat
     assert ErrorKind.NO_SPACE == caught.value.kind
     assert before == store.load_position()
     assert [] == list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_block_that_cannot_be_written_is_told_and_leaves_nothing(code: int, tmp_path: Path) -> None:
+    """Nothing was acknowledged that could make space; what was sealed before is whole."""
+    written(tmp_path / "whole")
+    with (
+        mock.patch.object(folder.BlockFiles, "prepare", side_effect=OSError(code, "no")),
+        pytest.raises(OSError, match="no") as caught,
+    ):
+        written(tmp_path / "place")
+    home = tmp_path / "place" / "producers" / "p"
+
+    assert (code == errno.ENOSPC) == isinstance(caught.value, StoreError)
+    assert [] == [*home.glob("*.arrows"), *home.glob(".*.tmp")]
 
 
 def test_another_error_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
