@@ -1,9 +1,9 @@
-"""What a second and a fourth thread bring to the checking of records: compiled loops and hashes leave the lock.
+"""What threads that read ahead bring: ``open_stream(...).ahead(threads=2)`` against one thread, the same records.
 
-Threads are the caller's: each reads streams of its own, as data-loader workers and a relay's readers do. ``check``: the
-row rule and xxh3-64 of the rows alone, which is what can run side by side. ``read``: a whole verified read, whose
-Python does not. Wall time, so the machine must be quiet; a run on a busy one says little. ``value``: how many times as
-fast as one thread does the same streams one after the other.
+Compiled loops and hashes run without the interpreter's lock; the Python around them does not. ``check``: records of
+32,768 tokens, nearly all of whose time is rule and hash. ``read``: records of 2,048 tokens in blocks of 32 MiB, as
+writers make them. ``limit``: two threads that hash half of the bytes each, in one call. Wall time, so the machine must
+be quiet; a run on a busy one says little. ``value``: how many times as fast as one thread.
 """
 
 from __future__ import annotations
@@ -14,62 +14,58 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import process_time
 
+import numpy as np
 import xxhash
 
-from benchmarks.bench_read import SPEC, read, record, stream_of
+from benchmarks.bench_read import record, stream_of
 from benchmarks.measure import Result, relative_rates
-from routeplane.record.validate import all_legal
 from routeplane.stream import open_stream
+from routeplane.stream.batches import DEFAULT_MAX_BYTES
 
-PARTS, THREADS = 8, (2, 4)
+THREADS = (2, 4)
 #: On two cores: what two threads must reach.
-CHECK_BAR, READ_BAR = 1.7, 1.7
+BAR = 1.7
 
 
-def check(stream: bytes) -> int:
-    """Rule and hash of all rows of a stream; the same for every thread that does it."""
-    with open_stream(stream, verify=False, on_alarm="ignore") as source:
-        rows = [each.routes for each in source]
-    return _check_rows(rows)
-
-
-def _check_rows(rows: Sequence[object]) -> int:
+def read(stream: bytes, threads: int) -> int:
+    """A verified read; what all records say of themselves, joined."""
     found = 0
-    for each in rows:
-        if not all_legal(each, SPEC):  # type: ignore[arg-type]
-            raise RuntimeError("expected legal rows, got others")
-        found ^= xxhash.xxh3_64_intdigest(each.data)  # type: ignore[attr-defined]
+    with open_stream(stream).ahead(threads=threads) as source:
+        for each in source:
+            found = (found * 3 + each.checksum) % 2**64
     return found
 
 
-def speed_up(parts: Sequence[Callable[[], object]], *, rounds: int) -> dict[int, float]:
-    """Threads -> rate over that of one thread, for work that comes in parts."""
-    ways: dict[str, Callable[[], object]] = {"1": lambda: [part() for part in parts]}
-    pools = [ThreadPoolExecutor(count) for count in THREADS]
-    for count, pool in zip(THREADS, pools, strict=True):
-        ways[str(count)] = partial(_run, pool, parts)
-    rates = relative_rates(ways, yardstick="1", rounds=rounds)
-    for pool in pools:
-        pool.shutdown()
-    return {count: rates[str(count)] for count in THREADS}
+def hash_parts(data: memoryview, threads: int) -> None:
+    """So many threads hash a part of the bytes each."""
+    step = len(data) // threads
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda at: xxhash.xxh3_64_intdigest(data[at * step : (at + 1) * step]), range(threads)))
 
 
-def _run(pool: ThreadPoolExecutor, parts: Sequence[Callable[[], object]]) -> list[object]:
-    return [each.result() for each in [pool.submit(part) for part in parts]]
+def speed_up(stream: bytes, *, rounds: int) -> dict[str, float]:
+    """Rates over that of one thread, in wall time; and the CPU time over that of one thread."""
+    expected = read(stream, 1)
+    if any(read(stream, count) != expected for count in THREADS):
+        raise RuntimeError("expected threads to find what one finds, got something else")
+    data = memoryview(stream)
+    own = {str(count): partial(read, stream, count) for count in (1, *THREADS)}
+    hashes = {f"limit, {count}": partial(hash_parts, data, count) for count in (1, 2)}
+    rates = relative_rates({**own, **hashes}, yardstick="1", rounds=rounds)
+    spent = relative_rates({name: own[name] for name in ("1", "2")}, yardstick="1", rounds=rounds, clock=process_time)
+    return {
+        "2": rates["2"],
+        "4 threads": rates["4"],
+        "xxh3 alone, 2 threads": round(rates["limit, 2"] / rates["limit, 1"], 3),
+        "CPU time of 2 threads over that of one": round(1 / spent["2"], 3),
+    }
 
 
-def _require_same(parts: Sequence[Callable[[], object]]) -> None:
-    """Threads give what one thread gives."""
-    with ThreadPoolExecutor(THREADS[0]) as pool:
-        if _run(pool, parts) != [part() for part in parts]:
-            raise RuntimeError("expected threads to find what one finds, got something else")
-
-
-def tree(rows: Sequence[object], piece: int) -> list[int]:
+def tree(rows: Sequence[np.ndarray], piece: int) -> list[int]:
     """Of each record a digest of the digests of its pieces, which threads could share: for a later format."""
     found = []
     for each in rows:
-        data = memoryview(each).cast("B")  # type: ignore[arg-type]
+        data = each.data.cast("B")
         top = xxhash.xxh3_64()
         for start in range(0, len(data), piece):
             top.update(xxhash.xxh3_64_digest(data[start : start + piece]))
@@ -77,10 +73,10 @@ def tree(rows: Sequence[object], piece: int) -> list[int]:
     return found
 
 
-def tree_cost(rows: Sequence[object], *, rounds: int) -> Result:
+def tree_cost(rows: Sequence[np.ndarray], *, rounds: int) -> Result:
     """CPU time of a tree of hashes over that of one hash a record, one thread."""
     ways: dict[str, Callable[[], object]] = {
-        "one": lambda: [xxhash.xxh3_64_intdigest(each.data) for each in rows],  # type: ignore[attr-defined]
+        "one": lambda: [xxhash.xxh3_64_intdigest(each.data) for each in rows],
         **{f"{size} KiB pieces": partial(tree, rows, size * 1024) for size in (16, 64, 256)},
     }
     rates = relative_rates(ways, yardstick="one", rounds=rounds, clock=process_time)
@@ -95,24 +91,19 @@ def tree_cost(rows: Sequence[object], *, rounds: int) -> Result:
 
 
 def main(*, full: bool = False) -> Iterator[Result]:
-    """Measure; 50 MB or 200 MB of 2,048-token records."""
-    rounds, records = (15, 16) if full else (7, 4)
-    streams = [
-        stream_of([record(at * records + each, 2_048) for each in range(records)], encoding="plain")
-        for at in range(PARTS)
-    ]
-    rows = [read(stream) for stream in streams]
-    checks = [partial(_check_rows, each) for each in rows]
-    reads = [partial(read, stream) for stream in streams]
-    yield tree_cost([each for part in rows for each in part], rounds=3 * rounds)
-    _require_same(checks)
-    _require_same([partial(check, stream) for stream in streams])
-    for name, parts, bar in (("check", checks, CHECK_BAR), ("read", reads, READ_BAR)):
-        found = speed_up(parts, rounds=rounds)
+    """Measure; 100 MB or 200 MB of records."""
+    rounds, megabytes = (15, 201) if full else (9, 101)
+    for name, tokens in (("check", 32_768), ("read", 2_048)):
+        records = [record(at, tokens) for at in range(megabytes * 10**6 // (tokens * 768))]
+        if name == "read":
+            yield tree_cost([each.routes for each in records], rounds=2 * rounds)
+        stream = stream_of(records, encoding="plain", max_bytes=DEFAULT_MAX_BYTES)
+        del records
+        found = speed_up(stream, rounds=rounds)
         yield Result(
             name=f"threads/{name}",
-            value=round(found[2], 3),
-            unit=f"x rate of one thread, two threads, {os.cpu_count()} cores",
-            bar=bar if (os.cpu_count() or 1) >= 2 else None,
-            peers={"4 threads": round(found[4], 3)},
+            value=found.pop("2"),
+            unit=f"x rate of one thread, two threads, {tokens}-token records, {os.cpu_count()} cores",
+            bar=BAR if (os.cpu_count() or 1) >= 2 else None,
+            peers=found,
         )

@@ -384,7 +384,7 @@ class TokenPlan:
     def _check_columns(self, columns: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
         """One array per sequence: those given, and an empty one where a sequence has no tokens."""
         filled = self.sources > 0
-        if len(columns) == int(filled.sum()) < self.num_sequences and len(columns):
+        if 0 < len(columns) == int(filled.sum()):
             given = iter(columns)
             columns = [next(given) if has else columns[0][:0] for has in filled.tolist()]
         if len(columns) != self.num_sequences:

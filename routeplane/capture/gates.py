@@ -1,13 +1,14 @@
 """Find the gates of a live torch model by what they do.
 
-A gate chooses K of E experts for each token: it calls ``topk`` over a dense ``[N, E]`` matrix of scores, or takes the
-best expert K times with ``max`` (a sparse mixer). ``find_gates`` runs the model once on a few tokens, sees in which
-module each choice is made, and then runs one MoE block of each kind again, with and without forced ids: the choice must
-obey, the weights must belong to the forced ids, no expert beside them may compute, no row may depend on the others.
-What does not behave so is refused with what was observed. No class is known by name.
+``find_gates`` runs the model once on a few tokens, sees in which module each choice is made (``selection``), and then
+runs one MoE block of each kind again, with and without forced ids: the choice must obey, the weights must belong to the
+forced ids, no expert beside them may compute, no row may depend on the others. What does not behave so is refused with
+what was observed. No class is known by name.
+
+A gate may fire several times in a forward, as of looped layers. Each firing is then a gate of its own, and layers are
+numbered as in the unrolled model: in the order in which they run.
 
 The model is left as it was: buffers, gradients, flags and random state are restored, hooks are taken off. Knows torch.
-Capture reads choices here, and replay forces them.
 Axes: N token rows of one gate call, E experts, K top-k slots, H features of a block's output.
 """
 
@@ -19,16 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from routeplane.capture.selection import Gate, SelectionMode, largest, ranked
 from routeplane.errors import ErrorKind, ReplayError
 
-__all__ = ["COPIES", "Choose", "Gate", "SelectionMode", "find_gates", "left_as_it_was", "probe_tokens", "selection"]
+__all__ = ["find_gates", "left_as_it_was", "probe_tokens"]
 
 #: tokens of the probing forward
 PROBE_ROWS = 7
@@ -39,136 +41,6 @@ _MTP_CLASS = re.compile(r"Mtp|MTP|NextN")
 _WRAPPER = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _INACTIVE = re.compile(r"\.(?:original_module|modules_to_save)(?:\.|$)")  # what PEFT keeps beside the module in use
 _ROUTER_CLASS = re.compile(r"(?:Router|Gate|Gating)$")
-COPIES = frozenset({torch.Tensor.masked_fill, torch.masked_fill})  # they mask scores before the selection
-_TOP_KS = frozenset({torch.topk, torch.Tensor.topk})
-_MAXES = frozenset({torch.max, torch.Tensor.max})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gate:
-    """One gate: ``name`` is its module path, ``layer_id`` its decoder layer, E and K its live geometry.
-
-    ``rounds``: how many calls of ``max`` make one choice of a sparse mixer; 0 where the choice is one ``topk``.
-    ``axes``: 2 where scores are ``[N, E]``, 3 where they are ``[B, S, E]``.
-    """
-
-    name: str
-    layer_id: int
-    num_experts: int
-    top_k: int
-    rounds: int = 0
-    axes: int = 2
-
-    def __str__(self) -> str:
-        return f"gate {self.name} (layer {self.layer_id})"
-
-
-def selection(
-    gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
-    """The dense scores ``[..., E]`` where this call is the gate's ``topk``, else None."""
-    found = _ranked(func, args, kwargs)
-    if found is None or found[1] != gate.top_k:
-        return None
-    scores = found[0]
-    return scores if scores.dim() == gate.axes and scores.shape[-1] == gate.num_experts else None
-
-
-def _ranked(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[torch.Tensor, int] | None:
-    """Scores and k of a ``topk`` for the largest along the last axis of ``[N, E]`` or ``[B, S, E]``."""
-    if func not in _TOP_KS:
-        return None
-    given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | dict(kwargs)
-    scores, k = given.get("input"), given.get("k")
-    if not isinstance(scores, torch.Tensor) or scores.dim() not in (2, 3) or not isinstance(k, int):
-        return None
-    if given.get("dim", -1) not in (-1, scores.dim() - 1) or not given.get("largest", True):
-        return None
-    return scores, k
-
-
-def _best(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Scores of a ``max`` along the last axis of a matrix."""
-    if func not in _MAXES:
-        return None
-    given = dict(zip(("input", "dim"), args, strict=False)) | dict(kwargs)
-    scores, dim = given.get("input"), given.get("dim")
-    if not isinstance(scores, torch.Tensor) or scores.dim() != 2 or not isinstance(dim, int) or dim not in (-1, 1):
-        return None
-    return scores
-
-
-#: Dense scores ``[N, E]`` and what gives the gate's own ids -> the ids to use, or None for its own.
-Choose = Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor | None]
-
-
-class SelectionMode(TorchFunctionMode):
-    """Meets the one selection of a gate's call and answers it with ``choose``.
-
-    ``choose(scores_NE, live)`` returns int64 ``[N, K]``, or None to leave the gate's own answer; ``live()`` gives the
-    gate's own ids and is computed once. What the gate gets back are the scores of the chosen ids. Where the scores were
-    masked (group-limited routing), they are read from before the mask: some families take their weights from them, and
-    a forced expert may stand in any group.
-    """
-
-    def __init__(self, gate: Gate, choose: Choose) -> None:
-        super().__init__()
-        self.gate = gate
-        self.choose = choose
-        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._mixed: torch.Tensor | None = None
-        self._round = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Every torch call of the gate comes by here; all but the selection go on unchanged."""
-        kwargs = kwargs or {}
-        if self.gate.rounds:
-            scores_NE = _best(func, args, kwargs)
-            if scores_NE is not None and scores_NE.shape[-1] == self.gate.num_experts:
-                return self._mix(scores_NE, partial(func, *args, **kwargs))
-            return func(*args, **kwargs)
-        scores_NE = selection(self.gate, func, args=args, kwargs=kwargs)
-        if scores_NE is None:
-            result = func(*args, **kwargs)
-            if func in COPIES and args:
-                self._masked = result, args[0]
-            return result
-        return self._force(scores_NE, partial(func, *args, **kwargs))
-
-    # Traced by torch.compile (2.13), the live selection came back as the forced one: right weights, no flip counted.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _force(self, scores_NE: torch.Tensor, live: Callable[[], Any]) -> Any:
-        shape = scores_NE.shape[:-1]
-        flat_NE = scores_NE if scores_NE.dim() == 2 else scores_NE.flatten(0, -2)
-        own = cache(live)
-        chosen_NK = self.choose(flat_NE, lambda: own()[1].reshape(-1, self.gate.top_k))
-        if chosen_NK is None:
-            return own()
-        chosen_NK = chosen_NK.reshape(*shape, self.gate.top_k)
-        if self._masked is not None and self._masked[0] is scores_NE:
-            scores_NE = self._masked[1]
-        return torch.return_types.topk((scores_NE.gather(-1, chosen_NK), chosen_NK))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _mix(self, scores_NE: torch.Tensor, live: Callable[[], Any]) -> Any:
-        at = self._round % self.gate.rounds
-        self._round += 1
-        if at == 0:
-            self._mixed = self.choose(scores_NE, cache(lambda: torch.topk(scores_NE, self.gate.rounds).indices))
-        if self._mixed is None:
-            return live()
-        ids_N1 = self._mixed[:, at : at + 1]
-        values_N1 = scores_NE.gather(-1, ids_N1)
-        wide = live().values.dim() == 2
-        return torch.return_types.max((values_N1, ids_N1) if wide else (values_N1[:, 0], ids_N1[:, 0]))
 
 
 # ---- look -----------------------------------------------------------------------------------------------------------
@@ -176,10 +48,14 @@ class SelectionMode(TorchFunctionMode):
 
 @dataclass(kw_only=True, slots=True)
 class _Choice:
-    """One selection that was seen: where, over how many experts, how many were chosen."""
+    """One selection that was seen: where, over how many experts, how many were chosen.
+
+    ``calls``: the numbers of the running calls, of the module that selects and of those ``above`` it.
+    """
 
     path: str
     above: tuple[str, ...]
+    calls: tuple[int, ...]
     num_experts: int
     top_k: int
     axes: int
@@ -189,11 +65,22 @@ class _Choice:
 class _Watch(TorchFunctionMode):
     """Notes every selection-like call, with the innermost module that runs."""
 
-    def __init__(self, stack: list[str], rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stack = stack
-        self.rows = rows
+        #: paths of the modules that run, each with the number of its call
+        self.stack: list[tuple[str, int]] = []
+        self.rows = 0
+        self.calls = 0
+        #: calls of decoder layers, in order
+        self.layers: list[tuple[str, int]] = []
         self.seen: list[_Choice] = []
+
+    def enter(self, path: str) -> None:
+        """A module's forward begins."""
+        self.calls += 1
+        self.stack.append((path, self.calls))
+        if _is_layer(path):
+            self.layers.append(self.stack[-1])
 
     def __torch_function__(
         self,
@@ -203,18 +90,19 @@ class _Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        ranked = _ranked(func, args, kwargs)
-        best = _best(func, args, kwargs) if ranked is None else None
-        scores = ranked[0] if ranked is not None else best
+        found = ranked(func, args, kwargs)
+        scores = found[0] if found is not None else largest(func, args, kwargs)
         if scores is not None and len(self.stack) > 1 and scores.numel() == self.rows * scores.shape[-1]:
+            (path, *above), calls = zip(*reversed(self.stack), strict=True)
             self.seen.append(
                 _Choice(
-                    path=self.stack[-1],
-                    above=tuple(self.stack[-2::-1]),
+                    path=path,
+                    above=tuple(above),
+                    calls=calls,
                     num_experts=int(scores.shape[-1]),
-                    top_k=1 if ranked is None else ranked[1],
+                    top_k=1 if found is None else found[1],
                     axes=scores.dim(),
-                    mixed=ranked is None,
+                    mixed=found is None,
                 )
             )
         return func(*args, **kwargs)
@@ -228,6 +116,8 @@ def find_gates(
 ) -> list[tuple[Gate, nn.Module]]:
     """Probe the model and return its gates with their modules, in module order; MTP left out.
 
+    A module that fires several times in a forward stands there once for each firing.
+
     ``leave_live``: module paths (or patterns, as of ``fnmatch``) of routers that are not gates to follow. ``probe``:
     runs one forward of at least two different tokens; default: the model is called with ``input_ids`` of 7 tokens.
     Under FSDP2 every rank must call this, since the forward is collective.
@@ -238,16 +128,16 @@ def find_gates(
     modules = dict(_without_mtp(model))
     run = probe or partial(default_probe, model)
     with left_as_it_was(model):
-        rows, choices = _watch(model, modules, run)
-        gates = _gates_of(modules, [each for each in choices if not _is_left(each.path, leave_live)])
-        _refuse_unseen(modules, [gate.name for gate, _, _ in gates], leave_live)
+        watch = _watch(model, run)
+        gates = _gates_of(modules, watch, leave_live)
+        _refuse_unseen(modules, gates, leave_live)
         if not gates:
             observed = f"expected a mixture-of-experts model, got {type(model).__name__} without a single gate"
             raise ReplayError(observed, kind=ErrorKind.NO_SEAM)
-        _verify_kinds(model, modules, gates, run, rows)
-    named = [(replace(gate, name=_WRAPPER.sub("", gate.name)), modules[path]) for gate, path, _ in gates]
+        _verify_kinds(modules, gates, run, watch.rows)
+    named = [(replace(found.gate, name=_WRAPPER.sub("", found.gate.name)), modules[found.gate.name]) for found in gates]
     order = {id(module): at for at, module in enumerate(modules.values())}
-    return sorted(named, key=lambda found: order[id(found[1])])
+    return sorted(named, key=lambda found: (order[id(found[1])], found[0].firing))
 
 
 def _without_mtp(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -279,22 +169,18 @@ def probe_tokens(model: nn.Module, count: int) -> torch.Tensor:
     return torch.tensor(usable, device=next(iter(model.parameters())).device)
 
 
-def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> tuple[int, list[_Choice]]:
-    """One forward without gradients; the number of token rows, and all selections inside modules."""
-    stack: list[str] = []
-    rows = [0]
+def _watch(model: nn.Module, run: Callable[[], object]) -> _Watch:
+    """One forward without gradients: its token rows, layers, and all selections inside modules."""
     names = {id(module): path for path, module in model.named_modules()}
 
     def enter(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        stack.append(names[id(module)])
-        if not rows[0]:
-            rows[0] = _count_rows(args, kwargs)
-            watch.rows = rows[0]
+        watch.enter(names[id(module)])
+        watch.rows = watch.rows or _count_rows(args, kwargs)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
-        stack.pop()
+        watch.stack.pop()
 
-    watch = _Watch(stack, 0)
+    watch = _Watch()
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -313,7 +199,7 @@ def _watch(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
     finally:
         for handle in handles:
             handle.remove()
-    return watch.rows, [each for each in watch.seen if each.path in modules and _LAYER.search(each.path)]
+    return watch
 
 
 def _count_rows(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int:
@@ -327,18 +213,30 @@ def _is_left(path: str, leave_live: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in leave_live)
 
 
-_Found = tuple[Gate, str, str]  # a gate, its module's path, and that of its block
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A gate under its path, the path of its block, and how often the gate fires in one call of that block."""
+
+    gate: Gate
+    block: str
+    hits: int = 1
 
 
-def _gates_of(modules: Mapping[str, nn.Module], choices: Sequence[_Choice]) -> list[_Found]:
-    """One gate for each module that selects over a matrix with a row in its block for each expert."""
-    by_path: dict[str, list[_Choice]] = {}
-    for each in choices:
-        if _has_rows(modules[each.above[0]], each.num_experts):
-            by_path.setdefault(each.path, []).append(each)
-    gates = [found for path, calls in by_path.items() if (found := _gate_of(path, calls, modules)) is not None]
+def _gates_of(modules: Mapping[str, nn.Module], watch: _Watch, leave_live: Sequence[str]) -> list[_Found]:
+    """A gate for each firing of a module that selects over a matrix with a row in its block for each expert."""
+    by_path: dict[str, dict[int, list[_Choice]]] = {}
+    for each in watch.seen:
+        within = each.path in modules and _LAYER.search(each.path)
+        if within and _has_rows(modules[each.above[0]], each.num_experts):
+            by_path.setdefault(each.path, {}).setdefault(each.calls[0], []).append(each)
+    layer_ids = _layer_ids(by_path, watch.layers)
+    gates: list[_Found] = []
+    for path, calls in by_path.items():
+        if not _is_left(path, leave_live):
+            found = [_gate_of(path, choices, modules) for choices in calls.values()]
+            gates += _firings([each for each in found if each is not None], list(calls.values()), layer_ids)
     layers: dict[int, Gate] = {}
-    for gate, _, _ in gates:
+    for gate in (found.gate for found in gates):
         other = layers.setdefault(gate.layer_id, gate)
         if other is not gate:
             raise _refused(
@@ -349,28 +247,88 @@ def _gates_of(modules: Mapping[str, nn.Module], choices: Sequence[_Choice]) -> l
     return gates
 
 
-def _gate_of(path: str, calls: Sequence[_Choice], modules: Mapping[str, nn.Module]) -> tuple[Gate, str, str] | None:
-    layer = _LAYER.findall(path)
-    ranked = [each for each in calls if not each.mixed]
-    if ranked:
-        width = max(each.num_experts for each in ranked)  # group selection is over fewer
-        widest = [each for each in ranked if each.num_experts == width]
+def _gate_of(path: str, choices: Sequence[_Choice], modules: Mapping[str, nn.Module]) -> _Found | None:
+    """The gate that these selections of one call make; None where they are no gate's."""
+    ranking = [each for each in choices if not each.mixed]
+    if ranking:
+        width = max(each.num_experts for each in ranking)  # group selection is over fewer
+        widest = [each for each in ranking if each.num_experts == width]
         # the best two of a single group are taken over [N, 1, E]
         axes = min(each.axes for each in widest)
         chosen = [each for each in widest if each.axes == axes]
         count, top_k, rounds = len(chosen), chosen[-1].top_k, 0
     else:
-        width = calls[0].num_experts
+        width = choices[0].num_experts
         top_k = getattr(modules[path], "top_k", 0)
-        if not isinstance(top_k, int) or not top_k or len(calls) % top_k:
+        if not isinstance(top_k, int) or not top_k or len(choices) % top_k:
             return None
-        count, rounds, axes = len(calls) // top_k, top_k, 2
+        count, rounds, axes = len(choices) // top_k, top_k, 2
     if count != 1:
-        raise _refused(f"{count} selections over {width} experts in one forward, as of a looped layer", path)
-    gate = Gate(name=path, layer_id=int(layer[0]), num_experts=width, top_k=top_k, rounds=rounds, axes=axes)
-    inside = [each for each in calls[0].above if _LAYER.search(each)]  # a wrapper of the gate alone holds no expert
+        raise _refused(f"{count} selections over {width} experts in one call", path)
+    gate = Gate(name=path, layer_id=-1, num_experts=width, top_k=top_k, rounds=rounds, axes=axes)
+    inside = [each for each in choices[0].above if _LAYER.search(each)]  # a wrapper of the gate alone holds no expert
     holding = (each for each in inside if expert_parameters(modules[each], modules[path], width))
-    return gate, path, next(holding, calls[0].above[0])
+    return _Found(gate=gate, block=next(holding, choices[0].above[0]))
+
+
+def _firings(
+    found: Sequence[_Found], calls: Sequence[Sequence[_Choice]], layer_ids: Mapping[int, int]
+) -> Iterator[_Found]:
+    """One module's firings in order, each with its layer."""
+    if len(found) != len(calls):
+        return  # not a gate's
+    blocks = [dict(zip(each[0].above, each[0].calls[1:], strict=True)) for each in calls]
+    for at, (each, choices) in enumerate(zip(found, calls, strict=True)):
+        gate = replace(each.gate, firing=at, firings=len(calls), layer_id=layer_ids[choices[0].calls[0]])
+        if replace(found[0].gate, firing=at, firings=len(calls), layer_id=gate.layer_id) != gate:
+            raise _refused(f"another number of experts or choices in firing {at + 1} of a forward", gate.name)
+        hits = sum(call.get(each.block) == blocks[at][each.block] for call in blocks)
+        yield replace(each, gate=gate, hits=hits)
+
+
+def _layer_ids(
+    by_path: Mapping[str, Mapping[int, Sequence[_Choice]]], layers: Sequence[tuple[str, int]]
+) -> dict[int, int]:
+    """The layer of every gate's call: the number in its path, or that of the unrolled model where a gate is looped.
+
+    There, layers are counted in the order of their calls, from the number of the first. Where a gate fires several
+    times in one call of its layer, each firing is a layer.
+    """
+    found: dict[int, int] = {}
+    stacks = {path: _place(path)[0] for path in by_path}
+    looped = {stacks[path] for path, calls in by_path.items() if len(calls) > 1}
+    first: dict[int, int] = {}  # number of the layer's call -> its first number in the unrolled model
+    inside: dict[tuple[str, int], list[int]] = {}  # path of a gate, call of its layer -> the gate's calls
+    for path, calls in by_path.items():
+        for call, choices in calls.items():
+            running = zip((path, *choices[0].above), choices[0].calls, strict=True)
+            layer = next((at for above, at in running if _is_layer(above)), -1)
+            if layer < 0 and stacks[path] in looped:
+                raise _refused(f"{len(calls)} firings in one forward, and no call of a layer around them", path)
+            inside.setdefault((path, layer), []).append(call)
+    for stack in looped:
+        number: int | None = None
+        for path, call in layers:
+            if _place(path)[0] == stack:
+                number = _place(path)[1] if number is None else number
+                first[call] = number
+                number += max((len(firings) for (_, layer), firings in inside.items() if layer == call), default=1)
+    for (path, layer), firings in inside.items():
+        own = _place(path)[1]
+        found |= {call: first.get(layer, own) + at for at, call in enumerate(firings)}
+    return found
+
+
+def _place(path: str) -> tuple[str, int]:
+    """The list of layers that a path passes by, and the number there."""
+    found = _LAYER.search(path)
+    return ("", -1) if found is None else (path[: found.start(1)], int(found[1]))
+
+
+def _is_layer(path: str) -> bool:
+    """Whether this is a decoder layer itself, not a part of one."""
+    found = _LAYER.search(path)
+    return found is not None and found.end() == len(path)
 
 
 def _has_rows(block: nn.Module, count: int) -> bool:
@@ -380,12 +338,14 @@ def _has_rows(block: nn.Module, count: int) -> bool:
     return any(each.dim() >= 2 and count in each.shape[:2] for each in block.parameters())
 
 
-def _refuse_unseen(modules: Mapping[str, nn.Module], gates: Sequence[str], leave_live: Sequence[str]) -> None:
+def _refuse_unseen(modules: Mapping[str, nn.Module], found: Sequence[_Found], leave_live: Sequence[str]) -> None:
+    gates = {each.gate.name for each in found}
+    seen = gates | {each.block for each in found}
     for path, module in modules.items():
         if (
             _INACTIVE.search(path)
             or _is_left(path, leave_live)
-            or any(name == path or name.startswith(f"{path}.") for name in gates)
+            or any(name == path or name.startswith(f"{path}.") for name in seen)
         ):
             continue
         experts, beside = getattr(module, "experts", None), path.rpartition(".")[0]
@@ -462,16 +422,13 @@ def _put_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
 
 
 def _verify_kinds(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    gates: Sequence[tuple[Gate, str, str]],
-    run: Callable[[], object],
-    rows: int,
+    modules: Mapping[str, nn.Module], gates: Sequence[_Found], run: Callable[[], object], rows: int
 ) -> None:
     """Check one block of each kind, inside a second forward: its weights may be gathered only there (FSDP2)."""
     kinds: dict[object, _Trial] = {}
-    for gate, path, block in gates:
-        trial = _Trial(gate=gate, scope=modules[path], block=modules[block], rows=rows)
+    for found in gates:
+        gate = found.gate
+        trial = _Trial(gate=gate, scope=modules[gate.name], block=modules[found.block], rows=rows, hits=found.hits)
         kinds.setdefault(trial.kind, trial)
     with ExitStack() as stack, torch.no_grad():
         for trial in kinds.values():
@@ -484,13 +441,20 @@ def _verify_kinds(
 
 @dataclass(kw_only=True, slots=True)
 class _Outcome:
-    """One run of a block: its output ``[N, H]``, and what was seen at the selection."""
+    """One run of a block: its output ``[N, H]``, and what was seen at the selection.
+
+    ``own``: the gate's own ids ``[N, K]`` of each firing; scores and logits are those of the first.
+    """
 
     output_NH: torch.Tensor
     scores_NE: torch.Tensor
-    live_NK: torch.Tensor
+    own: list[torch.Tensor]
     logits_NE: torch.Tensor | None
-    hits: int
+
+    @property
+    def live_NK(self) -> torch.Tensor:
+        """The gate's own ids in its first firing."""
+        return self.own[0]
 
 
 @dataclass(kw_only=True)
@@ -501,6 +465,8 @@ class _Trial:
     scope: nn.Module
     block: nn.Module
     rows: int
+    #: firings of the gate in one call of the block
+    hits: int = 1
     observed: str = ""
     called: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     #: attributes of the block's modules when it was called: what a model tells a gate beside its arguments (token ids)
@@ -515,7 +481,7 @@ class _Trial:
             for name, value in sorted(vars(self.scope).items())
             if isinstance(value, int | float | str | bool) and not re.search("layer", name)
         )
-        return type(self.block), type(self.scope), self.gate.num_experts, self.gate.top_k, settings
+        return type(self.block), type(self.scope), self.gate.num_experts, self.gate.top_k, self.hits, settings
 
     @contextmanager
     def inside_forward(self) -> Iterator[None]:
@@ -540,28 +506,26 @@ class _Trial:
             for handle in handles:
                 handle.remove()
 
-    def run(self, ids_NK: torch.Tensor | None, *, seed: int = 0) -> _Outcome:
-        """The block's forward; ``ids_NK`` None leaves the gate live."""
-        seen = _Sight(self.gate, ids_NK)
+    def run(self, *ids: torch.Tensor, seed: int = 0) -> _Outcome:
+        """The block's forward under ids ``[N, K]`` of each firing, or one for all; none leave the gate live."""
+        seen = _Sight(self.gate, ids)
         args, kwargs = copied(self.called[0]), copied(self.called[1])
         _restore(self.told)
         torch.manual_seed(seed)
         with seen.within(self.scope, whole=self.scope is self.block):
             output = self.block.forward(*args, **kwargs)
-        scores, live = seen.scores_NE, seen.live_NK
-        if scores is None or live is None:
+        if seen.scores_NE is None:
             raise _refused("no selection when its block was called again", self.gate.name, self.scope)
         return _Outcome(
             output_NH=rows_of(output, self.rows),
-            scores_NE=scores,
-            live_NK=live,
+            scores_NE=seen.scores_NE,
+            own=seen.own,
             logits_NE=seen.logits_NE,
-            hits=seen.hits,
         )
 
     def check(self) -> str:
         """What was observed that a gate must not do; empty where it behaves."""
-        live = self.run(None)
+        live = self.run()
         for observe in (self._noise, self._own, self._obeys, self._alone):
             if found := observe(live):
                 return found
@@ -569,15 +533,15 @@ class _Trial:
             return self._weights(live) or self._experts(live)
 
     def _noise(self, live: _Outcome) -> str:
-        forced = [self.run(live.live_NK, seed=seed) for seed in (1, 2)]
-        if live.hits != 1:
-            return f"{live.hits} selections in one call"
+        forced = [self.run(*live.own, seed=seed) for seed in (1, 2)]
+        if len(live.own) != self.hits:
+            return f"{len(live.own)} selections in one call"
         same = torch.equal(forced[0].scores_NE, forced[1].scores_NE)
         noisy = same and not _close(forced[0].output_NH, forced[1].output_NH)
         return "random numbers behind the selection: two calls with the same forced ids differ" if noisy else ""
 
     def _own(self, live: _Outcome) -> str:
-        forced, again = self.run(live.live_NK), self.run(None)
+        forced, again = self.run(*live.own), self.run()
         if torch.equal(live.output_NH, again.output_NH) and not torch.equal(live.output_NH, forced.output_NH):
             apart = (live.output_NH - forced.output_NH).abs().max().item()
             return f"another output (by {apart:.2g}) when its own ids are forced"
@@ -669,19 +633,19 @@ class _Trial:
 class _Sight:
     """What one run of a block shows at its gate; forces ids where some are given."""
 
-    def __init__(self, gate: Gate, ids_NK: torch.Tensor | None) -> None:
-        self.ids_NK = ids_NK
+    def __init__(self, gate: Gate, ids: Sequence[torch.Tensor]) -> None:
+        self.ids = ids
         self.gate = gate
-        self.hits = 0
+        self.own: list[torch.Tensor] = []
         self.scores_NE: torch.Tensor | None = None
-        self.live_NK: torch.Tensor | None = None
         self.logits_NE: torch.Tensor | None = None
 
     def choose(self, scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor:
         """As ``SelectionMode`` asks."""
-        self.hits += 1
-        self.scores_NE, self.live_NK = scores_NE.detach().clone(), live().detach().clone()
-        return self.live_NK if self.ids_NK is None else self.ids_NK
+        self.own.append(live().detach().clone())
+        if self.scores_NE is None:
+            self.scores_NE = scores_NE.detach().clone()
+        return self.ids[min(len(self.own), len(self.ids)) - 1] if self.ids else self.own[-1]
 
     @contextmanager
     def within(self, scope: nn.Module, *, whole: bool) -> Iterator[None]:

@@ -24,8 +24,9 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from routeplane.capture.choices import check_requests, sample_names
-from routeplane.capture.gates import Gate, SelectionMode, find_gates
-from routeplane.capture.resuming import extend, require_resumable
+from routeplane.capture.gates import find_gates
+from routeplane.capture.recorder import extend, require_resumable
+from routeplane.capture.selection import Gate, SelectionMode
 from routeplane.capture.weights import WeightSite, find_weights, meaning_of
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record import spans
@@ -135,6 +136,14 @@ class GateTape:
         self._forwards.append({})
         self._weights.append({})
 
+    def next_of(self, layer_ids: Sequence[int]) -> int:
+        """Which of its layers a gate's next firing is. Raises CaptureError as ``add``, and for one that comes late."""
+        step = self._forwards[-1] if self._forwards else {}
+        layer_id = next((layer for layer in layer_ids if layer not in step), layer_ids[-1])
+        if layer_id in step or (len(layer_ids) > 1 and layer_id < max(step, default=-1)):
+            raise _other_firing(layer_id)
+        return layer_id
+
     def weigh(self, layer_id: int, weights_NK: torch.Tensor) -> None:
         """Keep the weights of one gate's last choice, in the order of its ids and in their own type."""
         self._weights[-1][layer_id] = weights_NK.detach().to("cpu", copy=True)
@@ -150,13 +159,11 @@ class GateTape:
     def add(self, layer_id: int, indices_NK: torch.Tensor) -> None:
         """Keep one gate's choice of one forward; copied to the host as int32, so the model may reuse its own.
 
-        Raises CaptureError where the gate fires twice in a forward, or outside of one: its rows would have no place.
+        Raises CaptureError for a layer that the forward has already, and outside of a forward: its rows would have no
+        place.
         """
         if not self._forwards or layer_id in self._forwards[-1]:
-            raise CaptureError(
-                f"expected each gate once in a forward of the model, got another firing @ layer {layer_id}",
-                kind=ErrorKind.GATE_FIRED,
-            )
+            raise _other_firing(layer_id)
         self._forwards[-1][layer_id] = indices_NK.detach().to("cpu", torch.int32, copy=True)
 
     def choose(self, layer_id: int, live_NK: torch.Tensor) -> torch.Tensor | None:
@@ -193,6 +200,14 @@ class GateTape:
         return [torch.stack([step[layer] for layer in self._spec.layer_ids], dim=1).numpy() for step in self._forwards]
 
 
+def _other_firing(layer_id: int) -> CaptureError:
+    return CaptureError(
+        "expected a forward of the model whose gates fire as when it was probed, as often and in that order, got "
+        f"another firing @ layer {layer_id}",
+        kind=ErrorKind.GATE_FIRED,
+    )
+
+
 @contextmanager
 def taping(
     model: nn.Module,
@@ -219,8 +234,11 @@ def taping(
     known = [site for site in sites if site is not None]
     tape.weights_meaning = meaning_of(known).to_text() if known else None
     handles = [_inner_model(model, gates).register_forward_pre_hook(lambda module, args: tape.begin())]
+    firings: dict[nn.Module, list[tuple[Gate, WeightSite | None]]] = {}
     for (gate, module), site in zip(gates, sites, strict=True):
-        handles += _tape_gate(gate, module, tape=tape, site=site)
+        firings.setdefault(module, []).append((gate, site))
+    for module, found in firings.items():
+        handles += _tape_gate(found, module, tape=tape)
     try:
         yield tape
     finally:
@@ -245,24 +263,31 @@ def _spec_of(gates: Sequence[tuple[Gate, nn.Module]], spec: RouteSpec) -> RouteS
     return RouteSpec(num_experts=num_experts, top_k=max(top_ks), layer_ids=layer_ids, model=spec.model)
 
 
-def _tape_gate(gate: Gate, module: nn.Module, *, tape: GateTape, site: WeightSite | None) -> list[Any]:
-    """Two hooks that watch the gate's selection while its forward runs; its answer stays its own, or the tape's."""
+def _tape_gate(firings: Sequence[tuple[Gate, WeightSite | None]], module: nn.Module, *, tape: GateTape) -> list[Any]:
+    """Two hooks that watch the gate's selection while its forward runs; its answer stays its own, or the tape's.
+
+    ``firings``: one for each time that the gate fires in a forward, in order.
+    """
+    by_layer = {gate.layer_id: site for gate, site in firings}
     open_modes: list[SelectionMode] = []
-    used: list[torch.Tensor] = []
+    used: list[tuple[int, torch.Tensor]] = []
 
     def keep(scores_NE: torch.Tensor, live: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        chosen_NK = tape.choose(gate.layer_id, live())
-        used[:] = [live() if chosen_NK is None else chosen_NK]
+        layer_id = tape.next_of(list(by_layer))
+        chosen_NK = tape.choose(layer_id, live())
+        used[:] = [(layer_id, live() if chosen_NK is None else chosen_NK)]
         return chosen_NK
 
     def enter(module: nn.Module, args: object) -> None:
-        open_modes.append(SelectionMode(gate, keep))
+        open_modes.append(SelectionMode(firings[0][0], keep))
         open_modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if site is not None and output is not None and used:
-            tape.weigh(gate.layer_id, site.read(output, used.pop()))
+        if output is not None and used:
+            layer_id, ids_NK = used.pop()
+            if (site := by_layer[layer_id]) is not None:
+                tape.weigh(layer_id, site.read(output, ids_NK))
 
     return [
         module.register_forward_pre_hook(enter),

@@ -24,15 +24,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from routeplane.capture.gates import (
-    Gate,
-    SelectionMode,
-    copied,
-    default_probe,
-    expert_parameters,
-    left_as_it_was,
-    rows_of,
-)
+from routeplane.capture.gates import copied, default_probe, expert_parameters, left_as_it_was, rows_of
+from routeplane.capture.selection import Gate, SelectionMode
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.validate import Multiplied, Scaling, Score, WeightDtype, WeightsMeaning
 
@@ -128,13 +121,17 @@ def find_weights(
     what they are.
     """
     parents = {id(child): module for module in model.modules() for child in module.children()}
-    looks = [_Look(gate=gate, module=module, block=_block_of(gate, module, parents)) for gate, module in gates]
+    looks = {
+        id(module): _Look(gate=gate, module=module, block=_block_of(gate, module, parents))
+        for gate, module in gates
+        if not gate.firing
+    }
     with left_as_it_was(model), torch.no_grad():
         with ExitStack() as stack:
-            for look in looks:
+            for look in looks.values():
                 stack.enter_context(look.inside_forward())
             (probe or partial(default_probe, model))()
-    return [look.site() for look in looks]
+    return [replace(looks[id(module)].site(), gate=gate) for gate, module in gates]
 
 
 def _block_of(gate: Gate, module: nn.Module, parents: Mapping[int, nn.Module]) -> nn.Module:

@@ -222,7 +222,7 @@ def _layer(row: Mapping[str, Any]) -> dict[str, object]:
     return {
         "layer": row["layer"],
         "rows": row["rows"],
-        "used": f"{row['experts'] - row['dead']}/{row['experts']}",
+        "used": f"{row['experts'] - row['dead'] if row['rows'] else 0}/{row['experts']}",
         "effective": row["effective"],
         "peak": row["imbalance"],
         "gini": row["gini"],

@@ -350,7 +350,8 @@ def load_batch(path: str | os.PathLike[str]) -> Any:
         raise
     except _DAMAGED as error:
         raise FormatError(
-            f"expected a whole {file.suffix} file, got a damaged one: {error} @ {file}", kind=ErrorKind.CORRUPT_BATCH
+            f"expected a whole {file.suffix} file, got {type(error).__name__}: {error} @ {file}",
+            kind=ErrorKind.CORRUPT_BATCH,
         ) from error
 
 

@@ -101,7 +101,7 @@ def find_alarms(
         return []  # nearly always
     keep_S = np.ones(len(routes), dtype=np.bool_)
     keep_S[absent] = False
-    if token_ids is not None and len(token_ids) > 1:
+    if token_ids is not None:
         keep_S[1:] &= token_ids[1:] != token_ids[:-1]
     kept = np.flatnonzero(keep_S)
     found = _run_alarm(routes, kept, choosing, longest_run)

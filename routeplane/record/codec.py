@@ -9,6 +9,8 @@ Axes: B records, T tokens of the whole batch, S tokens of one record, L captured
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, UsageError
 from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns
-from routeplane.record.columnar import Aligned, CheckedBatch, Ragged, RaggedRoutes, Stored
+from routeplane.record.columnar import Aligned, CheckedBatch, Checks, Ragged, RaggedRoutes, Stored
 from routeplane.record.record import Prefix, RouteRecord, read_record
 from routeplane.record.rows import widen
 from routeplane.record.schema import (
@@ -49,13 +51,23 @@ __all__ = [
 #: Values of one column in one batch. The lists of a ragged column end at int32, and Arrow implementations exist that
 #: count all values of a batch in 32 bits (arrow-rs#5901).
 MAX_BATCH_VALUES = 2**31 - 1
+# Less is copied into one piece: a write of its own costs more.
+_SCATTERED_BYTES = 2**18
 
 
 def write_batch(
-    records: Sequence[RouteRecord], spec: RouteSpec, *, encoding: Encoding, version: str = FORMAT_VERSION
+    records: Sequence[RouteRecord],
+    spec: RouteSpec,
+    *,
+    encoding: Encoding,
+    version: str = FORMAT_VERSION,
+    scattered: dict[tuple[int, int], list[NDArray[Any]]] | None = None,
 ) -> pa.RecordBatch:
     """One RecordBatch of the given records, which must share spec and aligned columns; copies their arrays once, and
     views those of a single record.
+
+    ``scattered``: where given, rows that need no conversion are not copied: the batch has memory in their place that
+    nothing was written to, and its address and size are noted here with the arrays to write instead.
 
     Raises SpecError or DataError naming the record that differs, UsageError (VERSION) for one that ``version`` cannot
     say, DataError (TOKEN_COLUMN) for lists of more than ``MAX_BATCH_VALUES`` values in all.
@@ -77,7 +89,7 @@ def write_batch(
         pa.array([record.group for record in records], pa.utf8()),
         _ragged([record.token_ids for record in records], pa.int32()),
         pa.array([record.routes_start for record in records], pa.int64()),
-        _ragged_routes([record.routes for record in records], spec, encoding),
+        _ragged_routes(records, spec, encoding, scattered),
         pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
         pa.array([[_entry(span, span_type) for span in record.spans] for record in records], pa.list_(span_type)),
         pa.array(
@@ -173,15 +185,28 @@ def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> p
     )
 
 
-def _ragged_routes(arrays: Sequence[NDArray[np.int16]], spec: RouteSpec, encoding: Encoding) -> pa.LargeListArray:
-    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+def _ragged_routes(
+    records: Sequence[RouteRecord],
+    spec: RouteSpec,
+    encoding: Encoding,
+    scattered: dict[tuple[int, int], list[NDArray[Any]]] | None,
+) -> pa.LargeListArray:
+    dtype: Any = np.dtype(np.uint8 if encoding == "narrow" else np.int16)
     width = spec.num_layers * spec.top_k
-    if len(arrays) == 1 and encoding == "plain":
+    # rows that are stored as they are to be written need no widening on the way
+    stored = [record.stored_routes for record in records]
+    arrays = [rows if rows.dtype == dtype else record.routes for rows, record in zip(stored, records, strict=True)]
+    offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+    size = int(offsets_B1[-1]) * width * dtype.itemsize
+    as_they_are = all(array.dtype == dtype and array.flags.c_contiguous for array in arrays)
+    if len(arrays) == 1 and as_they_are:
         flat_TW = arrays[0].reshape(-1, width)  # as in ``_ragged``
+    elif scattered is not None and as_they_are and size >= _SCATTERED_BYTES:
+        flat_TW = np.empty((int(offsets_B1[-1]), width), dtype=dtype)
+        scattered[(flat_TW.ctypes.data, size)] = arrays
     else:
-        dtype: Any = np.uint8 if encoding == "narrow" else np.int16
         # Arrow's pool keeps freed pages; fresh ones from numpy cost five times the copy into them
-        memory = pa.allocate_buffer(int(offsets_B1[-1]) * width * np.dtype(dtype).itemsize)
+        memory = pa.allocate_buffer(size)
         flat_TW = np.frombuffer(memory, dtype=dtype).reshape(-1, width)
         for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
             # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
@@ -215,14 +240,16 @@ def read_records(
     select: RouteSpec | None = None,
     alarms: bool = False,
     columnar: bool = True,
+    threads: int = 1,
 ) -> Iterator[RouteRecord | DataError]:
     """The records of a validated batch, one by one; an illegal one comes as its DataError, so that a caller may go on.
 
     Their arrays are read-only views of the batch's buffers, which they keep alive; ``narrow`` rows too, and are widened
     once ``routes`` is asked for. ``verify``: checksums are compared, else carried. ``select``, without ``verify``: the
-    layers to keep, copied before their rows are checked, as only these are. ``alarms``: look for alarms in the pass
-    over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first, where it
-    is worth it; what comes is the same.
+    layers to keep, which alone are copied and checked, and get a checksum of their own. ``alarms``: look for alarms in
+    the pass over the rows, which ``seen_quiet`` of a record then says. ``columnar``: check the batch as a whole first,
+    where it is worth it; what comes is the same. ``threads``: from 2 on, so many threads check ahead of what is asked
+    for; they end with the iteration.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count and name not in ("group", "prefix", "logprobs"):
@@ -233,24 +260,25 @@ def read_records(
         routes=RaggedRoutes(batch.column("routes"), header),
     )
     extra = {name: Aligned(batch.column(name), kind, name=name) for name, kind in header.columns}
-    checked = CheckedBatch.of(batch, header, stored=stored) if columnar and select is None else None
     small: dict[str, list[Any]] = {}
-    for index in range(batch.num_rows):
-        columns = {name: column[index] for name, column in extra.items()}
-        found = None if checked is None else checked.record(index, columns, verify=verify, alarms=alarms)
-        if found is not None:
-            yield found
-            continue
-        small = small or {name: batch.column(name).to_pylist() for name in _SMALL}
-        arrays = _Arrays(
-            token_ids=stored.tokens[index],
-            routes=stored.routes.stored(index),
-            logprobs=stored.logprobs[index],
-            columns=columns,
-        )
-        yield _build(
-            {name: values[index] for name, values in small.items()}, header, arrays, verify=verify, select=select
-        )
+    with ThreadPoolExecutor(threads, "routeplane-read") if threads > 1 else nullcontext() as pool:
+        how = Checks(verify=verify, alarms=alarms, select=select, pool=pool, threads=threads)
+        checked = CheckedBatch.of(batch, header, stored=stored, how=how) if columnar else None
+        for index in range(batch.num_rows):
+            columns = {name: column[index] for name, column in extra.items()}
+            found = None if checked is None else checked.record(index, columns)
+            if found is not None:
+                yield found
+                continue
+            small = small or {name: batch.column(name).to_pylist() for name in _SMALL}
+            arrays = _Arrays(
+                token_ids=stored.tokens[index],
+                routes=stored.routes.stored(index),
+                logprobs=stored.logprobs[index],
+                columns=columns,
+            )
+            row = {name: values[index] for name, values in small.items()}
+            yield _build(row, header, arrays, verify=verify, select=select)
 
 
 _SMALL = (

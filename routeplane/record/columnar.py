@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -40,13 +41,16 @@ from routeplane.record.spans import PRESENT_STATES, Capture, Sampling, Span
 from routeplane.record.validate import kernels_for
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
     from types import ModuleType
 
     from numpy.typing import NDArray
 
+    from routeplane.record.record import RecordSource
     from routeplane.record.schema import StreamHeader
+    from routeplane.record.spec import RouteSpec
 
-__all__ = ["Aligned", "CheckedBatch", "Ragged", "RaggedRoutes", "Stored"]
+__all__ = ["Aligned", "CheckedBatch", "Checks", "Ragged", "RaggedRoutes", "Stored"]
 
 
 class _IllegalRowsError(Exception):
@@ -55,6 +59,9 @@ class _IllegalRowsError(Exception):
 
 # Bytes of rows that are checked before they are hashed: well below the size of a second-level cache.
 _BLOCK_BYTES = 2**20
+# The same where layers are selected, which nothing hashes, or threads look: a call costs some 0.1 ms, and behind it a
+# thread waits for the interpreter's lock.
+_CALL_BYTES = 2**22
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,11 +298,41 @@ class _Items:
     routes: memoryview | None  # of plain rows
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checks:
+    """What is looked at in a batch, and by whom.
+
+    Attributes:
+        verify: whether checksums are compared.
+        alarms: whether rows are looked at for alarms.
+        select: the layers that records have, without ``verify``: these are copied, and no others are looked at.
+        pool: the threads that look ahead of the record that is asked for; None: the caller's.
+        threads: how many these are.
+    """
+
+    verify: bool = False
+    alarms: bool = False
+    select: RouteSpec | None = None
+    pool: Executor | None = None
+    threads: int = 1
+
+
 class CheckedBatch:
     """A validated batch whose records are checked together, and made one by one."""
 
-    def __init__(self, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored, kernels: ModuleType) -> None:
+    def __init__(
+        self,
+        batch: pa.RecordBatch,
+        header: StreamHeader,
+        *,
+        stored: Stored,
+        kernels: ModuleType,
+        how: Checks,
+    ) -> None:
         self._spec, self._stored, self._kernels = header.spec, stored, kernels
+        self._how, select = how, how.select
+        #: The places in the batch of the layers that records have; None where these are all.
+        self._slots = None if select is None else tuple(header.spec.slot(layer) for layer in select.layer_ids)
         self._spans = _Intervals(batch.column("spans"), "kind")
         self._captures = _Intervals(batch.column("captures"), "state")
         self._names = {name: batch.column(name).to_pylist() for name in ("sample_id", "group", "attempt", "segment")}
@@ -303,7 +340,9 @@ class CheckedBatch:
         self._attributes = _attributes(batch.column("attributes"))
         self._lengths_B = np.diff(stored.tokens.offsets_B1)
         self._row_bytes = header.spec.num_layers * header.spec.top_k * stored.routes.flat.itemsize
-        self._block = max(1, _BLOCK_BYTES // self._row_bytes)  # tokens whose rows stay in a cache
+        kept = self._row_bytes if select is None else self._row_bytes * select.num_layers // header.spec.num_layers
+        together = _BLOCK_BYTES if select is None and how.pool is None else _CALL_BYTES
+        self._block = max(1, together // kept)  # tokens looked at together
         self._unfed_B = np.zeros(batch.num_rows, dtype=np.int64)
         self._right_B = self._check(batch)
         self._lengths: list[int] = self._lengths_B.tolist()
@@ -316,16 +355,20 @@ class CheckedBatch:
         self._absent_B = np.where(self._right_B, self._unfed_B, 0) * layers
         self._present: list[bool] = [False] * batch.num_rows
         self._quiet: list[bool] = [False] * batch.num_rows
-        self._looked_at = 0  # rows of the records before this one were looked at
+        #: Of a record that was looked at and not yet made: its rows, where layers are selected; its checksum so far.
+        self._kept: list[NDArray[Any] | None] = [None] * batch.num_rows
+        self._hashes: list[CanonicalHash | None] = [None] * batch.num_rows
+        self._looked_at = self._asked = 0  # the records before these were looked at, or some thread is to do so
+        self._ahead: deque[tuple[int, Future[None]]] = deque()
 
     @classmethod
-    def of(cls, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored) -> CheckedBatch | None:
+    def of(cls, batch: pa.RecordBatch, header: StreamHeader, *, stored: Stored, how: Checks) -> CheckedBatch | None:
         """The batch, where it can be checked here."""
         flat, layers = stored.routes.flat, header.spec.num_layers
         kernels = kernels_for(flat.reshape(-1, layers, header.spec.top_k), header.spec)
         if kernels is None or sys.byteorder != "little" or not flat.flags.aligned:
             return None
-        made = cls(batch, header, stored=stored, kernels=kernels)
+        made = cls(batch, header, stored=stored, kernels=kernels, how=how)
         return made if made._spans.whole and made._captures.whole else None
 
     # -- verdicts ------------------------------------------------------------------------------------------------------
@@ -378,20 +421,79 @@ class CheckedBatch:
         self._unfed_B[~right_B] = 0
         return right_B
 
-    def _look(self, index: int, *, alarms: bool) -> None:
-        """Look at the rows of the records from this one on, as many as the caches hold."""
+    def _reach(self, index: int) -> None:
+        """Have the records up to this one looked at, in blocks that the caches hold; by threads, if there are any."""
+        if self._how.pool is None:
+            self._looked_at = self._block_end(index)
+            return self._look(index, self._looked_at)
+        if self._how.verify and not self._asked:
+            _ = self._items  # made once, before threads ask
+        self._asked = max(self._asked, index)
+        while self._looked_at <= index:
+            while self._asked < len(self._right) and len(self._ahead) <= 2 * self._how.threads:
+                start, self._asked = self._asked, self._block_end(self._asked)
+                self._ahead.append((self._asked, self._how.pool.submit(self._look, start, self._asked)))
+            self._looked_at, task = self._ahead.popleft()
+            task.result()
+        return None
+
+    def _block_end(self, index: int) -> int:
         at = self._stored.routes.at
-        stop = max(index + 1, bisect_right(at, at[index] + self._block) - 1)
-        own = slice(index, stop)
-        if stop > index + 1 or self._lengths[index] <= self._block:
+        return max(index + 1, bisect_right(at, at[index] + self._block) - 1)
+
+    def _look(self, start: int, stop: int) -> None:
+        """Look at the rows of records ``[start, stop)``, and hash them; threads do so at records of their own."""
+        own = slice(start, stop)
+        if self._how.select is not None and self._slots is not None:
+            self._keep(own, self._how.select, self._slots)
+            return
+        if stop > start + 1 or self._lengths[start] <= self._block:
             held_N = self._hold(self._first_B[own], self._fed_B[own], self._absent_B[own])
-            held_N &= self._right_B[own]
-            self._present[own] = held_N.tolist()
+            self._present[own] = (held_N & self._right_B[own]).tolist()
         else:
             self._present[own] = self._right[own]
-        if alarms:
-            self._look_for_alarms(own)
-        self._looked_at = stop
+        if self._how.alarms:
+            self._look_for_alarms(own, self._stored.routes.rows, 0)
+        for index in range(start, stop):
+            if not self._present[index]:
+                continue
+            if self._how.verify:
+                self._hash(index)
+            else:
+                self._present[index] = all(piece is not None for piece in self._pieces(index))
+
+    def _hash(self, index: int) -> None:
+        try:
+            self._hashes[index] = CanonicalHash.behind(self._canonical_parts(index))
+        except _IllegalRowsError:
+            self._present[index] = False
+
+    def _keep(self, own: slice, spec: RouteSpec, slots: tuple[int, ...]) -> None:
+        """Copy the selected layers of some records in the pass that checks them."""
+        routes = self._stored.routes
+        start, stop = routes.at[own.start], routes.at[own.stop]
+        kept_SLK = np.empty((stop - start, *spec.row_shape), dtype=routes.flat.dtype)
+        odd_S = self._kernels.move_rows(
+            routes.rows[start:stop], kept_SLK, widths=spec.experts_per_layer, slots=slots, into=tuple(range(len(slots)))
+        )
+        kept_SLK = frozen_view(kept_SLK)
+        odd_S1 = np.concatenate([[0], np.cumsum(odd_S)])  # rows before each token that are illegal or not there
+        first_N = routes.offsets_B1[own] - start
+        unfed_N = first_N + self._fed_tokens_B[own]
+        held_N = self._kernels.present_parts(
+            kept_SLK.reshape(-1),
+            spec.experts_per_layer,
+            top_k=spec.top_k,
+            first=unfed_N * spec.num_layers,
+            rows=np.zeros_like(unfed_N),
+            absent=np.where(self._right_B[own], self._unfed_B[own], 0) * spec.num_layers,
+        )
+        self._present[own] = (held_N & (odd_S1[unfed_N] == odd_S1[first_N]) & self._right_B[own]).tolist()
+        if self._how.alarms:
+            self._look_for_alarms(own, kept_SLK, start)
+        for index in range(own.start, own.stop):
+            if self._present[index]:
+                self._kept[index] = kept_SLK[routes.at[index] - start : routes.at[index + 1] - start]
 
     def _hold(
         self, first_N: NDArray[np.int64], fed_N: NDArray[np.int64], absent_N: NDArray[np.int64]
@@ -407,16 +509,18 @@ class CheckedBatch:
         )
         return found
 
-    def _look_for_alarms(self, own: slice) -> None:
-        how = first_look(self._spec)
+    def _look_for_alarms(self, own: slice, rows_SLK: NDArray[Any], start: int) -> None:
+        """Take the first look at some records' rows; the first of ``rows_SLK`` is that of token ``start``."""
+        spec = self._spec if self._how.select is None else self._how.select
+        how = first_look(spec)
         if how is None:
             self._quiet[own] = [True] * (own.stop - own.start)
             return
         quiet_N = self._kernels.quiet_records(
-            self._stored.routes.flat,
+            rows_SLK.reshape(-1),
             self._stored.tokens.flat,
-            shape=self._spec.row_shape,
-            first=self._stored.routes.offsets_B1[own],
+            shape=spec.row_shape,
+            first=self._stored.routes.offsets_B1[own] - start,
             ids=self._stored.tokens.offsets_B1[own],
             tokens=self._fed_tokens_B[own],
             how=how,
@@ -439,49 +543,46 @@ class CheckedBatch:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def record(
-        self, index: int, columns: Mapping[str, AlignedColumn], *, verify: bool, alarms: bool
-    ) -> RouteRecord | None:
-        """Record ``index``, where all rules hold and, with ``verify``, its checksum too; None where that is not told.
+    def record(self, index: int, columns: Mapping[str, AlignedColumn]) -> RouteRecord | None:
+        """Record ``index``, where all rules hold and, if asked, its checksum too; None where that is not told.
 
-        Asked in ascending order. ``alarms``: whether its rows are looked at for alarms as well.
+        Asked in ascending order.
         """
         attributes = self._attributes[index]
         if not self._right[index] or attributes is None:
             return None
         if index >= self._looked_at:
-            self._look(index, alarms=alarms)
+            self._reach(index)
         if not self._present[index]:
             return None
+        source: RecordSource = self
+        own: dict[str, Any] = {"spec": self._spec, "checksum": self._checksums[index]}
+        kept_SLK, self._kept[index] = self._kept[index], None
+        if kept_SLK is not None and self._how.select is not None:
+            source, own = _KeptRows(self, kept_SLK, self._how.select), {"spec": self._how.select}
         try:
             made = view_record(
-                self,
+                source,
                 index,
                 columns=columns,
+                slots=self._slots,
                 sample_id=self._names["sample_id"][index],
                 attempt=self._names["attempt"][index],
                 segment=self._names["segment"][index],
                 group=self._names["group"][index],
                 token_ids=self._stored.tokens[index],
-                spec=self._spec,
                 logprobs=self._stored.logprobs[index],
                 attributes=attributes,
-                checksum=self._checksums[index],
+                **own,
             )
         except DataError:
             return None
-        if not verify:
-            return made if all(piece is not None for piece in self._pieces(index)) else None
-        return made if self._verified(made, index) else None
-
-    def _verified(self, record: RouteRecord, index: int) -> bool:
-        try:
-            out = CanonicalHash.behind(self._canonical_parts(index))
-        except _IllegalRowsError:
-            return False
-        if record.columns:
-            hash_columns(out, record.columns)
-        return out.value() == self._checksums[index]
+        out, self._hashes[index] = self._hashes[index], None
+        if out is None:
+            return made
+        if made.columns:
+            hash_columns(out, made.columns)
+        return made if out.value() == self._checksums[index] else None
 
     def _canonical_parts(self, index: int) -> Iterator[bytes | memoryview]:
         """What a record's checksum is made over, but its columns; small parts that are neighbours are joined."""
@@ -603,14 +704,36 @@ class CheckedBatch:
                     strict=True,
                 )
             )
+        return StoredRows(stored=self._stored.routes.stored(index), spec=self._spec, absent=self.absent(index))
+
+    def absent(self, index: int) -> NDArray[np.int64]:
+        """The tokens of a record that lack a row, read-only."""
         tokens = self._lengths[index]
-        absent = np.arange(tokens - self._unfed[index], tokens)
-        return StoredRows(stored=self._stored.routes.stored(index), spec=self._spec, absent=frozen_view(absent))
+        return frozen_view(np.arange(tokens - self._unfed[index], tokens))
 
     @staticmethod
     def _rest(of: _Intervals, index: int, *members: list[Any]) -> Iterator[tuple[Any, ...]]:
         own = slice(of.at[index], of.at[index + 1])
         return zip(*(each[own] for each in members), strict=True)
+
+
+class _KeptRows:
+    """A record of some layers of a batch: their rows are its own, all else is the batch's."""
+
+    def __init__(self, batch: CheckedBatch, stored_SLK: NDArray[Any], spec: RouteSpec) -> None:
+        self._stored, self._spec = stored_SLK, spec
+        self.length, self.quiet = batch.length, batch.quiet
+        self.span_intervals, self.capture_intervals = batch.span_intervals, batch.capture_intervals
+        self.hash_intervals, self._part, self._absent = batch.hash_intervals, batch.part, batch.absent
+
+    def part(self, name: str, index: int) -> Any:
+        """As of the batch."""
+        if name == "stored":
+            return self._stored
+        if name not in ("routes", "_rows"):
+            return self._part(name, index)
+        rows = StoredRows(stored=self._stored, spec=self._spec, absent=self._absent(index))
+        return rows if name == "_rows" else rows.widened()
 
 
 def _attributes(column: pa.MapArray) -> list[Mapping[str, str] | None]:

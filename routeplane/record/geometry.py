@@ -88,8 +88,9 @@ def _counted(config: object) -> Geometry | None:
 
 def _from_table(document: Config) -> Geometry:
     text = _text_level(document)
-    _require_single_passes(text)
     family = _family(document, text)
+    if _loop(text) is not None:
+        raise refusal("each layer once in a forward in this family", "loop_num_passes above 1")
     _require_agreement(document, text, family)
     if family.refused:
         raise refusal("one router per layer", f"{_named(text) or _named(document)}: {family.refused}")
@@ -206,14 +207,33 @@ def _require_agreement(document: Config, text: Config, family: Family) -> None:
             raise refusal(f"{key} and text_config.{key} to agree", f"{values[0]!r} and {values[1]!r}")
 
 
-def _require_single_passes(text: Config) -> None:
-    """Refuse models that run layers several times in one forward: a row has one choice per layer."""
+_PASSES = re.compile("loop_num_passes|num_loops|n_loops|num_recurrences|num_passes")
+#: What to do where a configuration does not say which layers are looped.
+_PROBED = "the forward numbers such layers: with routeplane.replay.transformers.record(model) as handle: handle.spec"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loop:
+    """Decoder layers ``[start, stop)`` run ``passes`` times, one whole pass after the other."""
+
+    start: int
+    stop: int
+    passes: int
+
+    def unrolled(self, depth: int) -> list[int]:
+        """The decoder layers in the order in which they run."""
+        return [*range(self.start), *[*range(self.start, self.stop)] * self.passes, *range(self.stop, depth)]
+
+
+def _loop(text: Config) -> _Loop | None:
+    """The looped layers of a configuration; None where each layer runs once. Refuses a loop of unknown layers."""
     for key, value in text.items():
         if isinstance(key, str) and _PASSES.fullmatch(key) and type(value) is int and value > 1:
-            raise refusal(f"each layer once in a forward ({key}=1)", f"{value}")
-
-
-_PASSES = re.compile("loop_num_passes|num_loops|n_loops|num_recurrences|num_passes")
+            start, stop = (find(text, f"loop_layer_index_{end}") for end in ("start", "end"))
+            if key != "loop_num_passes" or type(start) is not int or type(stop) is not int or not 0 <= start < stop:
+                raise refusal(f"each layer once in a forward ({key}=1)", f"{value}; {_PROBED}")
+            return _Loop(start=start, stop=stop, passes=value)
+    return None
 
 
 def _require_neutral(text: Config, family: Family) -> None:
@@ -284,9 +304,10 @@ def geometry_from_model(model: object) -> Geometry:
 
     A gate is a module with an integer top-k and an integer expert count that its own weight, or that of a linear layer
     inside, bears out with its first dimension; identity experts count, shared experts do not. Its layer is the number
-    after ``layers.`` in its path. Weights are not read, so meta tensors will do; a pipeline stage gives its own layers
-    only. Raises SpecError: no gate, two in a layer, a path without a layer, a width that cannot be told, or top-k that
-    differs. Raises UsageError for anything that is not a model.
+    after ``layers.`` in its path; where the configuration says which layers are looped, layers are numbered in the
+    order in which they run, and a looped layer has a number for each pass. Weights are not read, so meta tensors will
+    do; a pipeline stage gives its own layers only. Raises SpecError: no gate, two in a layer, a path without a layer, a
+    width that cannot be told, or top-k that differs. Raises UsageError for anything that is not a model.
 
     >>> geometry_from_model(object())
     Traceback (most recent call last):
@@ -294,8 +315,7 @@ def geometry_from_model(model: object) -> Geometry:
     """
     modules = _named_modules(model)
     config = next((found for _, module in modules if (found := _mapping(getattr(module, "config", None)))), None)
-    if config is not None:
-        _require_single_passes(_text_level(config))
+    loop = None if config is None else _loop(_text_level(config))
     gates = _gates_by_layer(modules)
     if not gates:
         raise _gateless(model, modules)
@@ -305,7 +325,9 @@ def geometry_from_model(model: object) -> Geometry:
         raise _odd("one top-k for all layers", ", ".join(f"{gate.top_k} at {gate.path}" for gate in gates.values()))
     layer_ids = tuple(sorted(gates))
     _require_decoder_layers(layer_ids, config)
-    widths = [width for layer in layer_ids if (width := gates[layer].width) is not None]
+    order = range(layer_ids[-1] + 1) if loop is None else loop.unrolled(max(layer_ids[-1] + 1, loop.stop))
+    layer_ids = tuple(at for at, layer in enumerate(order) if layer in gates)
+    widths = [width for layer in order if layer in gates and (width := gates[layer].width) is not None]
     name = _name(config) if config else ""
     return Geometry(
         num_experts=_folded(widths), top_k=chosen.pop(), layer_ids=layer_ids, model=name or type(model).__name__
@@ -324,7 +346,8 @@ def _require_one_place(model: object, gates: Iterable[_Gate]) -> None:
     for gate in gates:
         others = [path for identity, path in places if identity == own[gate.path] and path != gate.path]
         if others:
-            raise _odd("each layer once in a model", f"the gate {gate.path} at {', '.join(others[:4])} too")
+            expected = "each layer once in a model"
+            raise refusal(expected, f"the gate {gate.path} at {', '.join(others[:4])} too; {_PROBED}")
 
 
 def gate_paths(model: object) -> dict[int, str]:

@@ -65,6 +65,8 @@ class ReadPolicy:
         max_missing: largest share of fed rows that may be absent from a batch that ``admit`` lets pass; None: any.
         verify: whether record checksums are compared.
         quarantine: where quarantined bytes go; refused unless ``on_corrupt="quarantine"``.
+        threads: how many threads check records ahead of the one that is asked for; 1: the caller's alone. What comes
+            is the same.
 
     Raises UsageError for values that are not listed here.
 
@@ -78,8 +80,11 @@ class ReadPolicy:
     max_missing: float | None = None
     verify: bool = True
     quarantine: QuarantineOptions | None = None
+    threads: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
+            raise UsageError(f"expected threads of at least 1, got {self.threads!r}", kind=ErrorKind.ARGUMENT)
         for name, allowed in (
             ("on_truncated", ("raise", "keep")),
             ("on_corrupt", ("raise", "quarantine")),

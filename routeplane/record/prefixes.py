@@ -148,9 +148,7 @@ def _shared_tokens(record: RouteRecord, base: RouteRecord) -> int:
     most = min(record.num_tokens, base.num_tokens)
     others = np.flatnonzero(record.token_ids[:most] != base.token_ids[:most])
     most = int(others[0]) if len(others) else most  # rows behind the first other token are not looked at
-    differs_S = (record.token_ids[:most] != base.token_ids[:most]) | (record.routes[:most] != base.routes[:most]).any(
-        axis=(1, 2)
-    )
+    differs_S = (record.routes[:most] != base.routes[:most]).any(axis=(1, 2))
     if record.logprobs is not None and base.logprobs is not None:
         differs_S |= _bits(record.logprobs[:most]) != _bits(base.logprobs[:most])
     most = int(differs_S.argmax()) if differs_S.any() else most

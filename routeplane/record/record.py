@@ -112,7 +112,8 @@ class RouteRecord:
     logprobs: NDArray[Any] | None = None
     attributes: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)  # takes arrays too; AlignedColumn by name ever after
-    checksum: Any = None  # None asks for it to be computed; an int ever after
+    # None asks for it to be computed; an int ever after. A factory: a class attribute would hide __getattr__
+    checksum: Any = field(default_factory=lambda: None)
 
     if TYPE_CHECKING:  # no field: what construction leaves behind
         _rows: ClassVar[StoredRows]
@@ -252,6 +253,8 @@ class RouteRecord:
             own = vars(self)
             if name == "routes" and "_rows" in own:
                 own[name] = own["_rows"].widened()
+            elif name == "checksum" and "_source" in own:
+                own[name] = self.compute_checksum()
             elif name in ("routes", "spans", "captures", "_rows") and "_source" in own:
                 source, index = own["_source"]
                 own[name] = source.part(name, index)
@@ -496,7 +499,8 @@ class RouteRecord:
     def _derived(self, rows: StoredRows, **changes: Any) -> RouteRecord:
         """This record with rows that were checked, and fields that follow from its own; the checksum is new."""
         made = object.__new__(RouteRecord)
-        settle(made, **{item.name: getattr(self, item.name) for item in fields(self) if item.name != "routes"})
+        kept = [item.name for item in fields(self) if item.name not in ("routes", "checksum")]
+        settle(made, **{name: getattr(self, name) for name in kept})
         settle(made, **changes)
         made._hold(rows)
         settle(made, checksum=made.compute_checksum())
@@ -550,16 +554,23 @@ class RecordSource(Protocol):
 
 
 def view_record(
-    source: RecordSource, index: int, *, columns: Mapping[str, AlignedColumn], **content: Any
+    source: RecordSource,
+    index: int,
+    *,
+    columns: Mapping[str, AlignedColumn],
+    slots: Sequence[int] | None = None,
+    **content: Any,
 ) -> RouteRecord:
     """A record of a batch that checked all of it but ``columns``; without a prefix, ``content`` the other fields.
 
-    Raises DataError for columns that a record cannot have.
+    ``slots``: the layers of ``columns`` that the record has; default all. Without a checksum in ``content``, it is
+    computed when it is asked for. Raises DataError for columns that a record cannot have.
     """
     record = object.__new__(RouteRecord)
     vars(record).update(content, columns=_NO_COLUMNS, _source=(source, index))
     if columns:
-        settle(record, columns=aligned_columns(columns, record.num_tokens))
+        whole = aligned_columns(columns, record.num_tokens)
+        settle(record, columns=whole if slots is None else _pick(whole, slots))
         if have_rules(columns):
             record._check_columns(record._rows)
     return record

@@ -49,9 +49,10 @@ class RouteSpec:
 
     ``num_experts``: the router's width E (zero-computation experts in, fused shared experts out), or one width per
     captured layer. ``top_k``: K, one integer. ``layer_ids``: the global decoder-layer index behind each slot of axis
-    L, strictly increasing. ``model``: a name for people and for the digest. ``id_space``: always ``"logical"``; a
-    load balancer's physical ids are refused. ``decoder_layers``: the depth of the decoder, MoE layers and others, where
-    it is known: an axis of another length is then refused (format 1.1).
+    L, strictly increasing; of looped layers, that in the unrolled model. ``model``: a name for people and for the
+    digest. ``id_space``: always ``"logical"``; a load balancer's physical ids are refused. ``decoder_layers``: the
+    depth of the decoder, MoE layers and others, where it is known: an axis of another length is then refused (format
+    1.1).
 
     Raises SpecError where a value is illegal.
 
@@ -139,7 +140,12 @@ class RouteSpec:
 
     @classmethod
     def from_model(cls, model: object) -> RouteSpec:
-        """Count the live gates of a model (a ``torch.nn.Module``); for architectures ``from_hf_config`` refuses."""
+        """Find the routers of a model, a ``torch.nn.Module``, and count their layers, experts and top-k.
+
+        Serves architectures that ``from_hf_config`` does not know. Weights are not read, so meta tensors will do; a
+        pipeline stage gives its own layers only. Raises SpecError for a model without routers (DENSE_MODEL) or with
+        one that could not be understood (UNSUPPORTED_GEOMETRY), UsageError for anything that is not a model.
+        """
         return cls._from_geometry(geometry_from_model(model))
 
     @classmethod

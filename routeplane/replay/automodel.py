@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from routeplane.batch.slots import RankOf, Shard
-from routeplane.capture.gates import Gate
 from routeplane.capture.gates import find_gates as probe_gates
+from routeplane.capture.selection import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates

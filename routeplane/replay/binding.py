@@ -5,6 +5,9 @@ it captures the current binding, or that there is none, when it first runs, and 
 whatever is current by then. A gate that fires inside a backward pass and outside every frame is recomputed by a
 checkpoint that was not captured; it gets the current binding only where it must be the right one, else ReplayError.
 
+Where layers are looped, a gate fires several times in a forward, and the order of the probing forward says which layer
+each firing is: a forward in another order is refused. A frame keeps the layers of its first run for recomputations.
+
 Knows gates and rows, hooks and checkpoint functions. Knows no batch and no model library.
 """
 
@@ -12,14 +15,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from routeplane.capture.gates import Gate
+from routeplane.capture.selection import Gate
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.replay.gate import (
     Forcing,
@@ -39,20 +42,33 @@ if TYPE_CHECKING:
 __all__ = ["Binding", "CapturingCheckpoint", "GateHook", "InertHook", "TokenHook", "Wiring", "in_backward"]
 
 
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a forward of looped layers has come: the number of gate calls, and whether the root's forward runs."""
+
+    fired: int = 0
+    inside: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binding:
     """The rows of one ``replaying``, by decoder layer. Lives as long as the autograd graphs that may recompute."""
 
     rows: Mapping[int, GateRows]
+    progress: Progress = field(default_factory=Progress)
     #: what the model must be given, where the batch knows it
     token_ids: torch.Tensor | None = None
     is_shard: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Frame:
     binding: Binding | None
     rerun: bool
+    #: layers of the region's gate calls, in order; None where they are not kept
+    layers: list[int] | None = None
+    #: how many of them a repeated run has come by; None in the first run, which adds to them
+    repeated: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +98,19 @@ class Wiring:
         self.thread = _Thread()
         #: gates that may be compiled: rows are seated there for each forward, on whatever thread it runs
         self.traced: list[TracedGate] = []
+        #: layers and their gates in the order of a forward, where layers are looped; else empty
+        self._order: list[tuple[int, GateHook]] = []
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether a gate fires several times in a forward."""
+        return bool(self._order)
+
+    def follow(self, hooks: Iterable[GateHook]) -> None:
+        """Take the gates of the model, each with the layers of its firings."""
+        order = [(layer_id, hook) for hook in hooks for layer_id in hook.layer_ids]
+        if len({hook for _, hook in order}) < len(order):
+            self._order = sorted(order, key=lambda pair: pair[0])
 
     @contextmanager
     def binding(self, binding: Binding) -> Iterator[None]:
@@ -106,11 +135,14 @@ class Wiring:
         """A checkpointed region that runs under today's binding, now and in every recomputation."""
         binding = self.here()
         calls = 0
+        layers: list[int] = []
 
         def region(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            with self.frame(binding, rerun=calls > 1 or in_backward()):
+            frame = _Frame(binding=binding, rerun=calls > 1 or in_backward(), layers=layers)
+            frame.repeated = 0 if calls > 1 else None
+            with self._inside(frame):
                 return function(*args, **kwargs)
 
         return region
@@ -127,15 +159,20 @@ class Wiring:
         ``rerun`` says that it is a recomputation, whose gate calls are not counted. Raises ReplayError (DETACHED) for
         a binding whose handle is detached.
         """
-        if binding is not None and self.detached:
+        with self._inside(_Frame(binding=binding, rerun=rerun)):
+            yield
+
+    @contextmanager
+    def _inside(self, frame: _Frame) -> Iterator[None]:
+        if frame.binding is not None and self.detached:
             raise ReplayError(
                 "expected the handle to stay attached until backward() is done, got a recomputation after detach()",
                 kind=ErrorKind.DETACHED,
             )
         thread = self.thread
         depth = self._depth()
-        thread.frames.append(_Frame(binding=binding, rerun=rerun))
-        self._seat(binding, rerun=rerun)
+        thread.frames.append(frame)
+        self._seat(frame.binding, rerun=frame.rerun)
         try:
             yield
         finally:
@@ -158,16 +195,56 @@ class Wiring:
         """The rows for a gate that fires now and whether this is a recomputation; None where it stays live."""
         if self.thread.frames:
             frame = self.thread.frames[-1]
-            return None if frame.binding is None else (frame.binding.rows[hook.gate.layer_id], frame.rerun)
+            return None if frame.binding is None else (self._rows(hook, frame.binding), frame.rerun)
         if in_backward():
             return self._outside_rerun(hook)
         hook.last_bound = self.current is not None
         if self.current is None:
             return None
-        rows = self.current.rows[hook.gate.layer_id]
+        rows = self._rows(hook, self.current)
         rows.outside_calls += 1
         hook.outstanding += torch.is_grad_enabled()
         return rows, False
+
+    def _rows(self, hook: GateHook, binding: Binding) -> GateRows:
+        """The rows of the layer that this firing of a gate is."""
+        if not self._order:
+            return binding.rows[hook.gate.layer_id]
+        frames = self.thread.frames
+        known = next((frame for frame in reversed(frames) if frame.repeated is not None), None)
+        if known is not None:
+            layer_id = self._repeated(hook, known)
+        elif frames and frames[-1].rerun:
+            raise _unbound(hook.gate)
+        else:
+            layer_id = self._next(hook, binding.progress)
+        for frame in frames:
+            if frame.layers is not None and frame.repeated is None:
+                frame.layers.append(layer_id)
+        return binding.rows[layer_id]
+
+    @staticmethod
+    def _repeated(hook: GateHook, frame: _Frame) -> int:
+        layers, at = frame.layers or [], frame.repeated or 0
+        if at >= len(layers) or layers[at] not in hook.layer_ids:
+            raise _unbound(hook.gate)
+        frame.repeated = at + 1
+        return layers[at]
+
+    def _next(self, hook: GateHook, progress: Progress) -> int:
+        """The layer of a firing in a forward; a new forward begins with the first gate."""
+        if not progress.inside and (progress.fired == len(self._order) or self._order[progress.fired][1] is not hook):
+            progress.fired = 0  # what came before was left by an exception, or was whole
+        if progress.fired == len(self._order) or self._order[progress.fired][1] is not hook:
+            expected = [str(each.gate) for _, each in self._order[progress.fired :][:1]]
+            raise ReplayError(
+                f"expected a forward whose gates fire as in the probing forward, {len(self._order)} times, got "
+                f"{hook.gate.name} instead of {expected or 'the end'} after {progress.fired} firings",
+                kind=ErrorKind.GATE_FIRED,
+            )
+        layer_id = self._order[progress.fired][0]
+        progress.fired += 1
+        return layer_id
 
     def _outside_rerun(self, hook: GateHook) -> tuple[GateRows, bool] | None:
         """Rows for a gate that fires inside a backward pass and outside every frame.
@@ -182,7 +259,8 @@ class Wiring:
                 raise _unbound(hook.gate)
             return None
         rows = self.current.rows[hook.gate.layer_id]
-        if rows.outside_reruns >= rows.outside_calls:
+        # of looped gates it cannot be told which firing is repeated
+        if self._order or rows.outside_reruns >= rows.outside_calls:
             raise _unbound(hook.gate)
         rows.outside_reruns += 1
         hook.outstanding = max(hook.outstanding - 1, 0)
@@ -190,11 +268,15 @@ class Wiring:
 
 
 class GateHook:
-    """The two hooks of one gate instance: enter its rows before its forward, count them after."""
+    """The two hooks of one gate instance: enter its rows before its forward, count them after.
 
-    def __init__(self, site: GateSite, *, wiring: Wiring) -> None:
-        self.site = site
+    ``sites``: one for each time that the gate fires in a forward, in order.
+    """
+
+    def __init__(self, sites: Sequence[GateSite], *, wiring: Wiring) -> None:
+        self.site = site = sites[0]
         self.gate = site.gate
+        self.layer_ids = tuple(each.gate.layer_id for each in sites)
         self.module = module = site.module
         self.wiring = wiring
         #: whether this gate's last forward outside every frame was under a binding
@@ -303,11 +385,11 @@ class InertHook:
     def _enter(self, *_: object) -> None:
         return
 
-    _leave = _compare = _enter
+    _leave = _compare = _end = _enter
 
 
 class TokenHook:
-    """Compares the ``input_ids`` of a model's forwards with those of the batch that is replayed.
+    """Compares the ``input_ids`` of a model's forwards with those of the batch that is replayed; says where they begin.
 
     On the host they are compared at once. On an accelerator the comparison stays there, and ``settle`` reads it.
     """
@@ -316,7 +398,9 @@ class TokenHook:
         self.root = root
         self.wiring = wiring
         self._differ: torch.Tensor | None = None
-        self._hook = root.register_forward_pre_hook(self._compare, with_kwargs=True)
+        self._hooks = [root.register_forward_pre_hook(self._compare, with_kwargs=True)]
+        if wiring.is_looped:
+            self._hooks.append(root.register_forward_hook(self._end, always_call=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -325,8 +409,9 @@ class TokenHook:
         return InertHook, ()
 
     def remove(self) -> None:
-        """Take the hook off. Idempotent."""
-        self._hook.remove()
+        """Take the hooks off. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
 
     def settle(self) -> None:
         """Raise ReplayError (TOKEN_MISMATCH) for a forward since the last call that was given other tokens."""
@@ -336,9 +421,10 @@ class TokenHook:
 
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         binding = self.wiring.current
-        if module is not self.root or binding is None or binding.token_ids is None:
+        if module is not self.root or binding is None or torch.compiler.is_compiling():
             return
-        if torch.compiler.is_compiling():
+        binding.progress.fired, binding.progress.inside = 0, True
+        if binding.token_ids is None:
             return
         given = kwargs.get("input_ids", next(iter(args), None))
         if not isinstance(given, torch.Tensor) or given.is_floating_point():
@@ -356,6 +442,11 @@ class TokenHook:
             return
         differ = (given != expected).any()
         self._differ = differ if self._differ is None else self._differ | differ
+
+    def _end(self, module: nn.Module, *_: object) -> None:
+        binding = self.wiring.current
+        if module is self.root and binding is not None and not torch.compiler.is_compiling():
+            binding.progress.inside = False
 
 
 def _other_tokens(got: str) -> ReplayError:

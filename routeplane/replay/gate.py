@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from routeplane.capture.gates import COPIES, Gate, SelectionMode, selection
+from routeplane.capture.selection import COPIES, Gate, SelectionMode, selection
 from routeplane.errors import ErrorKind, ReplayError, UsageError
 from routeplane.record.spec import MISSING, RouteSpec
 

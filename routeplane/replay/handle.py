@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 import torch
 
 from routeplane.batch.batch import RouteBatch, check_rows
-from routeplane.capture.gates import Gate
+from routeplane.capture.selection import Gate
 from routeplane.errors import DataError, ErrorKind, Problem, ReplayError, UsageError, refused
 from routeplane.record.spec import MISSING
 from routeplane.record.validate import WeightsMeaning
@@ -331,13 +331,19 @@ class ReplayHandle:
         self.spec = spec
         self.policy = policy
         self._sites = checkpoint_sites
-        self._tokens = None if root is None else TokenHook(root, wiring=wiring)
         self._row_order = row_order
         self._undo = undo
         self._wiring = wiring
         self._captured: dict[tuple[int, str], CapturingCheckpoint] = {}
-        self._hooks = [GateHook(site, wiring=wiring) for site in sorted(sites, key=lambda site: site.gate.layer_id)]
-        self._totals = {hook.gate.layer_id: GateTotals() for hook in self._hooks}
+        by_module: dict[nn.Module, list[GateSite]] = {}
+        for site in sorted(sites, key=lambda site: site.gate.layer_id):
+            by_module.setdefault(site.module, []).append(site)
+        hooks = {module: GateHook(found, wiring=wiring) for module, found in by_module.items()}
+        wiring.follow(hooks.values())
+        self._tokens = None if root is None else TokenHook(root, wiring=wiring)
+        #: in layer order; the gate of a looped layer stands there once for each firing
+        self._gates = [(site, hooks[site.module]) for site in sorted(sites, key=lambda site: site.gate.layer_id)]
+        self._totals = {site.gate.layer_id: GateTotals() for site in sites}
         self._microbatches = 0
         # a live forward before the first replaying() must be captured as live, or its recomputation is anyone's
         self._capture_checkpoints()
@@ -412,7 +418,7 @@ class ReplayHandle:
         Answers after ``detach()`` too. Raises UsageError (ARGUMENT) for a report of other gates.
         """
         self._settle_tokens()
-        gates = tuple(self._totals[hook.gate.layer_id].report(hook.gate) for hook in self._hooks)
+        gates = tuple(self._totals[site.gate.layer_id].report(site.gate) for site, _ in self._gates)
         report = ReplayReport(gates=gates, microbatches=self._microbatches, left_live=self.policy.leave_live)
         return report if since is None else _difference(report, since)
 
@@ -428,7 +434,7 @@ class ReplayHandle:
         """
         if self._wiring.current is not None:
             raise ReplayError("expected replaying() to be left before detach(), got it open", kind=ErrorKind.DETACHED)
-        for hook in self._hooks:
+        for _, hook in self._gates:
             hook.remove()
         if self._tokens is not None:
             self._tokens.remove()
@@ -459,7 +465,7 @@ class ReplayHandle:
             )
 
     def _bind(self, batch: ReplayBatch) -> Binding:
-        _check_batch(self.spec, batch.spec, [hook.gate for hook in self._hooks])
+        _check_batch(self.spec, batch.spec, [site.gate for site, _ in self._gates])
         _check_live(batch, self.policy.limits.max_live_share)
         missing = batch.unexplained_missing if self.policy.on_missing == "raise" else 0
         if missing:
@@ -473,19 +479,20 @@ class ReplayHandle:
         own = not isinstance(batch, RouteBatch | RecordedRoutes)
         weights = self._weights(batch)
         rows = {}
-        for hook in self._hooks:
-            routes_NK = batch.layer(hook.gate.layer_id)
-            _check_rows(hook.gate, routes_NK, batch.num_rows)
+        for site, hook in self._gates:
+            gate = site.gate
+            routes_NK = batch.layer(gate.layer_id)
+            _check_rows(gate, routes_NK, batch.num_rows)
             if own:
-                check_rows(routes_NK[:, None], self.spec.select([hook.gate.layer_id]))
+                check_rows(routes_NK[:, None], self.spec.select([gate.layer_id]))
             ordered_NK = routes_NK if order_N is None else routes_NK[order_N.to(routes_NK.device)]
             observe = self.policy.mode == "observe"
-            rows[hook.gate.layer_id] = found = GateRows(hook.gate, ordered_NK, observe=observe)
+            rows[gate.layer_id] = found = GateRows(gate, ordered_NK, observe=observe)
             found.traced = hook.traced_rows(ordered_NK)
             if weights is not None:
-                weights_NK = weights[hook.gate.layer_id]
+                weights_NK = weights[gate.layer_id]
                 found.weights_NK = weights_NK if order_N is None else weights_NK[order_N.to(weights_NK.device)]
-                found.weight_site = hook.site.weights
+                found.weight_site = site.weights
         is_shard = getattr(getattr(batch, "plan", None), "is_shard", False)
         return Binding(rows=rows, token_ids=getattr(batch, "token_ids", None), is_shard=is_shard)
 
@@ -495,30 +502,28 @@ class ReplayHandle:
             return None
         weights_NLK, meaning = _recorded_weights(batch)
         found = {}
-        for hook in self._hooks:
-            site, slot = hook.site.weights, batch.spec.slot(hook.gate.layer_id)
+        for place, _ in self._gates:
+            site, gate = place.weights, place.gate
             if site is None:
-                raise ReplayError(
-                    f"expected a gate whose weights are known, got none @ {hook.gate}", kind=ErrorKind.NO_SEAM
-                )
+                raise ReplayError(f"expected a gate whose weights are known, got none @ {gate}", kind=ErrorKind.NO_SEAM)
             renormalise, factor = meaning.steps_to(site.meaning)
             stored = "bfloat16" if weights_NLK.dtype == torch.bfloat16 else meaning.dtype
             if site.dtype not in (torch.float32, getattr(torch, stored)):
                 raise DataError(
-                    f"expected weights that {site.dtype} holds, as the gate gives them, got {stored} @ {hook.gate}",
+                    f"expected weights that {site.dtype} holds, as the gate gives them, got {stored} @ {gate}",
                     kind=ErrorKind.TOKEN_COLUMN,
                 )
-            values_NK = weights_NLK[:, slot].float()
+            values_NK = weights_NLK[:, batch.spec.slot(gate.layer_id)].float()
             values_NK = values_NK / values_NK.sum(-1, keepdim=True) if renormalise else values_NK
-            found[hook.gate.layer_id] = values_NK if factor == 1.0 else values_NK * factor
+            found[gate.layer_id] = values_NK if factor == 1.0 else values_NK * factor
         return found
 
     def _bind_recording(self, num_rows: int | None) -> Binding:
         rows = {}
-        for hook in self._hooks:
-            rows[hook.gate.layer_id] = found = RecordedRows(hook.gate)
+        for site, hook in self._gates:
+            rows[site.gate.layer_id] = found = RecordedRows(site.gate)
             if num_rows is not None:
-                missing_NK = torch.full((num_rows, hook.gate.top_k), MISSING, dtype=torch.int16)
+                missing_NK = torch.full((num_rows, site.gate.top_k), MISSING, dtype=torch.int16)
                 found.traced = hook.traced_rows(missing_NK)
         return Binding(rows=rows)
 

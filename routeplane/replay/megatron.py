@@ -6,8 +6,10 @@ recomputation gets those of its forward (``RegionHooks``), in any order. Rows, M
 decided before Megatron's code sees ids, so its own checks, of which there are none, are not needed.
 
 Routers are found by walking the modules that are there; ``moe_enable_routing_replay`` need not be set, and the list of
-all routers of the process is neither read nor written. Routers of multi-token prediction are left out. Reads class
-names and attributes only and does not import the package. Newer releases than 0.16.1 have the same seam.
+all routers of the process is neither read nor written. A router is what has ``num_experts``, ``topk`` and
+``router_replay``, whatever its class; one of each kind runs alone on a few rows, with and without forced ids, and must
+obey. A whole model is not probed: its forward takes what only the training loop knows, and its ranks' collectives.
+Routers of multi-token prediction are left out. Does not import the package. Newer releases than 0.16.1 have the seam.
 
 Axes: N token rows of one router call (``s*B + b`` padded, ``t`` packed), E experts, K top-k slots.
 """
@@ -27,8 +29,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from routeplane.batch.slots import RankOf, Shard
-from routeplane.capture.gates import Gate
+from routeplane.capture.gates import left_as_it_was
+from routeplane.capture.selection import Gate
 from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
+from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.replay.binding import Wiring, in_backward
 from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, spec_of_gates, uninstaller
 from routeplane.replay.handle import (
@@ -46,12 +50,12 @@ from routeplane.replay.transformers import PackedForward, PackingCheck
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from routeplane.record.spec import RouteSpec
     from routeplane.replay.binding import Binding
 
 __all__ = ["RegionHooks", "attach", "check_setup", "find_gates", "local_spec", "rank_shard", "record", "row_order"]
 
-_ROUTER = "TopKRouter"
+#: token rows of a router's probing forward
+_PROBE_ROWS = 7
 _ROUTER_LIKE = re.compile(r"Router$")
 _MOE_LAYER = re.compile(r"MoELayer$")
 _MTP = re.compile(r"(?:^|\.)mtp[^.]*(?=\.|$)", re.IGNORECASE)
@@ -88,6 +92,7 @@ def attach(
     """
     policy = ReplayPolicy(mode=mode, on_missing=on_missing, aux=aux, limits=limits)
     gates = find_gates(model)
+    _verify_kinds(gates)
     if aux == "forced":
         _require_losses(gates)
     wiring = Wiring()
@@ -302,7 +307,75 @@ def _forcing(stand_in: StandIn, aux: AuxChoice) -> Callable[[GateRows], SeamForc
 
 
 def _is_router(module: nn.Module) -> bool:
-    return _own_class(module) == _ROUTER
+    """Whether a module says that it asks for its ids, whatever its class; ``attach`` sees whether it does."""
+    counts = [getattr(module, name, None) for name in ("num_experts", "topk")]
+    return hasattr(module, SEAM) and all(type(count) is int for count in counts)
+
+
+def _verify_kinds(gates: Iterable[tuple[Gate, nn.Module]]) -> None:
+    """Run one router of each kind alone, on a few rows; it is left as it was. Raises ReplayError (NO_SEAM)."""
+    kinds = {(type(router), gate.num_experts, gate.top_k): (gate, router) for gate, router in reversed([*gates])}
+    for gate, router in kinds.values():
+        weight = next((each for each in router.parameters() if each.dim() == 2), None)
+        if weight is None or hasattr(weight, "device_mesh") or not weight.untyped_storage().size():
+            continue  # sharded: it is whole in a forward of the model alone, where a router that does not ask raises
+        generator = torch.Generator().manual_seed(0)
+        hidden_N1H = torch.randn(_PROBE_ROWS, 1, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        with left_as_it_was(router):
+            try:
+                observed = _observed(gate, router, hidden_N1H)
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+                if isinstance(error, ReplayError):
+                    raise
+                observed = f"a forward that raises {type(error).__name__}: {error}"
+        if observed:
+            raise ReplayError(
+                f"expected a router whose selection obeys, got {observed} ({_own_class(router)}) @ {gate}",
+                kind=ErrorKind.NO_SEAM,
+            )
+
+
+def _observed(gate: Gate, router: nn.Module, hidden_N1H: torch.Tensor) -> str:
+    """What a router does under forced ids that it must not; empty where it follows them."""
+    nothing_NK = torch.full((_PROBE_ROWS, gate.top_k), MISSING, dtype=torch.int16)
+    live_NE, _, gradient, own_NK = _routed(gate, router, hidden_N1H, nothing_NK)
+    own_NE = torch.zeros_like(live_NE).scatter(1, own_NK, 1.0)
+    other_NK = own_NE.argsort(dim=1, stable=True)[:, : gate.top_k]
+    if not torch.allclose(live_NE, _routed(gate, router, hidden_N1H, own_NK)[0], rtol=2e-2, atol=1e-5):
+        return "other weights when its own ids are forced"
+    forced_NE, forced_map_NE, forced_gradient, _ = _routed(gate, router, hidden_N1H, other_NK)
+    expected_NE = torch.zeros_like(forced_map_NE).scatter(1, other_NK, value=True)
+    if not torch.equal(forced_map_NE, expected_NE):
+        return "a choice that is not the forced ids"
+    if bool(forced_NE[~expected_NE].any()):
+        return "weights of experts that are not forced"
+    return "weights of forced ids that no gradient reaches" if gradient > 1e-7 >= forced_gradient else ""
+
+
+def _routed(
+    gate: Gate, router: nn.Module, hidden_N1H: torch.Tensor, ids_NK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
+    """A router's weights and choice ``[N, E]`` under ids, the largest gradient of its input, and the ids ``[N, K]``."""
+    stand_in = _RouterStandIn(router)
+    forcing = SeamForcing(GateRows(gate, ids_NK.to(torch.int16)), stand_in)
+    install([stand_in])
+    forcing.open()
+    try:
+        with torch.enable_grad():
+            hidden_N1H = hidden_N1H.detach().requires_grad_()
+            weights_NE, map_NE = router.forward(hidden_N1H)
+    finally:
+        forcing.close()
+        uninstaller([stand_in])()
+    forcing.require_hit()
+    if weights_NE.shape != (_PROBE_ROWS, gate.num_experts) or map_NE.shape != weights_NE.shape:
+        raise TypeError(f"weights {list(weights_NE.shape)} and a choice {list(map_NE.shape)} instead of [N, E]")
+    gradient = 0.0
+    if weights_NE.requires_grad:
+        direction_NE = torch.randn(weights_NE.shape, generator=torch.Generator().manual_seed(1)).to(weights_NE)
+        (found,) = torch.autograd.grad(weights_NE, hidden_N1H, direction_NE, allow_unused=True)
+        gradient = 0.0 if found is None else float(found.abs().max())
+    return weights_NE.detach(), map_NE.bool(), gradient, forcing.rows.chosen_NK
 
 
 def _own_class(module: nn.Module) -> str:
@@ -327,13 +400,7 @@ def _layer_id(path: str, module: nn.Module) -> int:
 
 
 def _gate(path: str, module: nn.Module) -> Gate:
-    num_experts, top_k = getattr(module, "num_experts", None), getattr(module, "topk", None)
-    if not isinstance(num_experts, int) or not isinstance(top_k, int) or not hasattr(module, SEAM):
-        raise ReplayError(
-            f"expected a router of Megatron-Core 0.16 or later, with num_experts, topk and {SEAM}, got "
-            f"num_experts={num_experts!r} and topk={top_k!r} @ {path}",
-            kind=ErrorKind.NO_SEAM,
-        )
+    num_experts, top_k = int(module.num_experts), int(module.topk)  # type: ignore[arg-type]
     return Gate(name=path, layer_id=_layer_id(path, module), num_experts=num_experts, top_k=top_k)
 
 
@@ -343,7 +410,8 @@ def _refuse_unknown(modules: Mapping[str, nn.Module], routers: Mapping[str, nn.M
     inner = [path for path in unknown if not any(other.startswith(f"{path}.") for other in unknown)]
     if inner:
         raise ReplayError(
-            f"expected routers of class {_ROUTER}, got {_own_class(modules[inner[0]])} @ {inner[0] or 'the model'}",
+            f"expected routers with num_experts and topk that ask an object at {SEAM} for their ids, as those of "
+            f"Megatron-Core 0.16 and later do, got {_own_class(modules[inner[0]])} @ {inner[0] or 'the model'}",
             kind=ErrorKind.NO_SEAM,
         )
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from routeplane.capture.gates import Gate, left_as_it_was, probe_tokens, selection
 from routeplane.capture.gates import find_gates as probe_gates
+from routeplane.capture.gates import left_as_it_was, probe_tokens
+from routeplane.capture.selection import Gate, selection
 from routeplane.capture.weights import WeightSite, find_weights
 from routeplane.errors import ErrorKind, ReplayError, UsageError, refused
 from routeplane.record.spec import RouteSpec
@@ -260,9 +261,9 @@ def _refuse_uncompilable(policy: ReplayPolicy, gates: list[Gate]) -> None:
     if policy.weights == "recorded":
         raise refused("weights='live' for a compiled model", "weights='recorded', which stands outside of its graphs")
     for gate in gates:
-        if gate.rounds or gate.axes != 2:
+        if gate.rounds or gate.axes != 2 or gate.firings > 1:
             raise ReplayError(
-                f"expected a selection by topk over [N, E] for a compiled model, got another @ {gate}",
+                f"expected one selection by topk over [N, E] in a forward for a compiled model, got another @ {gate}",
                 kind=ErrorKind.NO_SEAM,
             )
 

@@ -25,8 +25,6 @@ from routeplane.stream.sockets import Address, Listener, connect, listen, parse_
 __all__ = [
     "BlockLimits",
     "BlockName",
-    "IpcReader",
-    "IpcWriter",
     "Listener",
     "MemoryStream",
     "QuarantineOptions",
@@ -72,17 +70,16 @@ def new_stream(
     (True, [])
     """
     check_max_bytes(max_bytes)  # before a file is opened that would stay open
-    target = _path_of(target)
-    address = None if isinstance(target, MemoryStream) else _address_of(target)
-    if format != FORMAT_VERSION and (address is not None or isinstance(target, MemoryStream)):
+    target = _place_of(target)
+    if format != FORMAT_VERSION and isinstance(target, MemoryStream | Address):
         raise refused(f"format {FORMAT_VERSION} for a transport", repr(format))
     check_version(format, spec=spec)  # like the encoding, before a file is opened
     if isinstance(target, MemoryStream):
         if encoding is not None:
             raise refused("no encoding for a MemoryStream, which encodes nothing", repr(encoding))
         return target.new_sink(spec, max_bytes=max_bytes, timeout_s=timeout_s)
-    if address is not None:
-        return connect(address, spec, encoding=encoding, max_bytes=max_bytes, timeout_s=timeout_s)
+    if isinstance(target, Address):
+        return connect(target, spec, encoding=encoding, max_bytes=max_bytes, timeout_s=timeout_s)
     _refuse_timeout(timeout_s, target)
     chosen = choose_encoding("plain" if encoding is None else encoding, spec)
     return IpcWriter(target_of(target), spec, encoding=chosen, max_bytes=max_bytes, version=format)
@@ -106,15 +103,8 @@ def open_stream(
             Listener, or a MemoryStream. A path is mapped, and a missing trailer is found before the first record; a
             pipe tells only at its end. At an address this process listens for one stream. Archives, Parquet, folders of
             blocks, patterns and other URLs are ``routeplane.inspect.find_sources``'s.
-        on_truncated: ``keep`` yields what came whole and reports the cut.
-        on_corrupt: ``quarantine`` replaces the rows of a bad record by MISSING, keeps its bytes and counts it, and
-            passes over a damaged batch, whose records are counted as ``skipped_records``.
-        on_alarm: whether statistics of a broken capture (``alarms.find_alarms``) are counted, raised, or not looked
-            for.
-        max_missing: largest share of fed rows that may be absent from a batch that ``admit`` (and so ``microbatches``)
-            lets pass.
-        verify: False skips comparing checksums, nothing else.
-        quarantine: where quarantined bytes go and how many; only with ``on_corrupt="quarantine"``.
+        on_truncated, on_corrupt, on_alarm, max_missing, verify, quarantine: what to do with data that is wrong, as
+            ``ReadPolicy`` says.
         timeout_s: longest wait for the other side of a socket or a MemoryStream (None: no bound); refused elsewhere.
 
     Raises FormatError (TruncatedError) for what is not a whole stream of a known version, DataError for a bad record,
@@ -132,7 +122,7 @@ def open_stream(
     ...     [read.num_tokens for read in reader], reader.report().complete
     ([3], True)
     """
-    source = _path_of(source)
+    source = _place_of(source)
     policy = ReadPolicy(
         on_truncated=on_truncated,
         on_corrupt=on_corrupt,
@@ -143,27 +133,22 @@ def open_stream(
     )
     if isinstance(source, MemoryStream | Listener):
         return source.open_source(policy, timeout_s=timeout_s)
-    address = _address_of(source)
-    if address is not None:
-        with Listener(address) as listener:
+    if isinstance(source, Address):
+        with Listener(source) as listener:
             return listener.open_source(policy, timeout_s=timeout_s)
     _refuse_timeout(timeout_s, source)
     frames, walkable = frames_of(source, salvage=on_corrupt == "quarantine")
     return IpcReader(frames, policy, walkable=walkable)
 
 
-def _path_of(place: Any) -> Any:
-    """The path that a ``file://`` URL names; anything else as it is."""
-    return unquote(urlsplit(place).path) if isinstance(place, str) and place.startswith("file://") else place
-
-
-def _address_of(place: Any) -> Address | None:
-    """The socket address that ``place`` is; None for paths, bytes and files."""
-    return parse_address(place) if isinstance(place, str) and "://" in place else None
+def _place_of(place: Any) -> Any:
+    """The path that a ``file://`` URL names, the address that another URL is; anything else as it is."""
+    if not isinstance(place, str) or "://" not in place:
+        return place
+    return unquote(urlsplit(place).path) if place.startswith("file://") else parse_address(place)
 
 
 def _refuse_timeout(timeout_s: float | None, place: Any) -> None:
     if timeout_s is not None:
-        raise refused(
-            f"no timeout_s for {type(place).__name__} {str(place)[:80]!r}, which is not waited for", f"{timeout_s}"
-        )
+        what = f"{type(place).__name__} {str(place)[:80]!r}"
+        raise refused(f"no timeout_s for {what}, which is not waited for", f"{timeout_s}")

@@ -9,7 +9,7 @@ import json
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,8 @@ class BatchWriter(RecordWriter):
         self._held_bytes = 0
         self._held_values: Counter[str] = Counter()
         self._columns: tuple[tuple[str, ColumnType], ...] | None = None
+        #: What ``write_batch`` did not copy, where the subclass writes it from where it lies.
+        self._scattered: dict[tuple[int, int], list[Any]] | None = None
 
     def _check(self, record: RouteRecord) -> None:
         require_version(record, self._version)
@@ -183,14 +185,19 @@ class BatchWriter(RecordWriter):
     def _flush(self) -> None:
         """Write the held records as one batch, if any."""
         if self._held:
-            self._write(self._held, write_batch(self._held, self._spec, encoding=self._encoding, version=self._version))
+            self._send(
+                write_batch(
+                    self._held,
+                    self._spec,
+                    encoding=self._encoding,
+                    version=self._version,
+                    scattered=self._scattered,
+                )
+            )
+            self._counter.add_batch()
+            for record in self._held:
+                self._counter.add_record(record.checksum, len(record.token_ids))
             self._held, self._held_bytes, self._held_values = [], 0, Counter()
-
-    def _write(self, records: Sequence[RouteRecord], batch: pa.RecordBatch) -> None:
-        self._send(batch)
-        self._counter.add_batch()
-        for record in records:
-            self._counter.add_record(record.checksum, len(record.token_ids))
 
     @abstractmethod
     def _send(self, batch: pa.RecordBatch) -> None:
@@ -220,16 +227,20 @@ class BatchRecords:
         *,
         select: RouteSpec | None = None,
         seen: Callable[[int, int], None] | None = None,
+        threads: int = 1,
     ) -> Iterator[RouteRecord]:
         """The records of one validated batch; ``seen`` is told the checksum and tokens of each as they stand there.
 
+        ``threads``: as in ``ReadPolicy``.
         ``select``: where whole records are not to be verified, the layers that alone are copied and checked.
         Raises DataError for a bad record unless the policy is to quarantine it.
         """
         checksums = batch.column("checksum").to_pylist()
         tokens = batch.column("token_ids").value_lengths().to_pylist()
         alarms = self._policy.on_alarm != "ignore"
-        reads = read_records(batch, self._header, verify=self._policy.verify, select=select, alarms=alarms)
+        reads = read_records(
+            batch, self._header, verify=self._policy.verify, select=select, alarms=alarms, threads=threads
+        )
         for index, read in enumerate(reads):
             if seen is not None:
                 seen(checksums[index], tokens[index])

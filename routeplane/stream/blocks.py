@@ -32,6 +32,7 @@ from routeplane.record.schema import Encoding, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordWriter
 from routeplane.stream.batches import TRAILER_KEY, TrailerCounter, trailer_batch
+from routeplane.stream.files import WholeWrites
 
 __all__ = [
     "DEFAULT_GROUP",
@@ -293,10 +294,11 @@ class SealedBlock:
         metadata = {TRAILER_KEY: counter.trailer().to_json()}
         if leans is not None:
             metadata[LEANS_KEY] = json.dumps(leans)
-        batch = write_batch(records, spec, encoding=encoding)
+        scattered: dict[Any, Any] = {}
+        batch = write_batch(records, spec, encoding=encoding, scattered=scattered)
 
         def write_to(sink: Any) -> None:
-            with pa.ipc.new_stream(sink, batch.schema) as writer:
+            with pa.ipc.new_stream(WholeWrites(sink, scattered), batch.schema) as writer:
                 writer.write_batch(batch)
                 writer.write_batch(trailer_batch(batch.schema), custom_metadata=metadata)
 

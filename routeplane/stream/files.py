@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,21 +23,7 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
 
-__all__ = ["BufferPool", "CallersFile", "PublishedPath", "Target", "frames_of", "fsync", "target_of"]
-
-
-class Target(Protocol):
-    """A place for the bytes of one stream."""
-
-    @property
-    def file(self) -> Any:
-        """A binary file to write to."""
-
-    def publish(self) -> None:
-        """Make everything written visible as whole."""
-
-    def discard(self) -> None:
-        """Leave nothing that could be taken for whole."""
+__all__ = ["BufferPool", "PublishedPath", "Target", "WholeWrites", "frames_of", "fsync", "target_of"]
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -49,7 +35,51 @@ def fsync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-class PublishedPath:
+class WholeWrites:
+    """A file whose ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count.
+
+    ``scattered``: what is written in place of a buffer at this address and of this size (``codec.write_batch``).
+    """
+
+    closed = False
+
+    def __init__(self, file: Any, scattered: dict[tuple[int, int], list[Any]] | None = None) -> None:
+        self._file, self.scattered = file, {} if scattered is None else scattered
+
+    def write(self, data: Any) -> int:
+        """Write all of it; return its size in bytes."""
+        parts = self.scattered.get((data.address, data.size)) if isinstance(data, pa.Buffer) else None
+        for part in parts or [data]:
+            left = memoryview(part).cast("B") if len(part) else memoryview(b"")
+            while left:
+                taken = self._file.write(left)
+                if not taken:
+                    raise OSError(f"expected a file that takes {len(left)} more bytes, got one that took {taken}")
+                left = left[taken:]
+        return len(data)
+
+    def flush(self) -> None:
+        """Flush the file, where it buffers."""
+        if hasattr(self._file, "flush"):
+            self._file.flush()
+
+
+class Target:
+    """A place for the bytes of one stream: a binary file, pipe or socket file that the caller opened and will close."""
+
+    def __init__(self, file: Any) -> None:
+        #: The file to write to, which takes all that it is given.
+        self.file = WholeWrites(file)
+
+    def publish(self) -> None:
+        """Make everything written visible as whole; in a caller's file the trailer alone says that it is."""
+        self.file.flush()
+
+    def discard(self) -> None:
+        """Leave nothing that could be taken for whole; in a caller's file no trailer is written."""
+
+
+class PublishedPath(Target):
     """A path that appears complete or not at all: written under a temporary name beside it, renamed on ``publish``.
 
     A symbolic link is resolved first (replacing the link would leave its target stale). What exists and is not a
@@ -61,74 +91,24 @@ class PublishedPath:
         self._in_place = given.exists() and not stat.S_ISREG(given.stat().st_mode)
         # what /dev/fd/N resolves to has no name that could be opened
         self._path = given if self._in_place else Path(os.path.realpath(path))
-        name = self._path if self._in_place else self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
-        self._written = name
+        self._written = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         # unbuffered in place: the reader of a FIFO is to have each batch when it was written
-        mode, buffering = ("wb", 0) if self._in_place else ("xb", -1)
-        self._file = open(name, mode, buffering)  # noqa: SIM115  closed by publish or discard
-
-    @property
-    def file(self) -> Any:
-        """The open file, writing all that it is given."""
-        return _WholeWrites(self._file) if self._in_place else self._file
+        self._file = open(path, "wb", 0) if self._in_place else open(self._written, "xb")  # noqa: SIM115  closed below
+        self.file = WholeWrites(self._file)
 
     def publish(self) -> None:
-        """Flush to disk, close, and rename into place."""
+        """Bring it to disk, close, and rename into place."""
         self._file.close()
-        if self._in_place:
-            return
-        self._file.close()
-        fsync(self._written)
-        os.replace(self._written, self._path)
-        fsync(self._path.parent)  # the rename itself survives a crash only once the folder is on disk
+        if not self._in_place:
+            fsync(self._written)
+            os.replace(self._written, self._path)
+            fsync(self._path.parent)  # the rename itself survives a crash only once the folder is on disk
 
     def discard(self) -> None:
         """Close and remove the temporary file. A disk that cannot take the last buffered bytes does not stop that."""
         with contextlib.suppress(OSError):
             self._file.close()
-        if not self._in_place:
-            self._written.unlink(missing_ok=True)
-
-
-class _WholeWrites:
-    """A file whose ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.closed = False
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
-            taken = self._file.write(left)
-            if not taken:
-                raise OSError(f"expected a file that takes {len(left)} more bytes, got one that took {taken}")
-            left = left[taken:]
-        return size
-
-    def flush(self) -> None:
-        if hasattr(self._file, "flush"):
-            self._file.flush()
-
-
-class CallersFile:
-    """A binary file, pipe or socket file that the caller opened and will close."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = _WholeWrites(file)
-
-    @property
-    def file(self) -> Any:
-        """The caller's file, writing all that it is given."""
-        return self._file
-
-    def publish(self) -> None:
-        """Flush; the trailer alone says that it is whole."""
-        self._file.flush()
-
-    def discard(self) -> None:
-        """Nothing: what was written stays, without a trailer."""
+        self._written.unlink(missing_ok=True)
 
 
 def target_of(sink: Any) -> Target:
@@ -136,7 +116,7 @@ def target_of(sink: Any) -> Target:
     if isinstance(sink, str | os.PathLike):
         return PublishedPath(sink)
     if hasattr(sink, "write"):
-        return CallersFile(sink)
+        return Target(sink)
     raise UsageError(f"expected a path or a writable binary file, got {type(sink).__name__}", kind=ErrorKind.ARGUMENT)
 
 
@@ -182,18 +162,8 @@ _ALIGN = 64
 _SLACK = 4
 
 
-class Loan:
-    """Holds memory while any view of it lives; a finalizer returns it."""
-
-    __slots__ = ("__weakref__", "owner")
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-
-def lend(memory: Any, loan: Loan) -> pa.Buffer:
-    """A read-only Arrow buffer over a numpy byte array; every view of it, through Arrow and numpy, holds the loan."""
-    return pa.foreign_buffer(memory.ctypes.data, memory.nbytes, base=loan)
+class _Loan:
+    """Stands for lent memory: every view of it, through Arrow and numpy, holds the loan."""
 
 
 class BufferPool:
@@ -212,11 +182,10 @@ class BufferPool:
 
     def take(self, nbytes: int) -> tuple[memoryview, pa.Buffer]:
         """Memory to write to, and the read-only buffer over it that decides how long it is lent."""
-        whole = self._pick(nbytes)
-        loan = Loan(whole)
+        whole, loan = self._pick(nbytes), _Loan()
         weakref.finalize(loan, self._give_back, whole).atexit = False
         memory = whole[:nbytes]
-        return memoryview(memory), lend(memory, loan)
+        return memoryview(memory), pa.foreign_buffer(memory.ctypes.data, nbytes, base=loan)
 
     @property
     def idle_bytes(self) -> int:

@@ -41,17 +41,6 @@ class IpcWriter(BatchWriter):
     """Writes an Arrow IPC stream to a target that it owns until ``close`` or ``abort``.
 
     Records are held up to ``max_bytes`` of payload and written as one batch.
-
-    >>> import io
-    >>> from routeplane import new_stream, open_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> file = io.BytesIO()
-    >>> with new_stream(file, spec) as sink:
-    ...     sink.write(record)
-    >>> type(new_stream(io.BytesIO(), spec)).__name__
-    'IpcWriter'
     """
 
     def __init__(
@@ -65,10 +54,12 @@ class IpcWriter(BatchWriter):
     ) -> None:
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
+        self._scattered = target.file.scattered
         self._ipc: Any = None
 
     def _send(self, batch: pa.RecordBatch) -> None:
         self._writer().write_batch(batch)
+        self._target.file.scattered.clear()
 
     def _writer(self) -> Any:
         if self._ipc is None:
@@ -94,18 +85,6 @@ class IpcReader(RecordReader):
     """Reads Arrow IPC frames.
 
     Records of a ``plain`` stream are read-only views of the source's memory and keep it alive after ``close``.
-
-    >>> import io
-    >>> from routeplane import new_stream, open_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> file = io.BytesIO()
-    >>> with new_stream(file, spec) as sink:
-    ...     sink.write(record)
-    >>> with open_stream(file.getvalue()) as reader:
-    ...     reader.header.encoding, len(list(reader))
-    ('plain', 1)
     """
 
     def __init__(
@@ -215,7 +194,8 @@ class IpcReader(RecordReader):
         self._report = replace(self._report, complete=True)
 
     def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
-        return self._checked.records(batch, select=self._early_selection(), seen=self._counter.add_record)
+        add, threads = self._counter.add_record, self._policy.threads
+        return self._checked.records(batch, select=self._early_selection(), seen=add, threads=threads)
 
     def _early_selection(self) -> RouteSpec | None:
         """The layers that are taken before any row is looked at: where whole records are not to be verified."""

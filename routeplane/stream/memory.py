@@ -5,12 +5,13 @@ Nothing is encoded; everything else that ``new_stream`` and ``open_stream`` prom
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from routeplane.errors import ChecksumError, ErrorKind, TransportError, TruncatedError, refused
 from routeplane.record.codec import write_batch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from routeplane.record.policy import ReadPolicy
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["MemoryReader", "MemoryStream", "MemoryWriter"]
+__all__ = ["MemoryStream"]
 
 
 class MemoryStream:
@@ -38,84 +39,42 @@ class MemoryStream:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[RouteRecord] = deque()
         self._spec: RouteSpec | None = None
-        self._end: str | None = None  # "closed" or "aborted"
-        self._opened = self._left = False
+        self._opened = False
+        self.waiting: deque[RouteRecord] = deque()
         self.waiting_bytes = 0
+        self.end: Literal["closed", "aborted", "left"] | None = None  # "left": by the reader
 
-    def new_sink(self, spec: RouteSpec, *, max_bytes: int, timeout_s: float | None) -> MemoryWriter:
+    def new_sink(self, spec: RouteSpec, *, max_bytes: int, timeout_s: float | None) -> RecordWriter:
         """Return the writer. Raises UsageError for a second one."""
-        with self._changed:
+        with self.once(lambda: True, None, what=""):
             if self._spec is not None:
                 raise refused("one writer of a MemoryStream", "another")
-            found = MemoryWriter(self, spec, max_bytes=max_bytes, timeout_s=timeout_s)
             self._spec = spec
-            self._changed.notify_all()
-        return found
+        return _Writer(self, spec, max_bytes=max_bytes, timeout_s=timeout_s)
 
-    def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> MemoryReader:
+    def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> RecordReader:
         """Return the reader; waits for the writer. Raises UsageError for a second one."""
         with self._changed:
             if self._opened:
                 raise refused("one reader of a MemoryStream", "another")
             self._opened = True
-            self._wait(lambda: self._spec is not None, timeout_s, what="a writer")
+        with self.once(lambda: self._spec is not None, timeout_s, what="a writer"):
             if self._spec is None:
                 raise RuntimeError("the wait ends with a writer")
-            return MemoryReader(self, self._spec, policy=policy, timeout_s=timeout_s)
+            return _Reader(self, self._spec, policy=policy, timeout_s=timeout_s)
 
-    def put(self, record: RouteRecord, *, max_bytes: int, timeout_s: float | None) -> None:
-        """Hand over one record; waits at the bound. Raises TransportError where the reader left."""
+    @contextmanager
+    def once(self, ready: Callable[[], bool], timeout_s: float | None, *, what: str) -> Iterator[None]:
+        """Hold the stream once it is ready, and tell the other side. Raises TransportError (TIMED_OUT)."""
         with self._changed:
-
-            def fits() -> bool:
-                return self._left or not self._waiting or self.waiting_bytes + record.nbytes <= max_bytes
-
-            self._wait(fits, timeout_s, what="a reader that takes records")
-            if self._left:
-                raise TransportError("expected a reader, got one that closed the stream", kind=ErrorKind.CONNECTION)
-            self._waiting.append(record)
-            self.waiting_bytes += record.nbytes
-            self._changed.notify_all()
-
-    def end(self, how: str) -> None:
-        """End the stream, ``closed`` or ``aborted``."""
-        with self._changed:
-            self._end = how
-            self._changed.notify_all()
-
-    def get(self, *, timeout_s: float | None) -> RouteRecord | None:
-        """The next record; None at the end. Raises TruncatedError (ABORTED), TransportError (TIMED_OUT)."""
-        with self._changed:
-            self._wait(lambda: bool(self._waiting) or self._end is not None, timeout_s, what="a record")
-            if self._waiting:
-                record = self._waiting.popleft()
-                self.waiting_bytes -= record.nbytes
-                self._changed.notify_all()
-                return record
-            if self._end == "aborted":
-                raise TruncatedError("expected the writer's close, got its abort", kind=ErrorKind.ABORTED)
-            return None
-
-    def leave(self) -> None:
-        """The reader is closed."""
-        with self._changed:
-            self._left = True
-            self._waiting.clear()
-            self.waiting_bytes = 0
-            self._changed.notify_all()
-
-    def _wait(self, until: Callable[[], bool], timeout_s: float | None, *, what: str) -> None:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while not until():
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
+            if not self._changed.wait_for(ready, timeout_s):
                 raise TransportError(f"expected {what} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
-            self._changed.wait(left)
+            yield
+            self._changed.notify_all()
 
 
-class MemoryWriter(RecordWriter):
+class _Writer(RecordWriter):
     """The RouteSink of a MemoryStream."""
 
     def __init__(self, stream: MemoryStream, spec: RouteSpec, *, max_bytes: int, timeout_s: float | None) -> None:
@@ -126,16 +85,27 @@ class MemoryWriter(RecordWriter):
         del record
 
     def _put(self, record: RouteRecord) -> None:
-        self._stream.put(record, max_bytes=self._max_bytes, timeout_s=self._timeout_s)
+        stream = self._stream
 
-    def _finish(self) -> None:
-        self._stream.end("closed")
+        def fits() -> bool:
+            left = stream.end == "left" or not stream.waiting
+            return left or stream.waiting_bytes + record.nbytes <= self._max_bytes
+
+        with stream.once(fits, self._timeout_s, what="a reader that takes records"):
+            if stream.end == "left":
+                raise TransportError("expected a reader, got one that closed the stream", kind=ErrorKind.CONNECTION)
+            stream.waiting.append(record)
+            stream.waiting_bytes += record.nbytes
+
+    def _finish(self, how: Literal["closed", "aborted"] = "closed") -> None:
+        with self._stream.once(lambda: True, None, what=""):
+            self._stream.end = how
 
     def _discard(self) -> None:
-        self._stream.end("aborted")
+        self._finish("aborted")
 
 
-class MemoryReader(RecordReader):
+class _Reader(RecordReader):
     """The RouteSource of a MemoryStream: yields the writer's own (immutable) records, verified again."""
 
     def __init__(self, stream: MemoryStream, spec: RouteSpec, *, policy: ReadPolicy, timeout_s: float | None) -> None:
@@ -143,21 +113,24 @@ class MemoryReader(RecordReader):
         self._stream, self._timeout_s = stream, timeout_s
 
     def close(self) -> None:
-        """Close the stream; a writer that goes on raises TransportError."""
         super().close()
-        self._stream.leave()
+        with self._stream.once(lambda: True, None, what=""):
+            self._stream.end = "left"
+            self._stream.waiting.clear()
+            self._stream.waiting_bytes = 0
 
     def _arrive(self) -> Iterator[RouteRecord]:
-        try:
-            index = 0
-            while (record := self._stream.get(timeout_s=self._timeout_s)) is not None:
-                yield self._verified(record, index)
-                index += 1
-            self._report = replace(self._report, complete=True)
-        except TruncatedError:
-            if self._policy.on_truncated == "raise":
-                raise
-            self._report = replace(self._report, truncated=True)
+        stream = self._stream
+        for index in itertools.count():
+            with stream.once(lambda: bool(stream.waiting or stream.end), self._timeout_s, what="a record"):
+                if not stream.waiting:
+                    break
+                record = stream.waiting.popleft()
+                stream.waiting_bytes -= record.nbytes
+            yield self._verified(record, index)
+        if stream.end == "aborted" and self._policy.on_truncated == "raise":
+            raise TruncatedError("expected the writer's close, got its abort", kind=ErrorKind.ABORTED)
+        self._report = replace(self._report, truncated=stream.end == "aborted", complete=stream.end == "closed")
 
     def _verified(self, record: RouteRecord, index: int) -> RouteRecord:
         try:

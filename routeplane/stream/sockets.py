@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, refused
 from routeplane.record.schema import Encoding, choose_encoding
-from routeplane.stream.files import BufferPool, CallersFile
+from routeplane.stream.files import BufferPool, Target
 from routeplane.stream.frames import Frame, frame_of, frames_received
 from routeplane.stream.ipc import IpcReader, IpcWriter, parse_schema_frame
 
@@ -104,7 +104,7 @@ class SocketWriter(IpcWriter):
         connection.settimeout(timeout_s)
         self._socket, self._timeout_s = connection, timeout_s
         self._file: Any = connection.makefile("wb", _GATHER)
-        super().__init__(CallersFile(self._file), spec, encoding=encoding, max_bytes=max_bytes)
+        super().__init__(Target(self._file), spec, encoding=encoding, max_bytes=max_bytes)
         with _typed(timeout_s):
             self._file.write(GREETING)
             self._file.flush()
@@ -355,7 +355,7 @@ class Listener:
         )
 
     def _peers(self) -> list[_Handshake]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+        return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
 
     def _welcome(self) -> None:
         """Take the connections that wait, as many as have a place; where none is left, the oldest silent peer goes."""

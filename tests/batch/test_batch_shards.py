@@ -240,6 +240,8 @@ def test_prompts_and_responses_meet_at_one_position() -> None:
         records, SPEC, plan=plan, shard=Shard(sequence_parallel=(1, 2)), options=BatchOptions(pad_token_id=7)
     )
     require_equal(batch.shard(sequence_parallel=(1, 2)), alone)
+    with pytest.raises(UsageError, match="layout"):  # the plan pads: a packed batch would not come
+        collate(records, SPEC, layout="packed", plan=plan)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from routeplane.batch.plan import PADDING, Layout, PaddingSide, PlanOptions, TokenPlan, _narrowed
 from routeplane.batch.slots import Shard
 from routeplane.errors import ErrorKind, UsageError
+from routeplane.record.spec import MISSING, RouteSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -294,6 +295,39 @@ def test_gathering_equals_copying_row_by_row(plan: TokenPlan, trailing: tuple[in
     assert np.dtype(np.int32) == found.dtype
     assert reused is out
     assert np.array_equal(expected, out)
+
+
+@given(
+    plan=any_plans() | any_seams() | cases().map(lambda case: case.plan()),
+    narrow=st.booleans(),
+    slots=st.none() | st.lists(st.integers(0, 2), min_size=1),
+)
+def test_gathered_routes_are_the_rows_copied_one_by_one(plan: TokenPlan, narrow: bool, slots: list[int] | None) -> None:
+    """Of any number of sequences, in either stored form: int16, MISSING at padding, also in a reused buffer."""
+    spec = RouteSpec(num_experts=200, top_k=2, layer_ids=(0, 3, 4))
+    columns = [1 + column % 199 for column in marked(plan.sources.tolist(), (3, 2))]
+    stored = [column.astype(np.uint8 if narrow else np.int16) for column in columns]
+    picked = [0, 1, 2] if slots is None else slots
+    padding = np.full((len(picked), 2), MISSING)
+    expected = [padding if row == PAD else columns[row[0]][row[1]][picked] for row in rows_of(plan)]
+    shape = (*plan.shape, len(picked), 2)
+    out = np.full(shape, 99, dtype=np.int16)
+
+    found = plan.gather_routes(stored, spec=spec, slots=slots)
+    reused = plan.gather_routes(stored, spec=spec, slots=slots, out=out)
+
+    assert (np.dtype(np.int16), shape) == (found.dtype, found.shape)
+    assert np.array_equal(np.stack(expected).reshape(shape), found)
+    assert reused is out
+    assert np.array_equal(found, out)
+    refused: tuple[Any, ...] = (
+        out[..., :1],
+        out.astype(np.int32),
+        np.zeros((*shape[:-1], 4), dtype=np.int16)[..., ::2],
+    )
+    for wrong in refused:
+        with pytest.raises(UsageError, match="out as C-contiguous int16"):
+            plan.gather_routes(stored, spec=spec, slots=slots, out=wrong)
 
 
 def test_gathering_reads_foreign_and_frozen_arrays() -> None:

@@ -142,6 +142,41 @@ def test_the_padding_for_a_shard_is_the_least_that_is_needed(lengths: list[int],
     assert np.all(widths - longest < padded.pad_to_multiple_of)
 
 
+@given(
+    lengths=lengths,
+    multiple=st.integers(1, 3),
+    shard=st.builds(
+        Shard,
+        context_parallel=ranks,
+        sequence_parallel=ranks,
+        context_layout=st.just("pack_contiguous"),
+        uneven=st.booleans(),
+    ),
+)
+def test_a_part_of_the_pack_is_cut_wherever_sequences_begin(lengths: list[int], multiple: int, shard: Shard) -> None:
+    """The pack is padded at its end, by less than its ranks, and cut as one list; sequences keep their own padding."""
+    options = PlanOptions(pad_to_multiple_of=multiple)
+    padded = options.for_shard(shard)
+    whole, bare = padded.plan(lengths, layout="packed"), options.plan(lengths, layout="packed")
+    (rank, world), (part, parts) = shard.context_parallel, shard.sequence_parallel
+    ours = chunks(rows_of(whole), world)[rank]
+    width = -(-len(ours) // parts)
+    needed = world * (1 if shard.uneven else parts)
+
+    assert rows_of(bare) == rows_of(whole)[: bare.num_rows]
+    assert bare.num_rows + -bare.num_rows % needed == whole.num_rows
+    assert ours[part * width : (part + 1) * width] == rows_of(whole.cut(shard))
+    assert rows_of(whole.cut(shard)) == rows_of(padded.plan(lengths, layout="packed", shard=shard))
+
+
+def test_a_pack_of_one_rank_is_not_cut() -> None:
+    """With one context-parallel rank the way to cut does not matter: padded batches are cut by sequence parallelism."""
+    plan = TokenPlan.padded([4, 2])
+    alone = Shard(context_layout="pack_contiguous", sequence_parallel=(1, 2))
+
+    assert rows_of(plan.cut(Shard(sequence_parallel=(1, 2)))) == rows_of(plan.cut(alone))
+
+
 def test_zigzag_by_hand() -> None:
     """Rank 1 of 2 takes chunks 1 and 2 of 4, of every sequence."""
     plan = TokenPlan.packed([8, 3], options=PlanOptions(pad_to_multiple_of=4))

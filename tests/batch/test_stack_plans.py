@@ -242,6 +242,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no_start": (lambda: TokenPlan.from_cu_seqlens([1, 3]), "from 0 on"),
     "narrow_slot": (lambda: TokenPlan.from_cu_seqlens([0, 3], cu_seqlens_padded=[0, 2]), "slots of .2. rows"),
     "floats": (lambda: TokenPlan.from_cu_seqlens([0.0, 3.0]), "whole numbers"),
+    "beyond_int32": (lambda: TokenPlan.from_cu_seqlens([0, 3, 2**31]), "2147483648"),
 }
 
 

@@ -223,6 +223,15 @@ def test_an_archive_that_lost_a_shard_is_counted_without_it(routeplane: Program,
     assert (1, "lost_file") == (refused.status, refused.document["error"]["kind"])
 
 
+def test_a_stream_without_rows_uses_no_expert(routeplane: Program, left: Path) -> None:
+    """Cut before its first batch; it would read as if each layer had used all of its experts."""
+    cut = left.with_name("cut.arrows")
+    cut.write_bytes(left.read_bytes()[: left.stat().st_size // 3])
+    shown = routeplane("stats", cut)
+    assert 1 == shown.status
+    assert " 0/" in shown.out
+
+
 # ---- on a cluster ---------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ ALSO_KNOWS = {
     ("cli", "testing.contracts.engine_contract"),
     # capture reads the selection of a live gate, replay forces it: one probe finds both
     ("replay", "capture.gates"),
+    ("replay", "capture.selection"),
     ("replay", "capture.weights"),
 }
 
@@ -76,6 +77,7 @@ THIRD_PARTY = {
         *(f"batch.{name}" for name in ("batch", "collation", "dataset", "logprobs")),
         "replay",
         "capture.gates",
+        "capture.selection",
         "capture.weights",
         "capture.transformers",
         "capture.vllm.forcing",

@@ -108,6 +108,16 @@ def test_a_router_one_wider_than_its_slots_cannot_spread() -> None:
     assert [] == find_alarms(np.asarray(rows, dtype=np.int16)[:, None], spec)
 
 
+@pytest.mark.parametrize(("width", "collapsed"), [(6, False), (7, False), (8, True)])
+def test_a_router_as_wide_as_the_bound_cannot_show_more(width: int, collapsed: bool) -> None:
+    """K + K // 2 + 1 experts used evenly are as many effective ones: no wider router, no entropy alarm."""
+    spec = RouteSpec(num_experts=width, top_k=4, layer_ids=(1,))
+    rows_SK = np.tile(np.asarray([0, 1, 2, width - 1], dtype=np.int16), (100, 1))
+    rows_SK[5::20, 0] = 3
+
+    assert collapsed == (ErrorKind.ENTROPY_COLLAPSE in {each.kind for each in find_alarms(rows_SK[:, None], spec)})
+
+
 def test_a_router_that_collapsed_honestly_reorders_its_experts() -> None:
     """Four experts for nearly all tokens, by scores that differ: the order changes, and no alarm is raised."""
     rng = np.random.default_rng(0)
@@ -260,6 +270,41 @@ def test_a_collapsed_layer_is_found_behind_odd_rows(way: str, top_k: int) -> Non
             found += bool(find_alarms(routes_SLK, spec))
 
     assert found >= 99
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_as_many_effective_experts_as_a_layer_must_show_are_no_collapse(top_k: int) -> None:
+    """Nine rows of ten are one row, and the others show few experts or many: the bound is K + K // 2 + 1."""
+    spec = RouteSpec(num_experts=8_192, top_k=top_k, layer_ids=(0,))
+    found = {}
+    for odd in (3, 10, 30, 50, 75, 100):
+        rows_SK = np.tile(np.arange(top_k), (1_000, 1))
+        others = top_k + np.arange(100 * top_k) % (odd * top_k)
+        rows_SK[5:1_000:10] = 8_000 - others.reshape(-1, top_k)
+        share = np.unique(rows_SK, return_counts=True)[1] / rows_SK.size
+        effective = float(np.exp(-(share * np.log(share)).sum()))
+        kinds = {kind for kind, _, _ in _kinds(find_alarms(rows_SK[:, None].astype(np.int16), spec))}
+        found[effective] = ErrorKind.ENTROPY_COLLAPSE in kinds
+
+    assert {True, False} == set(found.values())
+    least = top_k + top_k // 2 + 1
+    assert {effective: effective < least for effective in found} == found
+
+
+@pytest.mark.parametrize("width", [18, 31, 32, 33, 64])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_unused_experts_are_told_by_what_chance_allows(width: int, layers: int) -> None:
+    """With any number of the lower experts in use, the verdict is the one of the binomials written out."""
+    spec = RouteSpec(num_experts=width, top_k=2, layer_ids=tuple(range(layers)))
+    found, expected = [], []
+    for used in range(2, width // 2 + 3):
+        rows_SK = np.stack([np.arange(70), np.arange(70) + 1], axis=1) % used
+        rows_SLK = np.repeat(rows_SK[:, None].astype(np.int16), layers, axis=1)
+        plain = plain_alarms(rows_SLK, spec, token_ids=list(range(70)), longest_run=32, least_rows=64)
+        found.append((ErrorKind.UNUSED_EXPERTS, None, None) in _kinds(find_alarms(rows_SLK, spec)))
+        expected.append((ErrorKind.UNUSED_EXPERTS, None, None) in plain)
+
+    assert expected == found
 
 
 def test_constant_everywhere_is_named_in_every_way() -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import ChecksumError, DataError, ErrorKind, UsageError
-from routeplane.record.assembly import Assembly, AssemblyReport, assemble
+from routeplane.record.assembly import Assembly, AssemblyReport, UnfedTokens, assemble
 from routeplane.record.calls import ModelCall, merge_layers
 from routeplane.record.record import RecordKey
 from routeplane.record.spans import Coverage
@@ -59,6 +59,34 @@ def test_assembled_records_are_the_plain_ones(rollout: Rollout, overlap: Overlap
     names = ("overlap_rows", "drift_rows", "boundary_tokens", "replaced_rows", "stale_kv_rows")
     assert [counts[name] for name in names] == [getattr(report, name) for name in names]
     assert coverage == report.coverage
+
+
+@given(rollout=rollouts(), count=st.integers(1, 4), role=st.sampled_from([None, "tool"]))
+def test_tokens_that_were_not_fed_stand_behind_the_last_segment(rollout: Rollout, count: int, role: str | None) -> None:
+    """They have no row, no version and no log-probability, and what the calls brought is as without them.
+
+    A record has such tokens behind sampled ones alone.
+    """
+    last = rollout.calls[-1]
+    assume(any(len(turn.call.generation_ids) for turn in rollout.segment(len(rollout.token_ids) - 1)))
+    given_columns = {name: column.take(np.arange(count) % len(column)) for name, column in last.columns.items()}
+    tail = UnfedTokens(token_ids=np.arange(count) + 7, role=role, call_id="seen", columns=given_columns)
+    bare = assemble(rollout.calls, rollout.spec, sample_id="s", on_break="split")
+    made = assemble([*rollout.calls, tail], rollout.spec, sample_id="s", on_break="split")
+    expected, found = plain_record(bare.records[-1]), plain_record(made.records[-1])
+    expected.token_ids += [token + 7 for token in range(count)]
+    expected.rows += [[[MISSING] * rollout.spec.top_k] * rollout.spec.num_layers] * count
+    expected.captures += [("not_fed", "seen", None)] * count
+    expected.spans += [("prompt", "seen", None)] * count
+    if expected.logprobs is not None:
+        expected.logprobs += [repr(np.float32("nan"))] * count
+    for name, column in given_columns.items():
+        expected.columns[name] += [repr(value) for value in column]
+
+    assert expected == found
+    assert list(map(plain_record, bare.records[:-1])) == list(map(plain_record, made.records[:-1]))
+    assert role == made.records[-1].spans[-1].role
+    assert replace(bare.report, coverage=made.report.coverage) == made.report
 
 
 @given(rollouts(breaks=False))

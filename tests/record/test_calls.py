@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -167,6 +168,9 @@ REFUSED: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "column_reserved": ({"columns": {"routes": np.zeros(5)}}, ErrorKind.TOKEN_COLUMN),
     "checksum_negative": ({"checksum": -1}, ErrorKind.DTYPE),
     "checksum_text": ({"checksum": "00"}, ErrorKind.DTYPE),
+    "checksum_beyond_64_bits": ({"checksum": 2**64}, ErrorKind.DTYPE),
+    "first_row_beyond_int32": ({"first_row": 2**31}, ErrorKind.DTYPE),
+    "layer_beyond_int32": ({"layer_ids": (1, 4, 2**31)}, ErrorKind.DTYPE),
 }
 
 
@@ -182,6 +186,30 @@ def test_an_illegal_call_is_refused(change: dict[str, Any], kind: ErrorKind) -> 
 # ----------------------------------------------------------------------------------------------------------------------
 # Values
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generated", range(4))
+def test_one_version_sampled_all_generated_tokens(generated: int) -> None:
+    """One span of them, none where none was generated, and the rows of all tokens."""
+    made = replace(call(3, generated), weights_version=7, checksum=None)
+
+    assert made.version_spans() == (((3, 3 + generated, 7),) if generated else ())
+    assert ((0, 3 + generated, 7),) == made.row_versions()
+
+
+@given(prompt=st.integers(0, 3), lengths=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_a_row_comes_from_the_weights_that_sampled_the_token_behind_it(prompt: int, lengths: list[int]) -> None:
+    """Token by token; no span is empty, and together they are all tokens."""
+    bounds = np.cumsum([prompt, *lengths]).tolist()
+    versions = tuple((start, stop, 10 + place) for place, (start, stop) in enumerate(pairwise(bounds)))
+    made = replace(call(prompt, sum(lengths)), weights_version=None, versions=versions, checksum=None)
+    sampled = {token: version for start, stop, version in versions for token in range(start, stop)}
+    expected = [sampled.get(max(token + 1, prompt)) for token in range(bounds[-1])]
+    found = made.row_versions()
+
+    assert expected == [version for start, stop, version in found for _ in range(start, stop)]
+    assert all(start < stop for start, stop, _ in found)
+    assert [0, *(stop for _, stop, _ in found)] == [*(start for start, _, _ in found), bounds[-1]]
 
 
 @given(rollouts())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -14,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routeplane.errors import RouteplaneError
-from routeplane.record import validate
+from routeplane.errors import RouteplaneError, UsageError
+from routeplane.record import columnar, validate
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.codec import read_records, write_batch
 from routeplane.record.record import RouteRecord
@@ -32,12 +33,16 @@ from tests.stream.test_ipc_columns import FORGED_COLUMNS
 WIDE = RouteSpec(num_experts=300, top_k=3, layer_ids=(1, 4), model="tests/columnar")
 
 
-def outcomes(batch: pa.RecordBatch, *, verify: bool, columnar: bool) -> list[Any]:
+def outcomes(
+    batch: pa.RecordBatch, *, columnar: bool, verify: bool = False, select: RouteSpec | None = None, threads: int = 1
+) -> list[Any]:
     """Of each record what it says, or what is wrong with it; the error that ends the batch comes last."""
     found: list[Any] = []
+    header = parse_schema(batch.schema)
     with mock.patch.object(validate, "_KERNEL_BYTES", 0):
         try:
-            for read in read_records(batch, parse_schema(batch.schema), verify=verify, columnar=columnar):
+            reads = read_records(batch, header, verify=verify, select=select, columnar=columnar, threads=threads)
+            for read in reads:
                 found.append(content(read) if isinstance(read, RouteRecord) else said(read))
         except RouteplaneError as error:
             found.append(said(error))
@@ -49,19 +54,27 @@ def said(error: RouteplaneError) -> tuple[Any, ...]:
     return type(error), error.kind, str(error), tuple(getattr(error, "problems", ()))
 
 
-def checked_together(batch: pa.RecordBatch) -> int:
+def checked_together(batch: pa.RecordBatch, select: RouteSpec | None = None) -> int:
     """How many records were not built one by one."""
     with mock.patch.object(validate, "_KERNEL_BYTES", 0):
-        found = list(read_records(batch, parse_schema(batch.schema), verify=True))
+        found = list(read_records(batch, parse_schema(batch.schema), verify=select is None, select=select))
     return sum("_source" in vars(each) for each in found if isinstance(each, RouteRecord))
 
 
 def require_same(batch: pa.RecordBatch) -> list[Any]:
-    """Both ways give the same, checksums compared or not."""
+    """Both ways give the same, checksums compared or not, of all layers or of some."""
     one_by_one: list[Any] = []
+    layers = parse_schema(batch.schema).spec.layer_ids
+    for kept in {layers, layers[:1], layers[1:], layers[::2]} - {()}:
+        some = parse_schema(batch.schema).spec.select(kept)
+        one_by_one = outcomes(batch, select=some, columnar=False)
+        assert one_by_one == outcomes(batch, select=some, columnar=True)
+        assert one_by_one == outcomes(batch, select=some, columnar=True, threads=2)
     for verify in (True, False):
         one_by_one = outcomes(batch, verify=verify, columnar=False)
         assert one_by_one == outcomes(batch, verify=verify, columnar=True)
+        with mock.patch.object(columnar, "_CALL_BYTES", 100):
+            assert one_by_one == outcomes(batch, verify=verify, columnar=True, threads=3)
     return one_by_one
 
 
@@ -103,6 +116,86 @@ def test_usual_records_are_checked_together(encoding: Encoding) -> None:
     )
     assert len(RICH) == checked_together(write_batch(RICH, NARROW, encoding=encoding))
     require_same(write_batch(RICH, NARROW, encoding=encoding))
+
+
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+def test_some_layers_of_usual_records_are_checked_together(encoding: Encoding) -> None:
+    """In one call for several records, and in several: the rows of each are those of its own tokens."""
+    some = NARROW.select(NARROW.layer_ids[1:])
+    batch = write_batch(RICH, NARROW, encoding=encoding)
+    for nbytes in (1, 60, 2**22):
+        with mock.patch.object(columnar, "_CALL_BYTES", nbytes):
+            assert len(RICH) == checked_together(batch, some)
+            require_same(batch)
+
+
+@settings(max_examples=20)
+@given(record_lists(max_size=5), st.integers(2, 4), st.sampled_from(["quarantine", "raise"]))
+def test_threads_give_what_one_thread_gives(
+    drawn: tuple[RouteSpec, list[RouteRecord]], threads: int, on_corrupt: Literal["quarantine", "raise"]
+) -> None:
+    """Through a reader, whole or damaged: the same records, the same error, the same report."""
+    spec, found = drawn
+    data = bytearray(stream_of(found, spec=spec))
+    data[len(data) // 2] ^= 1
+    for stream in (stream_of(found, spec=spec), bytes(data)):
+        said_of = [read_by(stream, count, on_corrupt) for count in (1, threads)]
+        assert said_of[0] == said_of[1]
+
+
+def read_by(stream: bytes, threads: int, on_corrupt: Literal["quarantine", "raise"]) -> list[Any]:
+    """The records, then the report or the error."""
+    found: list[Any] = []
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0), mock.patch.object(columnar, "_CALL_BYTES", 200):
+        try:
+            with open_stream(stream, on_corrupt=on_corrupt).ahead(threads=threads) as reader:
+                found += (content(each) for each in reader)
+                found.append(reader.report().scalars(prefix=""))
+        except RouteplaneError as error:
+            found.append(said(error))
+    return found
+
+
+def test_threads_end_where_a_reader_stops_early() -> None:
+    """None of them outlives the iteration."""
+    stream = stream_of([record(sample, 4 + sample) for sample in range(20)])
+    with mock.patch.object(validate, "_KERNEL_BYTES", 0), mock.patch.object(columnar, "_CALL_BYTES", 1):
+        reads = iter(open_stream(stream).ahead(threads=2))
+        next(reads)
+        assert any(each.name.startswith("routeplane-read") for each in threading.enumerate())
+        reads.close()  # type: ignore[attr-defined]
+    assert not any(each.name.startswith("routeplane-read") for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5])
+def test_threads_that_cannot_be(threads: Any) -> None:
+    """Refused when said, and so is saying it too late."""
+    reader = open_stream(stream_of([record(0, 4)]))
+    with pytest.raises(UsageError, match="threads"):
+        reader.ahead(threads=threads)
+    list(reader)
+    with pytest.raises(UsageError, match="before iteration"):
+        reader.ahead(threads=2)
+
+
+def test_rows_that_no_layer_kept_has_are_not_looked_at() -> None:
+    """An illegal row elsewhere is not found; one in a kept layer is."""
+    illegal = np.array(RICH[1].routes)
+    values = np.concatenate([each.routes if at != 1 else illegal for at, each in enumerate(RICH)])
+    values[len(RICH[0].routes) + 2, 0] = 0
+    batch = write_batch(RICH, NARROW, encoding="plain")
+    column = batch.column("routes")
+    storage = pa.FixedSizeListArray.from_arrays(
+        pa.array(values.reshape(-1)), column.type.value_type.storage_type.list_size
+    )
+    rows = pa.ExtensionArray.from_storage(column.type.value_type, storage)
+    damaged = with_column(batch, "routes", pa.LargeListArray.from_arrays(column.offsets, rows))
+    require_same(damaged)
+    other, own = (NARROW.select(layers) for layers in (NARROW.layer_ids[1:], NARROW.layer_ids[:1]))
+    assert outcomes(damaged, select=other, columnar=True) == [content(each.select(other.layer_ids)) for each in RICH]
+    assert [type(each) for each in outcomes(damaged, select=own, columnar=True)].count(tuple) >= 1
+    assert checked_together(damaged, other) == len(RICH)
+    assert checked_together(damaged, own) == len(RICH) - 1
 
 
 @pytest.mark.parametrize("name", FORGED_COLUMNS)
@@ -224,6 +317,10 @@ def test_parts_that_are_made_late(spec: RouteSpec, tokens: int, seed: int) -> No
         for name in names:
             assert np.array_equal(getattr(made, name), getattr(read, name)), name
         assert content(made) == content(pickle.loads(pickle.dumps(read)))
+        some = spec.layer_ids[:: 1 + seed % 2]
+        (part,) = list(open_stream(stream_of([made], spec=spec), verify=False).select(layer_ids=some))
+        assert content(made.select(some)) == content(pickle.loads(pickle.dumps(part)))
+        assert content(made.slice(0, 1).select(some)) == content(part.slice(0, 1))
         assert content(made.slice(0, 1)) == content(read.slice(0, 1))
         assert made.coverage() == read.coverage()
         assert list(made.capture_intervals()) == list(read.capture_intervals())

@@ -34,9 +34,10 @@ REFUSED = {
     "dots1": "its default configuration has no expert count",
     "ernie4_5_vl_moe": "it has a router for text and one for images in a layer",
     "hunyuan_v1_moe": "its default configuration has one expert",
-    "inkling2_loop": "it runs layers several times in one forward",
     "jetmoe": "it has two routers in a layer",
 }
+#: the layers in the order in which they run, where some run several times
+ORDERS = {"inkling2_loop": [*range(6), *[*range(6, 18)] * 3, *range(18, 24)]}
 
 
 def _folders() -> list[str]:
@@ -126,6 +127,8 @@ def test_every_architecture_is_right_or_refused_with_the_reason(model_type: str)
     if model is None:
         return  # the table speaks for a default that cannot be built
     layers = expert_layers(model)
+    if folder in ORDERS:
+        layers = {at: layers[layer] for at, layer in enumerate(ORDERS[folder]) if layer in layers}
     widths = (found.num_experts,) * len(found.layer_ids) if isinstance(found.num_experts, int) else found.num_experts
     assert sorted(layers) == list(found.layer_ids)
     # a router may be wider than its experts: identity experts are legal ids
@@ -167,13 +170,17 @@ def test_gemma_4_is_counted_where_it_has_experts() -> None:
     assert (8, 2, (0, 1, 2)) == (found.num_experts, found.top_k, found.layer_ids)
 
 
-def test_layers_that_run_several_times_are_refused() -> None:
-    """A row has one choice per layer; a looped layer makes several."""
+def test_layers_that_run_several_times_have_a_number_for_each_pass() -> None:
+    """In the order in which they run; a loop of layers that the configuration does not name is refused."""
     found = counted("inkling2_loop")
 
-    assert isinstance(found, SpecError)
-    assert ErrorKind.UNSUPPORTED_GEOMETRY == found.kind
-    assert "loop_num_passes" in found.message
+    assert isinstance(found, Geometry)
+    assert [at for at, layer in enumerate(ORDERS["inkling2_loop"]) if layer >= 2] == list(found.layer_ids)[-46:]
+    make: Any = CONFIG_MAPPING["olmoe"]
+    with pytest.raises(SpecError, match=r"num_loops=1\), got 2; the forward numbers such layers"):
+        geometry_from_model(build_without_weights(make(num_loops=2)))
+    with pytest.raises(SpecError, match=r"num_loops=1\), got 2"):
+        geometry_from_hf_config({**make().to_dict(), "num_loops": 2})
 
 
 def test_a_saved_configuration_is_counted_like_its_object() -> None:

@@ -78,6 +78,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "key_null": {"key": None},
     "key_fraction": {"key": ("s", 0.5, 0)},
     "key_negative": {"key": ("s", 0, -1)},
+    "attempt_beyond_int32": {"key": ("s", 2**31, 0)},
+    "segment_beyond_int32": {"key": ("s", 0, 2**31)},
     "start_negative": {"start": -1},
     "start_fraction": {"start": 4.0},
     "start_bool": {"start": True},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ POSITIONS = st.builds(
     place=NAMES,
     next=st.dictionaries(NAMES, st.integers(0, 2**63 - 1), max_size=4),
     last=st.none() | NAMES,
+    keys=st.binary(max_size=8),
 )
 
 
@@ -37,24 +40,39 @@ def test_a_position_moves_one_producer() -> None:
     assert before == Position(place="x", next={"p": 4, "q": 2}, last="p")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"last":null,"next":{},"place":""}',
-        '{"last":null,"next":{"p":-1},"place":"x"}',
-        '{"last":null,"next":{"p":true},"place":"x"}',
-        '{"last":7,"next":{},"place":"x"}',
-        '{"last":null,"next":[],"place":"x"}',
-        "[" * 100_000,
-    ],
-)
-def test_another_text_is_refused(text: str) -> None:
-    """Whatever ``to_json`` would not write is a UsageError."""
-    with pytest.raises(UsageError, match="position"):
+GOOD: dict[str, Any] = json.loads(Position(place="x", next={"p": 4}, last="p", keys=b"1").to_json())
+OTHER: dict[str, Any] = {
+    "empty": "",
+    "cut": json.dumps(GOOD)[:-1],
+    "list": [],
+    "nothing": {},
+    "deep": "[" * 100_000,
+    "without_keys": {name: value for name, value in GOOD.items() if name != "keys"},
+    "more": {**GOOD, "more": 1},
+    "keys_number": {**GOOD, "keys": 1},
+    "keys_not_base64": {**GOOD, "keys": "MQ=!"},
+    "place_empty": {**GOOD, "place": ""},
+    "place_null": {**GOOD, "place": None},
+    "last_number": {**GOOD, "last": 7},
+    "last_empty": {**GOOD, "last": ""},
+    "next_list": {**GOOD, "next": []},
+    "producer_empty": {**GOOD, "next": {"": 1}},
+    "number_negative": {**GOOD, "next": {"p": -1}},
+    "number_bool": {**GOOD, "next": {"p": True}},
+    "number_text": {**GOOD, "next": {"p": "4"}},
+    "number_beyond_int64": {**GOOD, "next": {"p": 2**63}},
+}
+
+
+@pytest.mark.parametrize("document", OTHER.values(), ids=OTHER)
+def test_another_text_is_refused(document: Any) -> None:
+    """Whatever ``to_json`` would not write is a UsageError; one thing is wrong at a time."""
+    text = document if isinstance(document, str) else json.dumps(document)
+    with pytest.raises(UsageError, match="position as JSON") as caught:
         Position.from_json(text)
+
+    assert ErrorKind.ARGUMENT == caught.value.kind
+    assert Position(place="x", next={"p": 4}, last="p", keys=b"1") == Position.from_json(json.dumps(GOOD))
 
 
 def test_a_quarantined_record_and_the_good_one_are_repeats_of_each_other() -> None:

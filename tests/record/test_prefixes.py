@@ -249,6 +249,47 @@ def test_a_record_of_another_spec_shares_nothing() -> None:
     assert longer is as_delta(longer, base)
 
 
+@given(
+    tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    scores=st.integers(0, 2),
+    others=st.lists(
+        st.tuples(st.sampled_from(["token", "row", "logprob", "score 0", "score 1"]), st.integers(0, 8)), max_size=3
+    ),
+)
+def test_what_is_shared_is_what_a_look_at_each_token_finds(
+    tokens: tuple[int, int], scores: int, others: list[tuple[str, int]]
+) -> None:
+    """A delta begins at the first token that differs in anything, has a token of its own, and resolves to the whole."""
+    columns = {f"score {index}": np.arange(9, dtype=np.float32) + index for index in range(scores)}
+
+    def made(sample: str, count: int, changes: list[tuple[str, int]]) -> RouteRecord:
+        record = watermarked_record(0, num_tokens=count, prompt_tokens=1, spec=SPEC, last_token_fed=True)
+        assert record.logprobs is not None
+        token_ids, routes_SLK, logprobs = record.token_ids.copy(), record.routes.copy(), record.logprobs.copy()
+        own = {name: values[:count].copy() for name, values in columns.items()}
+        for kind, at in ((kind, at) for kind, at in changes if at < count):
+            if kind == "token":
+                token_ids[at] += 1
+            elif kind == "row":
+                routes_SLK[at, 1] = routes_SLK[at, 1][::-1]
+            elif kind == "logprob":
+                logprobs[at] = -0.25 if at else np.nan
+            elif kind in own:
+                own[kind][at] = -1
+        changed: dict[str, object] = {"token_ids": token_ids, "routes": routes_SLK, "logprobs": logprobs}
+        return replace(record, sample_id=sample, columns=own, checksum=None, **changed)  # type: ignore[arg-type]
+
+    base, record = made("base", tokens[0], []), made("record", tokens[1], others)
+    changed = [at for kind, at in others if kind in {"token", "row", *columns} or (kind == "logprob" and at)]
+    shared = min([*tokens, tokens[1] - 1, *changed])
+    delta = as_delta(record, base)
+
+    assert shared == delta.tokens_start == delta.routes_start
+    assert delta.num_tokens == record.num_tokens
+    assert (delta is record) == (shared == 0)
+    assert record.equals(resolve([base, delta])[1])
+
+
 @pytest.mark.parametrize("other", range(1, 5))
 def test_what_is_shared_ends_at_the_first_other_entry_of_a_column(other: int) -> None:
     """Tokens, rows and log-probabilities are those of the base, and one score of a column is not."""

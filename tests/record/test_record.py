@@ -218,6 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ErrorKind]] = {
     "attempt_fraction": ({"attempt": 1.0}, ErrorKind.DTYPE),
     "attempt_bool": ({"attempt": True}, ErrorKind.DTYPE),
     "attempt_null": ({"attempt": None}, ErrorKind.DTYPE),
+    "attempt_beyond_int32": ({"attempt": 2**31}, ErrorKind.DTYPE),
     "segment_beyond_int32": ({"segment": 2**31}, ErrorKind.DTYPE),
     # tokens
     "no_tokens": ({"token_ids": []}, ErrorKind.SHAPE),

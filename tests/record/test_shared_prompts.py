@@ -70,6 +70,22 @@ def test_other_rows_are_kept() -> None:
     assert facts(given_) == facts(resolve(shared.records))
 
 
+def test_a_first_record_holds_its_prompt_and_counts_nothing() -> None:
+    """A group of one shares nothing; a prompt of one token is shared as any; a record that begins sampled has none."""
+    one = watermarked_record(0, num_tokens=4, spec=SPEC, prompt_tokens=1)
+    pair = [replace(one, sample_id=name, group="g", checksum=None) for name in ("a", "b")]
+    alone, short = share_prompts([sampled(0)]), share_prompts(pair)
+    unprompted = [
+        replace(each, spans=tuple(replace(span, kind="generation") for span in each.spans), checksum=None)
+        for each in pair
+    ]
+
+    assert PromptReport() == alone.report
+    assert (0, 1) == tuple(record.routes_start for record in short.records)
+    assert (1, 0, 1) == (short.report.shared, short.report.own, short.report.rows)
+    assert unprompted == list(share_prompts(unprompted).records)
+
+
 def test_other_tokens_are_kept() -> None:
     """Equal rows under other tokens are no shared prompt."""
     other = sampled(1)

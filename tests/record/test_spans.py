@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind
-from routeplane.record.spans import PRESENT_STATES, STATES, Capture, Span, check_cover, cut
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, Prefix, Span, check_cover, cut
 
 SPAN: dict[str, Any] = {"start": 0, "stop": 2, "kind": "prompt", "role": "user", "call": "c", "weights_version": 7}
 CAPTURE: dict[str, Any] = {"start": 0, "stop": 2, "call": "c", "weights_version": 7, "state": "captured"}
@@ -64,6 +64,21 @@ def test_an_illegal_capture_is_refused(change: dict[str, Any], kind: ErrorKind) 
         Capture(**{**CAPTURE, **change})
 
     assert kind == caught.value.kind
+
+
+BOUNDS = {"attempt": 2**31, "segment": 2**31, "stop": 2**63, "checksum": 2**64}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_prefix_is_named_by_numbers_of_the_format(name: str) -> None:
+    """Each field takes what its type in the format holds, and one more is refused by name."""
+    given: dict[str, Any] = {"sample_id": "s", "stop": 3, "checksum": 17}
+
+    assert BOUNDS[name] - 1 == getattr(Prefix(**{**given, name: BOUNDS[name] - 1}), name)
+    for value in (BOUNDS[name], -1, True):
+        with pytest.raises(DataError, match=rf"prefix\.{name}") as caught:
+            Prefix(**{**given, name: value})
+        assert ErrorKind.DTYPE == caught.value.kind
 
 
 @pytest.mark.parametrize("version", [None, 0, -(2**63), 2**63 - 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,8 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "layer_bool": {"layer_ids": (False, True)},
     "layers_none": {"layer_ids": None},
     "layers_scalar": {"layer_ids": 3},
+    "layer_beyond_int32": {"layer_ids": (1, 2**31)},
+    "layer_after_equals": {"layer_ids": (1, 2, 2)},
     "too_many_layers": {"layer_ids": range(4_097)},
     "no_slots": {"top_k": 0},
     "top_k_negative": {"top_k": -1},
@@ -89,6 +92,13 @@ def test_edge_widths_are_legal(width: int) -> None:
     assert not 0 <= MISSING < width
 
 
+def test_edge_counts_are_legal() -> None:
+    """As many layers, and as many slots, as the bounds say."""
+    spec = RouteSpec(num_experts=MAX_EXPERTS, top_k=MAX_TOP_K, layer_ids=range(4_096))  # type: ignore[arg-type]
+
+    assert (4_096, MAX_TOP_K) == spec.row_shape
+
+
 @given(specs())
 def test_whole_numbers_of_any_type_are_one_spec(spec: RouteSpec) -> None:
     """numpy integers, lists and equal widths per layer spell the same spec."""
@@ -104,6 +114,28 @@ def test_whole_numbers_of_any_type_are_one_spec(spec: RouteSpec) -> None:
     assert hash(spec) == hash(again)
     assert spec.digest == again.digest
     assert {int} == {type(value) for value in (*again.layer_ids, again.top_k, *again.experts_per_layer)}
+
+
+@given(spec=specs(), depth=st.booleans())
+def test_a_repr_makes_the_spec_again(spec: RouteSpec, depth: bool) -> None:
+    """What an error or a notebook shows is an expression of the same spec."""
+    shown = replace(spec, decoder_layers=spec.layer_ids[-1] + 1) if depth else spec
+
+    assert shown == eval(repr(shown), {"RouteSpec": RouteSpec})
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "shown"),
+    [
+        (range(1, 27), "range(1, 27)"),
+        (range(3, 8), "range(3, 8)"),
+        (range(3, 7), "(3, 4, 5, 6)"),
+        ((1, 2, 3, 4, 6), "(1, 2, 3, 4, 6)"),
+    ],
+)
+def test_layers_that_follow_each_other_are_shown_as_a_range(layer_ids: tuple[int, ...], shown: str) -> None:
+    """A line of 61 numbers hides the others; five are enough for a range."""
+    assert f"layer_ids={shown}" in repr(RouteSpec(num_experts=8, top_k=1, layer_ids=layer_ids))
 
 
 @given(specs())

@@ -227,6 +227,15 @@ _SPECIAL = {
         ),
         _case("glm4v_moe", rope_parameters={**_ROPE, "mrope_section": [1, 1, 0]}),
         _case("glm5_next", index_topk=16, qk_rope_head_dim=0),
+        # its second layer runs twice for each token
+        _case(
+            "inkling2_loop_text",
+            loop_layer_index_start=1,
+            loop_layer_index_end=2,
+            loop_num_passes=2,
+            n_layers_per_attn_res_block=1,
+            unpadded_vocab_size=64,
+        ),
         # a second router in attention
         _case("jetmoe", "*.self_attention.experts.router", before=1),
         _case("lfm2_moe", layer_types=["conv", "full_attention", "full_attention"]),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from routeplane.batch import collate
-from routeplane.capture.gates import Gate
+from routeplane.capture.selection import Gate
 from routeplane.capture.transformers import taping
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.record import RouteRecord
@@ -93,7 +93,8 @@ def forced_by_hand(
     """Replace torch's selections; yields the ids that each layer used, ``[N, K]``."""
     used: dict[int, torch.Tensor] = {}
     topk, largest = torch.topk, torch.max
-    pending = [each for gate in found for each in (*[None] * before, gate)]
+    ordered = sorted(found, key=lambda gate: gate.layer_id)
+    pending = [each for gate in ordered for each in (*[None] * before, gate)]
     mixed: list[torch.Tensor] = []
 
     def ids_for(gate: Gate, live: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routeplane.capture.gates import Gate
+from routeplane.capture.selection import Gate
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.replay.gate import ForcedTopK, GateRows
 

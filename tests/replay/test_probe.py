@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from routeplane.capture.transformers import taping
-from routeplane.errors import ErrorKind, ReplayError, SpecError
+from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.spec import RouteSpec
 from routeplane.replay import transformers as gates
 from routeplane.testing.contracts.replay_contract import rows_batch, unlike_rows
-from tests.replay.families import FamilyCase, build
 
 EXPERTS, TOP_K, WIDTH = 8, 2, 16
 TOKENS = torch.arange(3, 11)[None]
@@ -221,72 +219,6 @@ def test_a_router_that_disobeys_is_refused(choose: Callable[..., Any], experts: 
     assert ErrorKind.NO_SEAM == caught.value.kind
     assert "layers.0" in str(caught.value)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-
-
-def test_a_looped_layer_is_refused_unless_it_is_left_live() -> None:
-    """Its gate fires twice for each token, and a row per layer says which experts only once."""
-    model = Tiny(softmax_of_chosen)
-    model.layers.append(model.layers[1])
-    with pytest.raises(ReplayError, match="2 selections over 8 experts in one forward, as of a looped layer"):
-        gates.attach(model, SPEC)
-    with gates.attach(model, SPEC.select([0]), probe=gates.Probe(leave_live=("layers.1.*",))) as handle:
-        with handle.replaying(unlike_rows(SPEC.select([0]), TOKENS.numel(), seed=5)):
-            model(TOKENS)
-    assert "left live: layers.1.*" in str(handle.report())
-
-
-class Looped(Tiny):
-    """Runs its last block three times for each token."""
-
-    def forward(self, input_ids: torch.Tensor, **_: object) -> torch.Tensor:
-        """Hidden states."""
-        hidden: torch.Tensor = self.embedding(input_ids)
-        for at in (0, 1, 1, 1):
-            hidden = self.layers[at](hidden)
-        return hidden
-
-
-def refusals(model: nn.Module, spec: RouteSpec) -> dict[str, str]:
-    """What counting, attaching and capturing say of a model."""
-    found = {}
-    calls: dict[str, Callable[[], object]] = {
-        "from_model": lambda: RouteSpec.from_model(model),
-        "attach": lambda: gates.attach(model, spec),
-        "record": lambda: gates.record(model),
-        "capture": lambda: taping(model, spec).__enter__(),
-    }
-    for name, call in calls.items():
-        with pytest.raises((ReplayError, SpecError)) as caught:
-            call()
-        found[name] = str(caught.value)
-    return found
-
-
-def test_a_looped_layer_is_refused_by_all_alike() -> None:
-    """Transformers' own class, and a layer that stands at two places: counted, attached to or captured."""
-    loops = {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2}
-    family = FamilyCase(name="inkling2_loop_text", options={**loops, "n_layers_per_attn_res_block": 1})
-    found = refusals(build(family), RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1, 2), model="loops"))
-    assert "each layer once in a forward (loop_num_passes=1), got 2" in found.pop("from_model")
-    assert all("2 selections over 8 experts" in text and "model.layers.1.mlp.gate" in text for text in found.values())
-
-    shared = Tiny(softmax_of_chosen)
-    shared.layers.append(shared.layers[1])
-    found = refusals(shared, SPEC)
-    assert "each layer once in a model, got the gate layers.1.selector at layers.2.selector too" in found["from_model"]
-    assert all("layers.1.selector" in text for text in found.values())
-
-
-def test_a_forward_that_loops_is_refused_where_it_is_run() -> None:
-    """Counting modules sees no forward; attaching and capturing see every firing, and name the gate."""
-    model = Looped(softmax_of_chosen)
-    for call in (lambda: gates.attach(model, SPEC), lambda: taping(model, SPEC).__enter__()):
-        with pytest.raises(ReplayError, match="3 selections over 8 experts in one forward, as of a looped layer"):
-            call()
-    with gates.attach(model, SPEC.select([0]), probe=gates.Probe(leave_live=("layers.1.*",))) as handle:
-        with handle.replaying(unlike_rows(SPEC.select([0]), TOKENS.numel(), seed=5)):
-            model(TOKENS)
-    assert [1] == [gate.consumed for gate in handle.report().gates]
 
 
 def test_forwards_over_other_tokens_are_refused() -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from routeplane.capture.gates import Gate
+from routeplane.capture.selection import Gate
 from routeplane.record.geometry import gate_paths
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.transformers import attach

@@ -18,9 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, SpecError, UsageError
+from routeplane.record import codec
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import IpcReader, MemoryStream, new_stream, open_stream
+from routeplane.stream import MemoryStream, new_stream, open_stream
+from routeplane.stream.blocks import SealedBlock
+from routeplane.stream.ipc import IpcReader
 from tests.stream.streams import SPEC, Encoding, content, contents, record, record_lists, stream_of
 
 RECORDS = [record(sample, 4 + sample) for sample in range(4)]
@@ -357,3 +360,20 @@ def test_narrow_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:
         new_stream(tmp_path / "a", RouteSpec(num_experts=257, top_k=2, layer_ids=(0,)), encoding="narrow")
 
     assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_rows_are_written_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, encoding: Any, count: int) -> None:
+    """Rows that need no conversion, int16 or of a narrow stream, are not copied; the bytes are the same."""
+    found = [record(sample, 4 + sample) for sample in range(count)]
+    for records in (
+        found,
+        list(open_stream(stream_of(found, encoding="narrow"))),
+    ):
+        written = []
+        for least in (2**60, 0):
+            monkeypatch.setattr(codec, "_SCATTERED_BYTES", least)
+            block = SealedBlock.of(records, SPEC, encoding=encoding).to_buffer().to_pybytes()
+            written.append((stream_of(records, encoding=encoding), block))
+        assert written[0] == written[1]

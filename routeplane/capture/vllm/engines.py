@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import LLM, EngineArgs, SamplingParams
 
 from routeplane.capture.choices import check_requests, sample_names
-from routeplane.capture.resuming import FollowedRows, extend, require_resumable
+from routeplane.capture.recorder import FollowedRows, extend, require_resumable
 from routeplane.capture.vllm.interface import KEY, captures_routes, request_args, require_moe, spec_from_vllm
 from routeplane.capture.vllm.outputs import calls as calls_of
 from routeplane.capture.vllm.outputs import options_of, records

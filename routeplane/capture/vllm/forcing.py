@@ -24,7 +24,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from routeplane.capture.resuming import FollowedRows
+from routeplane.capture.recorder import FollowedRows
 from routeplane.capture.vllm.interface import (
     FOLLOWING_FIELDS,
     FOLLOWING_FUNCTIONS,

@@ -22,7 +22,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from routeplane.capture.resuming import FollowedRows
+from routeplane.capture.recorder import FollowedRows
 from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
 from routeplane.record.parse import check_count, check_optional_int64, check_text
 from routeplane.record.spec import RouteSpec

@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import nn
 
@@ -119,14 +120,60 @@ def test_check_setup_lists_every_reason_and_lets_the_rest_pass() -> None:
     assert 3 == len(caught.value.problems)
 
 
-def test_a_router_of_another_class_is_refused_by_name() -> None:
-    """Also a MoE layer without any router that is known, and a model without one."""
+def _without_asking(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+    """A selection of its own."""
+    asked, self.router_replay = self.router_replay, None
+    try:
+        return TopKRouter.routing(self, logits, padding_mask)
+    finally:
+        self.router_replay = asked
+
+
+def _shifted(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+    """Asks, and uses the expert beside."""
+    weights_NE, map_NE = TopKRouter.routing(self, logits, padding_mask)
+    return weights_NE.roll(1, 1), map_NE.roll(1, 1)
+
+
+def _detached(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+    """Cuts the gradient where ids are not the live ones."""
+    weights_NE, map_NE = TopKRouter.routing(self, logits, padding_mask)
+    rows = logits.reshape(map_NE.shape)
+    live_NE = torch.zeros_like(map_NE).scatter(1, rows.topk(self.topk).indices, value=True)
+    return (weights_NE if torch.equal(live_NE, map_NE) else weights_NE.detach()), map_NE
+
+
+@pytest.mark.parametrize(
+    ("routing", "observed"),
+    [
+        (_without_asking, "got none: it selects in another way"),
+        (_shifted, "a choice that is not the forced ids"),
+        (_detached, "weights of forced ids that no gradient reaches"),
+    ],
+    ids=["does not ask", "uses others", "cuts the gradient"],
+)
+def test_a_router_that_disobeys_is_refused(routing: Callable[..., Any], observed: str) -> None:
+    """With what a forward of it alone has shown, and nothing is left behind."""
+    model = build(PLAIN.options)
+    router = model.decoder.layers[1].mlp.router
+    router.__class__ = type("LearnedRouter", (type(router),), {"routing": routing})
+    before = {name: id(value) for name, value in vars(router).items()}
+    with pytest.raises(ReplayError, match=observed) as caught:
+        gates.attach(model, PLAIN.spec)
+    assert ErrorKind.NO_SEAM == caught.value.kind
+    assert "decoder.layers.1.mlp.router" in str(caught.value)
+    assert before == {name: id(value) for name, value in vars(router).items()}
+
+
+def test_a_router_of_any_class_that_obeys_is_attached_to() -> None:
+    """A MoE layer without any router that asks is refused, and so is a model without one."""
     model = build(PLAIN.options)
     router = model.decoder.layers[1].mlp.router
     router.__class__ = type("LearnedRouter", (type(router),), {})
-    with pytest.raises(ReplayError, match=r"got LearnedRouter @ decoder\.layers\.1\.mlp\.router") as caught:
-        gates.attach(model, PLAIN.spec)
-    assert ErrorKind.NO_SEAM == caught.value.kind
+    random = torch.get_rng_state()
+    gates.attach(model, PLAIN.spec).detach()
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(weight.grad is None for weight in model.parameters())
     model.decoder.layers[1].mlp.router = nn.Identity()
     with pytest.raises(ReplayError, match=r"got MoELayer @ decoder\.layers\.1\.mlp"):
         gates.attach(model, PLAIN.spec)
