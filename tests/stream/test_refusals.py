@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], ErrorKind, s
         ErrorKind.ROUTES_MISSING,
         "at least one record",
     ),
-    "a message that is no part of a block": (
+    "a message that is not a part of a block": (
         lambda _: flight._bytes_of(None),
         FormatError,
         ErrorKind.NOT_ARROW,
