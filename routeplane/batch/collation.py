@@ -67,7 +67,8 @@ __all__ = ["BatchBuffers", "BatchOptions", "Lease", "collate", "microbatches"]
 class BatchOptions(PlanOptions):
     """What a batch holds besides the records' own rows: the options of PlanOptions, and those of its content.
 
-    ``seq_len``, ``pad_to_multiple_of``, ``padding_side``, ``max_length``, ``truncate``: as in PlanOptions.
+    ``seq_len``, ``pad_to_multiple_of``, ``pad_total_to_multiple_of``, ``padding_side``, ``max_length``, ``truncate``:
+    as in PlanOptions.
     ``pad_token_id``: the token id at padding. ``fill``: what ``routes`` hold at padding: MISSING, or ``"balanced"``
     ids, which ``RouteBatch.fill_padding`` explains and spreads over ``expert_parallel`` ranks. ``buffers``: the pool
     whose memory the batch is written into until it is released there; default fresh memory.

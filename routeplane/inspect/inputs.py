@@ -135,7 +135,7 @@ class Source:
         )
 
 
-def resolve(patterns: Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
+def resolve(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
     """Find the sources that places name; opens none, but looks at what lies there.
 
     Args:
@@ -151,7 +151,8 @@ def resolve(patterns: Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
         OSError: A place that is not there or may not be read.
     """
     found: dict[str, Source] = {}
-    for pattern in patterns:
+    # a text is a sequence of texts too, and the first character of an absolute path is all of the file system
+    for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
         for name in _names(os.fspath(pattern)):
             for source in _sources_at(name):
                 found.setdefault(source.path if "://" in source.path else os.path.realpath(source.path), source)
@@ -225,7 +226,9 @@ def is_archive(path: str) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def find_sources(patterns: Sequence[str | os.PathLike[str]], *, policy: ReadPolicy = LOOK) -> SourceSet:
+def find_sources(
+    patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, policy: ReadPolicy = LOOK
+) -> SourceSet:
     """Resolve places into one set of sources of one geometry.
 
     Args:

@@ -140,7 +140,12 @@ class RouteSpec:
 
     @classmethod
     def from_model(cls, model: object) -> RouteSpec:
-        """Count the live gates of a model (a ``torch.nn.Module``); for architectures ``from_hf_config`` refuses."""
+        """Find the routers of a model, a ``torch.nn.Module``, and count their layers, experts and top-k.
+
+        Serves architectures that ``from_hf_config`` does not know. Weights are not read, so meta tensors will do; a
+        pipeline stage gives its own layers only. Raises SpecError for a model without routers (DENSE_MODEL) or with
+        one that could not be understood (UNSUPPORTED_GEOMETRY), UsageError for anything that is not a model.
+        """
         return cls._from_geometry(geometry_from_model(model))
 
     @classmethod

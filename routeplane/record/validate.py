@@ -90,7 +90,14 @@ def find_problems(
 
 
 def check_routes(routes: NDArray[Any], spec: RouteSpec, *, first_token: int = 0, sample: str | None = None) -> None:
-    """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal."""
+    """Raise DataError, with the findings of ``find_problems`` attached, unless every row is legal; arguments as there.
+
+    >>> from routeplane import RouteSpec
+    >>> check_routes(np.zeros((1, 1, 2), np.int16), RouteSpec(num_experts=8, top_k=2, layer_ids=(3,)), sample="s")
+    Traceback (most recent call last):
+    ...
+    routeplane.errors.DataError: illegal routes: expected pairwise distinct ids, got [0, 0] @ sample s, token 0, layer 3
+    """
     found = find_problems(routes, spec, first_token=first_token, sample=sample)
     if found:
         raise DataError.from_problems(found, what="illegal routes")

@@ -25,8 +25,6 @@ from routeplane.stream.sockets import Address, Listener, connect, listen, parse_
 __all__ = [
     "BlockLimits",
     "BlockName",
-    "IpcReader",
-    "IpcWriter",
     "Listener",
     "MemoryStream",
     "QuarantineOptions",

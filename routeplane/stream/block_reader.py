@@ -22,46 +22,28 @@ from routeplane.record.prefixes import join_prefix
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.schema import Encoding
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.blocks import (
-    DEFAULT_OPTIONS,
-    DEFAULT_POLICY,
-    LEANS_KEY,
-    BlockState,
-    Manifest,
-    ReadOptions,
-    SealedBlock,
-    check_name,
-    wait_until,
-)
+from routeplane.stream import blocks
 from routeplane.stream.files import frames_of
 from routeplane.stream.ipc import IpcReader
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = [
-    "BlockPart",
-    "BlockReader",
-    "BlockRecords",
-    "BlockStore",
-    "cut_block",
-    "parse_leans",
-    "sealed_cut",
-]
+__all__ = ["BlockPart", "BlockReader", "BlockRecords", "BlockStore", "cut_block", "parse_leans", "sealed_cut"]
 
 
 class BlockStore(ABC):
     """Where the blocks of a place lie, for one reader; carriers implement it. Pickles; a copy holds no group."""
 
     #: What the place declares.
-    manifest: Manifest
+    manifest: blocks.Manifest
 
     @abstractmethod
     def producers(self) -> list[str]:
         """The producers that ever opened the place, sorted."""
 
     @abstractmethod
-    def state(self, name: BlockName) -> BlockState:
+    def state(self, name: BlockName) -> blocks.BlockState:
         """What can be said of a block now."""
 
     @abstractmethod
@@ -110,8 +92,8 @@ class BlockReader(RecordReader):
         *,
         producers: int | Sequence[str],
         follow: bool = True,
-        policy: ReadPolicy = DEFAULT_POLICY,
-        options: ReadOptions = DEFAULT_OPTIONS,
+        policy: ReadPolicy = blocks.DEFAULT_POLICY,
+        options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
     ) -> None:
         self._store, self._follow, self._options = store, follow, options
         self._pid: int | None = os.getpid()
@@ -171,7 +153,7 @@ class BlockReader(RecordReader):
         """
         start = self._acknowledged if position is None else position
         self._check_position(start)
-        return self._names(start, in_turn=True)
+        return self._names(start)
 
     def open(self, name: BlockName) -> BlockRecords:
         """Open one block as a source, under this reader's policy; the bytes are copied before they are verified."""
@@ -199,16 +181,19 @@ class BlockReader(RecordReader):
         )
         return self._store.cut(name, part)
 
-    def _names(self, position: Position, *, in_turn: bool) -> Iterator[BlockName]:
-        turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
-        while (name := turns.next(position, in_turn=in_turn)) is not None:
+    def _names(self, position: Position) -> Iterator[BlockName]:
+        turns = self._turns()
+        while (name := turns.next(position, in_turn=True)) is not None:
             yield name
             position = position.after(name)
+
+    def _turns(self) -> _Turns:
+        return _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
 
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _arrive(self) -> Iterator[RouteRecord]:
-        turns = _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
+        turns = self._turns()
         self._reached = self._acknowledged
         try:
             while (name := turns.next(self._reached, in_turn=False)) is not None:
@@ -247,19 +232,18 @@ class BlockReader(RecordReader):
 
 
 def _expected_producers(producers: int | Sequence[str]) -> int | tuple[str, ...]:
-    names = (
-        producers if isinstance(producers, int) else tuple(sorted({check_name(each, "producer") for each in producers}))
-    )
-    if names == () or (isinstance(names, int) and names < 1):
+    if not isinstance(producers, int):
+        producers = tuple(sorted({blocks.check_name(each, "producer") for each in producers}))
+    if producers == () or (isinstance(producers, int) and producers < 1):
         raise refused("at least one producer", f"{producers}")
-    return names
+    return producers
 
 
 class _Turns:
     """Chooses the next block of a place, and waits for it."""
 
     def __init__(
-        self, store: BlockStore, options: ReadOptions, *, expected: int | tuple[str, ...], follow: bool
+        self, store: BlockStore, options: blocks.ReadOptions, *, expected: int | tuple[str, ...], follow: bool
     ) -> None:
         self._store, self._options, self._expected, self._follow = store, options, expected, follow
         self._known: list[str] = []
@@ -272,15 +256,13 @@ class _Turns:
 
         ``in_turn``: the order that the position decides; otherwise whichever is sealed first.
         """
-        found: list[BlockName] = []
 
-        def look() -> bool:
-            name = self._look(position, in_turn=in_turn)
-            found.extend([] if name is None else [name])
-            return name is not None or self.complete or not self._follow
+        def look() -> BlockName | bool:
+            return self._look(position, in_turn=in_turn) or self.complete or not self._follow
 
-        wait_until(look, self._options.timeout_s, expected=lambda: f"a block of {self._producers() or 'any producer'}")
-        return found[0] if found else None
+        expected = f"a block of {self._producers() or 'any producer'}"
+        found = blocks.wait_until(look, self._options.timeout_s, expected=lambda: expected)
+        return found if isinstance(found, BlockName) else None
 
     def _look(self, position: Position, *, in_turn: bool) -> BlockName | None:
         producers = self._producers()
@@ -298,7 +280,7 @@ class _Turns:
         self.complete = all_known and closed == len(producers)
         return None
 
-    def _state(self, producer: str, number: int) -> tuple[BlockName, BlockState]:
+    def _state(self, producer: str, number: int) -> tuple[BlockName, blocks.BlockState]:
         """The producer's first block from a number on that is not void, and its state. Raises for an end that fails."""
         while (state := self._store.state(name := BlockName(producer, number))) == "void":
             number += 1
@@ -309,29 +291,26 @@ class _Turns:
             )
         if state == "aborted":
             raise TruncatedError(f"expected producer {producer!r} to close, got its abort", kind=ErrorKind.ABORTED)
-        if state == "vanished":
-            self._note_vanished(producer)
-        else:
+        if state != "vanished":
             self._dead_since.pop(producer, None)
-        return name, state
-
-    def _note_vanished(self, producer: str) -> None:
-        since = self._dead_since.setdefault(producer, time.monotonic())
-        if self._options.on_vanished == "raise" and time.monotonic() - since >= self._options.grace_s:
+            return name, state
+        dead_s = time.monotonic() - self._dead_since.setdefault(producer, time.monotonic())
+        if self._options.on_vanished == "raise" and dead_s >= self._options.grace_s:
             raise TruncatedError(
                 f"expected producer {producer!r} to close, got none alive under that name for "
                 f"{self._options.grace_s} s: start it again under the same name, and read on",
                 kind=ErrorKind.VANISHED,
             )
+        return name, state
 
     def _producers(self) -> list[str]:
-        if isinstance(self._expected, int):
-            if len(self._known) < self._expected:
-                self._known = self._store.producers()
-            if len(self._known) > self._expected:
-                raise refused(f"{self._expected} producers", f"{self._known}")
-            return self._known
-        return list(self._expected)
+        if not isinstance(self._expected, int):
+            return list(self._expected)
+        if len(self._known) < self._expected:
+            self._known = self._store.producers()
+        if len(self._known) > self._expected:
+            raise refused(f"{self._expected} producers", f"{self._known}")
+        return self._known
 
 
 def _rotated(producers: list[str], last: str | None) -> list[str]:
@@ -412,7 +391,7 @@ class BlockRecords(IpcReader):
 
 def parse_leans(metadata: Mapping[str, str]) -> tuple[int, ...] | None:
     """Which blocks a trailer's metadata names; None where no record is a delta. Raises FormatError."""
-    text = metadata.get(LEANS_KEY)
+    text = metadata.get(blocks.LEANS_KEY)
     if text is None:
         return None
     try:
@@ -480,4 +459,4 @@ def sealed_cut(data: pa.Buffer, part: BlockPart, *, read: Callable[[int], pa.Buf
     records = cut_block(data, part, read=read)
     if not records:
         raise DataError("expected at least one record in the part, got none", kind=ErrorKind.ROUTES_MISSING)
-    return SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer()
+    return blocks.SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer()

@@ -355,7 +355,7 @@ class Listener:
         )
 
     def _peers(self) -> list[_Handshake]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+        return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
 
     def _welcome(self) -> None:
         """Take the connections that wait, as many as have a place; where none is left, the oldest silent peer goes."""

@@ -25,7 +25,8 @@ from routeplane.record.schema import FORMAT_VERSION, FORMATS
 from routeplane.record.spans import Capture, CaptureState, Sampling, Span
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import WeightsMeaning
-from routeplane.stream import IpcReader, new_stream, open_stream
+from routeplane.stream import new_stream, open_stream
+from routeplane.stream.ipc import IpcReader
 from tests.format import reference
 from tests.format.documents import SCHEMAS, dump, load, record_json, spec_json, spec_of
 

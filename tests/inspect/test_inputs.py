@@ -23,6 +23,7 @@ from routeplane.stream import new_stream, open_stream
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 from tests.archive.object_store import BUCKET, options, running_store
 from tests.inspect.containers import PLACINGS, archived, streamed
+from tests.inspect.runs import run
 
 SPEC = watermarked_spec()
 RECORDS = [watermarked_record(index, num_tokens=6 + index, spec=SPEC) for index in range(4)]
@@ -256,3 +257,9 @@ def test_an_object_store_holds_streams_and_archives(
             assert 4 == json.loads(capsys.readouterr().out)["records"]
     assert 2 == main(arguments=["info", where.replace("a.arrows", "none.arrows")])
     assert 2 == main(arguments=["info", f"s3://{BUCKET}/none"])
+
+
+def test_one_path_is_one_place(tmp_path: Path) -> None:
+    """Not as many places as it has characters, of which the first is the root folder."""
+    path = streamed(tmp_path / "a.arrows", run(1))
+    assert (path,) == find_sources(path).paths

@@ -19,8 +19,9 @@ from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError
 from routeplane.record.codec import write_batch
 from routeplane.record.interfaces import Admission
 from routeplane.record.record import Prefix, RouteRecord
-from routeplane.stream import IpcReader, QuarantineOptions, StreamReport, open_stream
+from routeplane.stream import QuarantineOptions, StreamReport, open_stream
 from routeplane.stream.frames import frames_of_buffer
+from routeplane.stream.ipc import IpcReader
 from tests.stream.streams import (
     SPEC,
     Encoding,

@@ -209,6 +209,15 @@ def test_a_producer_waits_for_the_answer_no_longer_than_told(listener: Listener)
     assert ErrorKind.TIMED_OUT == caught.value.kind
 
 
+def test_a_listener_may_be_closed_again() -> None:
+    """A second ``close`` does nothing; the address is free after the first."""
+    with listen("tcp://127.0.0.1:0") as found:
+        address = found.address
+        found.close()
+    with pytest.raises(TransportError):
+        new_stream(address, SPEC, timeout_s=0.1)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Addresses and options
 # ----------------------------------------------------------------------------------------------------------------------

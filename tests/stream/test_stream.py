@@ -21,8 +21,9 @@ from routeplane.errors import ErrorKind, SpecError, UsageError
 from routeplane.record import codec
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spec import RouteSpec
-from routeplane.stream import IpcReader, MemoryStream, new_stream, open_stream
+from routeplane.stream import MemoryStream, new_stream, open_stream
 from routeplane.stream.blocks import SealedBlock
+from routeplane.stream.ipc import IpcReader
 from tests.stream.streams import SPEC, Encoding, content, contents, record, record_lists, stream_of
 
 RECORDS = [record(sample, 4 + sample) for sample in range(4)]
