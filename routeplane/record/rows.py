@@ -210,7 +210,7 @@ def lay_out(
     illegal one comes out.
     """
     part_SLK = legal_SLK[tokens[0] : tokens[1]]
-    whole = len(slots) == spec.num_layers and slots == tuple(range(spec.num_layers))
+    whole = slots == tuple(range(spec.num_layers))
     copied = whole and legal_SLK.dtype != np.uint8
     kernels = None if copied and not past_caches else kernels_for(legal_SLK, spec)
     if kernels is not None:

@@ -318,6 +318,38 @@ def test_weights_of_every_meaning(meaning: WeightsMeaning) -> None:
     assert illegal_weights(stored, ~there, meaning=meaning).all()
 
 
+_SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.97, 1.0, 1.03, -0.03, np.nan])
+
+
+@given(
+    meaning=st.sampled_from(MEANINGS),
+    shares=st.lists(st.tuples(_SHARES, _SHARES, st.booleans()), min_size=1, max_size=4),
+    halved=st.booleans(),
+)
+def test_weights_are_judged_row_by_row(
+    meaning: WeightsMeaning, shares: list[tuple[float, float, bool]], halved: bool
+) -> None:
+    """NaN throughout where the row is MISSING, else numbers in [0, ceiling] whose sum is what the meaning says."""
+    most = meaning.factor if meaning.scaling == "in" else 1.0
+    values = np.asarray([[[a * most, b * most]] for a, b, _ in shares], dtype=np.float32)
+    stored = (values.view(np.uint32) >> 16).astype(np.uint16) if halved else values
+    off = most * (2e-2 if halved or meaning.dtype == "bfloat16" else 1e-4)
+    missing_SL = np.asarray([[missing] for _, _, missing in shares])
+    expected = []
+    for row, (_, _, missing) in zip(as_float32(stored)[:, 0].tolist(), shares, strict=True):
+        if missing:
+            expected.append(not all(weight != weight for weight in row))
+            continue
+        legal = all(0 <= weight <= most + off for weight in row)
+        if meaning.renormalised or meaning.score == "softmax":
+            legal = legal and sum(row) <= most + off
+        expected.append(not legal or (meaning.renormalised and sum(row) < most - off))
+
+    assert expected == illegal_weights(stored, missing_SL, meaning=meaning)[:, 0].tolist()
+    if halved:
+        assert ((values - as_float32(stored))[~np.isnan(values)] <= np.abs(values[~np.isnan(values)]) / 128).all()
+
+
 def test_conversion_of_weights() -> None:
     """What arithmetic can reach is converted; the rest is refused with what differs."""
     plain = replace(SCALED, renormalised=False, scaling="out")

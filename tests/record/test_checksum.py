@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.record.calls import ModelCall
-from routeplane.record.checksum import CanonicalHash
+from routeplane.record.checksum import CanonicalHash, array_heads, number_items
 from routeplane.record.record import Prefix, RouteRecord
-from routeplane.record.spans import Capture, Span
+from routeplane.record.spans import Capture, Sampling, Span
 from routeplane.record.spec import RouteSpec
 from routeplane.testing.strategies import records
 
@@ -58,6 +58,11 @@ def utf8(name: str, value: str | None) -> bytes:
 def int64(name: str, value: int | None) -> bytes:
     """An int64 or null."""
     return item(name, None if value is None else struct.pack("<q", value))
+
+
+def float64(name: str, value: float | None) -> bytes:
+    """A float64 or null."""
+    return item(name, None if value is None else struct.pack("<d", value))
 
 
 _NAN = {"e": b"\x00\x7e", "f": b"\x00\x00\xc0\x7f", "d": b"\x00\x00\x00\x00\x00\x00\xf8\x7f"}
@@ -120,6 +125,25 @@ def _span(span: Span) -> bytes:
         + utf8("role", span.role)
         + utf8("call", span.call)
         + int64("weights_version", span.weights_version)
+        + (b"" if span.sampling is None else item("sampling", _sampling(span.sampling), count=1))
+    )
+
+
+def _sampling(sampling: Sampling) -> bytes:
+    """The members in the order of 6.2."""
+    given = sampling.processors
+    names = None if given is None else b"".join(utf8("name", name) for name in given)
+    return (
+        float64("temperature", sampling.temperature)
+        + float64("top_p", sampling.top_p)
+        + int64("top_k", sampling.top_k)
+        + float64("min_p", sampling.min_p)
+        + float64("presence_penalty", sampling.presence_penalty)
+        + float64("frequency_penalty", sampling.frequency_penalty)
+        + float64("repetition_penalty", sampling.repetition_penalty)
+        + utf8("logit_bias", sampling.logit_bias)
+        + item("processors", names, count=len(given or ()))
+        + utf8("logprobs_mode", sampling.logprobs_mode)
     )
 
 
@@ -172,6 +196,50 @@ def test_the_golden_checksum() -> None:
 def test_the_checksum_is_that_of_the_grammar(record: RouteRecord) -> None:
     """Any record's checksum is the restated one."""
     assert plain_checksum(record) == record.checksum
+
+
+_REAL = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=_REAL,
+    top_p=_REAL,
+    top_k=st.none() | st.integers(-(2**63), 2**63 - 1),
+    min_p=_REAL,
+    presence_penalty=_REAL,
+    frequency_penalty=_REAL,
+    repetition_penalty=_REAL,
+    logit_bias=st.none() | st.just("sha256:0a"),
+    processors=st.none() | st.lists(st.sampled_from(["a", "é"]), max_size=3).map(tuple),
+    logprobs_mode=st.none() | st.sampled_from(["raw", "processed"]),
+)
+
+
+@given(sampling=SAMPLINGS)
+def test_sampling_follows_the_span_that_it_made(sampling: Sampling) -> None:
+    """A struct item behind the version of the weights, its members in the order of 6.2; nothing where it is null."""
+    spans = (GOLDEN.spans[0], replace(GOLDEN.spans[1], sampling=sampling))
+    record = replace(GOLDEN, spans=spans, checksum=None)
+
+    assert plain_checksum(record) == record.checksum
+
+
+@given(
+    starts=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4),
+    attempts=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4),
+)
+def test_items_of_many_entries_are_those_of_each(starts: list[int], attempts: list[int]) -> None:
+    """What is made column by column is, entry by entry, what the grammar says of one."""
+    count = len(starts)
+    wide, narrow = np.asarray(starts, dtype=np.int64), np.asarray(attempts[:count], dtype=np.int32)
+    sizes = np.abs(narrow.astype(np.int64))
+    expected = [
+        int64("start", start) + item("attempt", struct.pack("<i", attempt)) + int64("stop", start)
+        for start, attempt in zip(starts, narrow.tolist(), strict=True)
+    ]
+
+    assert expected == number_items(start=wide, attempt=narrow, stop=wide.astype(">i8"))
+    heads = array_heads("routes", sizes, behind=int64("routes_start", 3))
+    assert [int64("routes_start", 3) + string("routes") + b"\x00" + u64(size) for size in sizes.tolist()] == heads
 
 
 def test_the_checksum_of_a_call_is_that_of_the_grammar() -> None:
@@ -233,6 +301,7 @@ def test_every_nan_is_one_nan(kind: str) -> None:
     for bits in NAN_BITS[kind]:
         values = np.asarray([bits, 0], dtype=f"<u{size}").view(kind)
         assert np.isnan(values).tolist() == [True, False]
+        assert xxhash.xxh3_64_intdigest(u64(0) + numbers("x", values)) == _hashed(values)
         found.add(_hashed(values))
         assert bits == int(values.view(f"<u{size}")[0])
 

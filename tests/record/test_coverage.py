@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,10 @@ from routeplane.record.spans import (
     SpanKind,
     check_cover,
     coverage_problems,
+    lose_first_rows,
     lose_rows,
     settle_partial,
+    stale_kv,
     suffix_problems,
 )
 from routeplane.record.spec import MISSING, RouteSpec
@@ -235,3 +238,70 @@ def test_lost_captures_cover_and_keep_what_stands_elsewhere(record: RouteRecord)
     assert before[:start] == after[:start]
     assert ["not_fed" if state == "not_fed" else "lost" for state in before[start:]] == after[start:]
     assert {None} >= {capture.weights_version for capture in lost if capture.state == "lost" and capture.start >= start}
+
+
+@st.composite
+def any_captures(draw: st.DrawFn, *, states: tuple[CaptureState, ...] = STATES) -> tuple[Capture, ...]:
+    """Runs of one call and version of the weights, in any order."""
+    runs = st.tuples(
+        st.integers(1, 2), st.sampled_from(["a", "b"]), st.sampled_from([1, 2, None]), st.sampled_from(states)
+    )
+    found, at = [], 0
+    for length, call, version, state in draw(st.lists(runs, min_size=1, max_size=8)):
+        found.append(Capture(start=at, stop=at + length, call=call, weights_version=version, state=state))
+        at += length
+    return tuple(found)
+
+
+@given(captures=any_captures(), stop=st.integers(0, 20))
+def test_rows_that_another_record_lost_are_lost_here(captures: tuple[Capture, ...], stop: int) -> None:
+    """Token by token: what was fed before ``stop`` is lost, by no known weights; the rest stays as declared."""
+    told = [capture for capture in captures for _ in range(capture.start, capture.stop)]
+    lost = lose_first_rows(captures, stop)
+    check_cover(lost, len(told), what="lost")
+    found = [(each.call, each.state, each.weights_version) for each in lost for _ in range(each.start, each.stop)]
+
+    assert found == [
+        (before.call, "lost", None)
+        if token < stop and before.state != "not_fed"
+        else (before.call, before.state, before.weights_version)
+        for token, before in enumerate(told)
+    ]
+
+
+@given(captures=any_captures(states=("captured", "partial")) | any_captures())
+def test_rows_are_stale_from_the_first_of_other_weights_on(captures: tuple[Capture, ...]) -> None:
+    """Token by token: captured rows of a call, of known weights, once one of other weights than its first was seen."""
+    known: dict[str, list[int]] = {}
+    expected = set()
+    for capture in captures:
+        if capture.state in ("captured", "partial") and capture.weights_version is not None:
+            seen = known.setdefault(capture.call, [])
+            seen.append(capture.weights_version)
+            expected |= set(range(capture.start, capture.stop)) if len(set(seen)) > 1 else set()
+    found = stale_kv(captures)
+
+    assert sorted(expected) == [token for start, stop in found for token in range(start, stop)]
+    assert all(stop < start for (_, stop), (start, _) in pairwise(found))
+
+
+def test_stale_rows_that_follow_one_another_are_one_piece() -> None:
+    """Two calls were updated; a call of one version stands between their rows."""
+    told = [("a", 1, 0, 2), ("a", 2, 2, 3), ("a", 3, 3, 5), ("b", 2, 5, 6), ("b", 3, 6, 8), ("a", 3, 8, 9)]
+    captures = [
+        Capture(start=start, stop=stop, call=call, weights_version=version, state="captured")
+        for call, version, start, stop in told
+    ]
+
+    assert [(2, 5), (6, 9)] == stale_kv(captures)
+
+
+def test_a_contradiction_is_located_where_it_begins() -> None:
+    """The first row that is not what its capture says, counted from the start of the record."""
+    routes_SLK = np.zeros((6, 2, 2), dtype=np.int16)
+    routes_SLK[3, 1] = MISSING
+    captures = (*captures_of(["lost"] * 2), Capture(start=2, stop=8, call="c", weights_version=1, state="captured"))
+    [problem] = coverage_problems(captures, routes_SLK, routes_start=2, sample="s")
+
+    assert (5, ErrorKind.COVERAGE) == (problem.token, problem.kind)
+    assert "got 1 rows otherwise" in problem.message

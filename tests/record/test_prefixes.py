@@ -249,6 +249,26 @@ def test_a_record_of_another_spec_shares_nothing() -> None:
     assert longer is as_delta(longer, base)
 
 
+OTHER_TYPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "base has a column more": ({"columns": {"x": np.zeros(5, np.int8)}}, {}),
+    "base has a column less": ({}, {"columns": {"x": np.zeros(8, np.int8)}}),
+    "another dtype": ({"columns": {"x": np.zeros(5, np.int8)}}, {"columns": {"x": np.zeros(8, np.int16)}}),
+    "base has no log-probabilities": ({"logprobs": None}, {}),
+    "base alone has log-probabilities": ({}, {"logprobs": None}),
+    "another model": ({"spec": replace(SPEC, model="other")}, {}),
+}
+
+
+@pytest.mark.parametrize(("base", "longer"), OTHER_TYPES.values(), ids=OTHER_TYPES)
+def test_records_of_other_columns_share_nothing(base: dict[str, Any], longer: dict[str, Any]) -> None:
+    """Equal tokens and rows do not make a delta where what stands beside them is of another kind."""
+    short, long = (watermarked_record(0, num_tokens=count, prompt_tokens=2, spec=SPEC) for count in (5, 8))
+    record = replace(long, **longer, checksum=None)
+
+    assert 4 == as_delta(long, short).tokens_start
+    assert record is as_delta(record, replace(short, **base, checksum=None))
+
+
 @given(
     tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     scores=st.integers(0, 2),

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from routeplane.record import rows, validate
 from routeplane.record.record import cut_record, read_record
-from routeplane.record.rows import absent_tokens, canonical_blocks, lay_out, pick_layers, survey, widen, widen_legal
+from routeplane.record.rows import (
+    absent_tokens,
+    canonical_blocks,
+    lay_out,
+    move_checked,
+    pick_layers,
+    survey,
+    widen,
+    widen_legal,
+)
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.record.validate import all_legal
 from routeplane.testing.builders import watermarked_record, watermarked_spec
@@ -163,7 +172,15 @@ def test_rows_are_laid_out_as_indexing_would(top_k: int, way: str) -> None:
     written."""
     spec = RouteSpec(num_experts=255 if top_k == 1 else 256, top_k=top_k, layer_ids=tuple(range(7)))
     routes_SLK = random_rows(top_k, spec, tokens=90, missing=0.2)
-    picks: list[tuple[int, ...]] = [tuple(range(7)), (0,), (6, 0, 1, 3), (2, 3, 4), (3, 2, 1, 0), (1, 1)]
+    picks: list[tuple[int, ...]] = [
+        tuple(range(7)),
+        tuple(range(7))[::-1],
+        (0,),
+        (6, 0, 1, 3),
+        (2, 3, 4),
+        (3, 2),
+        (1, 1),
+    ]
     for stored_SLK in forms(routes_SLK, spec):
         for slots in picks:
             for start, stop in ((0, 90), (0, 0), (17, 18), (5, 71), (7, 90)):  # 7: on a boundary of 16 bytes
@@ -199,7 +216,7 @@ def test_legal_rows_are_widened_alike(way: str, data: st.DataObject) -> None:
 @given(st.data())
 def test_layers_are_picked_as_indexing_would(data: st.DataObject) -> None:
     """Neighbours or not, of int16 or bytes, of every token or every second: the choice is C-contiguous."""
-    spec = data.draw(specs(min_layers=2, max_layers=5))
+    spec = data.draw(specs(max_layers=5))
     kind, step = data.draw(st.sampled_from(["int16", "uint8"])), data.draw(st.sampled_from([1, 2]))
     routes_SLK = data.draw(routes(spec)).astype(kind)[::step]
     slots = data.draw(st.lists(st.integers(0, spec.num_layers - 1), min_size=1, max_size=6))
@@ -208,6 +225,60 @@ def test_layers_are_picked_as_indexing_would(data: st.DataObject) -> None:
 
         assert np.array_equal(routes_SLK[:, wanted], picked_SLK)
         assert picked_SLK.flags.c_contiguous
+
+
+@pytest.mark.parametrize("kind", ["int16", "uint8"])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+def test_any_number_of_neighbours_is_picked(top_k: int, kind: str) -> None:
+    """Layers that follow one another are copied in one piece, however many, from wherever they begin."""
+    routes_SLK = np.arange(4 * 24 * top_k).reshape(4, 24, top_k).astype(kind)
+    for first in (0, 1, 5):
+        for count in range(1, 24 - first):
+            picked_SLK = pick_layers(routes_SLK, range(first, first + count))
+
+            assert np.array_equal(routes_SLK[:, first : first + count], picked_SLK)
+    one_SLK = np.ascontiguousarray(routes_SLK[:, :1])
+    assert np.array_equal(one_SLK[:, [0, 0]], pick_layers(one_SLK, [0, 0]))
+
+
+_LEGAL = [[3, 5], [0, 1], [7, 2], [-1, -1]]
+
+
+@given(
+    choices=st.lists(st.sampled_from(_LEGAL), min_size=2, max_size=14)
+    | st.lists(st.sampled_from([*_LEGAL, [4, 4], [8, 1], [-1, 2]]), max_size=14),
+    wide=st.booleans(),
+    filled=st.booleans(),
+    gaps=st.none() | st.sets(st.integers(0, 6)),
+)
+def test_rows_are_moved_and_checked_as_a_loop_would(
+    choices: list[list[int]], wide: bool, filled: bool, gaps: set[int] | None
+) -> None:
+    """Every row stands in its new layer, and the tokens that lack one are named; None where a row is not legal."""
+    spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(1, 4))
+    given_SLK = np.asarray(choices[: len(choices) // 2 * 2], dtype=np.int16).reshape(-1, 2, 2)
+    source = given_SLK.astype(np.int64 if wide else np.int16)
+    out_SDK = np.full((len(source), 3, 2), 99, dtype=np.int16)
+    skipped = sorted(token for token in gaps or () if token < len(source))
+    with asked("kernels"), mock.patch.object(rows, "_MARKED_TOKENS", 2):
+        found = move_checked(
+            source,
+            out_SDK,
+            spec=spec,
+            slots=(0, 1),
+            into=(2, 0),
+            gaps=None if gaps is None else np.asarray(skipped, dtype=np.int64),
+            filler=np.asarray([6, 7], dtype=np.int16) if filled else None,
+        )
+    looked_at = [token for token in range(len(source)) if token not in skipped]
+    if any(row not in _LEGAL for token in looked_at for row in given_SLK[token].tolist()):
+        assert found is None
+        return
+
+    assert found is not None
+    assert [token for token in looked_at if MISSING in given_SLK[token]] == found.tolist()
+    assert np.array_equal(given_SLK[looked_at], out_SDK[looked_at][:, [2, 0]])
+    assert {(6, 7) if filled else (99, 99)} >= {tuple(row) for row in out_SDK[looked_at, 1].tolist()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
