@@ -130,7 +130,7 @@ def main(*, full: bool = False) -> Iterator[Result]:
     cut = records_of(8, tokens=4_096, layers=48)
     yield curve(
         "ranks",
-        (1, 4, 16, 64),
+        (1, 4, 16, 128),
         lambda ranks: share_of_the_copy(cut, ranks=ranks, rounds=rounds),
         unit="of one copy of all ranks' batches, cut for each; value: last point over the best",
     )

@@ -1,17 +1,19 @@
 """Replay in a training step: 8,192 tokens through four MoE layers, forward and backward, on one thread.
 
 With replay over without, in the same run: entered, forced, checked and left; every token has a
-row, and hardly one is what the model would choose. Sequences of 512 tokens lie one after the other, as in a packed
-batch, in rows of their own: the cost of attention between them is not measured. Also attaching to 100 MoE
-layers, probing included.
+row, and hardly one is what the model would choose. Sequences of 512 tokens lie in rows of their own. ``packed``: 2,048
+tokens of four sequences in one row, whose attention would otherwise be most of the step. ``compiled``: both models
+under ``torch.compile(backend="aot_eager")``, which traces and does not fuse. Also attaching to 100 MoE layers, probing
+included. Memory of a step is measured where it can be counted, on a GPU: ``make gpu-check``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,7 +51,9 @@ def model_of(*, layers: int, hidden: int) -> Any:
     ).train()
 
 
-def batch_of(spec: RouteSpec, *, tokens: int, sequences: int) -> RouteBatch:
+def batch_of(
+    spec: RouteSpec, *, tokens: int, sequences: int, layout: Literal["padded", "packed"] = "padded"
+) -> RouteBatch:
     """Legal random rows for every token."""
     rng = np.random.default_rng(0)
     length = tokens // sequences
@@ -64,26 +68,47 @@ def batch_of(spec: RouteSpec, *, tokens: int, sequences: int) -> RouteBatch:
         )
         for index in range(sequences)
     ]
-    return collate(records, spec, layout="padded")
+    return collate(records, spec, layout=layout)
 
 
-def step_of(model: Any, batch: RouteBatch) -> Callable[[], None]:
-    """Forward and backward."""
-    inputs = batch.model_inputs()
+def step_of(model: Any, batch: RouteBatch, *, call: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """Forward and backward; ``call``: the model as it is called, where that is another object."""
+    inputs, forward = batch.model_inputs(), model if call is None else call
 
     def step() -> None:
         model.zero_grad()
-        model(**inputs).logits.square().mean().backward()
+        forward(**inputs).logits.square().mean().backward()
 
     return step
 
 
-def steps(*, rounds: int) -> float:
+def compiled_steps(*, rounds: int) -> float:
+    """The same with both models compiled, 2,048 tokens."""
+    plain, twin = model_of(layers=4, hidden=128), model_of(layers=4, hidden=128)
+    for each in (plain, twin):
+        each.set_experts_implementation("grouped_mm")
+    spec = RouteSpec.from_hf_config(plain.config)
+    batch = batch_of(spec, tokens=2_048, sequences=4)
+    calls = [torch.compile(each, backend="aot_eager") for each in (plain, twin)]
+    step = step_of(twin, batch, call=calls[1])
+    with gates.attach(twin, spec, mode="compiled") as replay:
+
+        def replayed() -> None:
+            with replay.replaying(batch):
+                step()
+
+        ways = {"plain": step_of(plain, batch, call=calls[0]), "replayed": replayed}
+        return 1 / relative_rates(ways, yardstick="plain", rounds=rounds)["replayed"]
+
+
+def steps(
+    *, rounds: int, tokens: int = TOKENS, sequences: int = SEQUENCES, layout: Literal["padded", "packed"] = "padded"
+) -> float:
     """Time of the replayed step over that of the plain one."""
     # the same weights twice, so that one model's gates are its own and attaching, measured below, is not in a step
     plain, twin = model_of(layers=4, hidden=128), model_of(layers=4, hidden=128)
     spec = RouteSpec.from_hf_config(plain.config)
-    batch = batch_of(spec, tokens=TOKENS, sequences=SEQUENCES)
+    batch = batch_of(spec, tokens=tokens, sequences=sequences, layout=layout)
     step = step_of(twin, batch)
     with gates.attach(twin, spec) as replay:
 
@@ -114,13 +139,13 @@ def main(*, full: bool) -> Iterator[Result]:
     torch.set_num_threads(1)
     try:
         rounds = 15 if full else 5
-        yield Result(
-            name="replay/step",
-            value=round(steps(rounds=rounds), 3),
-            unit=RATIO,
-            bar=1.03,
-            higher_is_better=False,
-        )
+        for name, measure in (
+            ("step", steps),
+            ("step_packed", partial(steps, tokens=2_048, sequences=4, layout="packed")),
+            ("step_compiled", compiled_steps),
+        ):
+            value = round(measure(rounds=rounds), 3)
+            yield Result(name=f"replay/{name}", value=value, unit=RATIO, bar=1.03, higher_is_better=False)
         yield Result(
             name="replay/attach_100_layers",
             value=round(attaching(), 1),

@@ -13,21 +13,25 @@ import multiprocessing
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from benchmarks.bench_read import SPEC, lengths, record
+from benchmarks.bench_read import ROWS, SPEC, STAGE, lengths, record
 from benchmarks.measure import Result, relative_rates
+from routeplane.batch import BatchOptions, microbatches
+from routeplane.batch.collation import BatchBuffers
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
+from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import check_routes
-from routeplane.stream import MemoryStream, folder, listen, new_stream, open_stream
+from routeplane.stream import MemoryStream, flight, folder, listen, new_stream, open_stream
+from routeplane.stream.blocks import ReadOptions
 
 ROUNDS = 7
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,6 +163,65 @@ def hops(records: Sequence[RouteRecord]) -> list[Result]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A stage by fetch
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def relay(pipe: Any, place: str) -> None:
+    """Serve a folder of blocks, cutting where they lie, until the process ends."""
+    with flight.Server(place) as server:
+        pipe.send(server.place)
+        pipe.recv()
+
+
+def fetched_stage(records: Sequence[RouteRecord]) -> Result:
+    """Processor time in a rank's process: its stage by ``fetch``, over reading the folder's records with all layers."""
+    places = [tempfile.mkdtemp() for _ in range(2)]  # one reader each
+    for place in places:
+        with folder.open_writer(place, SPEC, run="bench", producer="p", encoding="plain") as writer:
+            for each in records:
+                writer.write(each)
+    pools = [BatchBuffers() for _ in range(3)]
+    once = ReadOptions(acknowledge="call")
+
+    def rows_of(parts: Iterable[RouteRecord], spec: RouteSpec, pool: BatchBuffers) -> int:
+        made = microbatches(parts, spec=spec, tokens=ROWS, options=BatchOptions(buffers=pool))
+        return sum(int(batch.lengths.sum()) for batch in pool.releasing(made))
+
+    def read() -> int:
+        with folder.open_reader(places[0], producers=1, options=once) as source:
+            return rows_of(source, SPEC, pools[0])
+
+    with beside(relay, places[1]) as (_, address), flight.open_reader(address, producers=1, options=once) as reader:
+        names = list(reader.names())
+
+        def fetch(layers: Sequence[int], pool: BatchBuffers) -> int:
+            parts = (each for name in names for each in reader.fetch(name, layer_ids=layers))
+            return rows_of(parts, SPEC.select(layers), pool)
+
+        ways: dict[str, Callable[[], int]] = {
+            "read all": read,
+            "fetch the stage": lambda: fetch(STAGE, pools[1]),
+            "fetch all": lambda: fetch(SPEC.layer_ids, pools[2]),
+        }
+        tokens = sum(each.num_tokens for each in records)
+        if any(work() != tokens for work in ways.values()):
+            raise RuntimeError("expected every token of the records, got others")
+        rates = relative_rates(ways, yardstick="read all", rounds=ROUNDS, clock=process_time)
+    for place in places:
+        shutil.rmtree(place)
+    times = {name: round(1 / rate, 3) for name, rate in rates.items()}
+    return Result(
+        name="transport/fetched_stage",
+        value=times.pop("fetch the stage"),
+        unit=f"CPU time of a rank, {len(STAGE)} layers by fetch over Flight, over reading {SPEC.num_layers} itself",
+        bar=0.3,
+        higher_is_better=False,
+        peers=times,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Growth
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -208,4 +271,5 @@ def main(*, full: bool = False) -> Iterator[Result]:
     tokens = 4_096 if full else 1_024
     records = [record(index, length) for index, length in enumerate(lengths(tokens))]
     yield from hops(records)
+    yield fetched_stage(records)
     yield from growth()

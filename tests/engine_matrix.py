@@ -21,8 +21,9 @@ OUTCOMES = ROOT / "tests" / "data" / "engine-outcomes.json"
 FAULTS = ROOT / "tests" / "data" / "engine-faults.json"
 FIGURES = ("tickets", "readable", "cut off", "overwritten", "wrong version")
 
-_OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY = (
-    f"tests/capture/test_vllm{name}.py::" for name in ("_outputs", "", "_scheduler", "_async", "_probing", "_models")
+_OUT, _LLM, _IN, _ASYNC, _PROBE, _FAMILY, _WEIGHTS = (
+    f"tests/capture/test_vllm{name}.py::"
+    for name in ("_outputs", "", "_scheduler", "_async", "_probing", "_models", "_weights")
 )
 
 _SERVER = "tests/capture/test_engine_faults.py::"
@@ -96,6 +97,19 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "logits in the place of log-probabilities refuse the start": (
             f"{_IN}test_a_writer_that_cannot_write_stops_the_start",
         ),
+        "routing weights: a batch, chunks, decoding, several choices": (
+            f"{_WEIGHTS}test_a_batch_in_chunks_decoded_and_drawn_twice",
+        ),
+        "routing weights: prefix cache": (f"{_WEIGHTS}test_cached_tokens_have_the_weights_of_their_rows",),
+        "routing weights: preemption, aborts": (
+            f"{_WEIGHTS}test_preempted_requests_keep_their_weights",
+            f"{_WEIGHTS}test_an_aborted_request_has_weights_where_it_has_rows",
+        ),
+        "routing weights: under rows that gates follow": (f"{_WEIGHTS}test_weights_of_rows_that_a_gate_was_given",),
+        "routing weights that cannot be told refuse the start": (
+            f"{_WEIGHTS}test_weights_that_cannot_be_told_are_refused",
+            f"{_WEIGHTS}test_an_engine_whose_gates_may_be_passed_by_is_refused",
+        ),
     },
     "A server, in the processes that it has": {
         "a ticket in every HTTP form; SIGTERM under load": (
@@ -130,6 +144,9 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "Families": {
         "Mixtral, OLMoE, GPT-OSS, DeepSeek-V2": (f"{_FAMILY}test_rows_of_a_family_are_those_of_transformers",),
+        "routing weights: Mixtral, Llama 4, GLM-4 (the router of DeepSeek-V3)": (
+            f"{_WEIGHTS}test_weights_of_a_family",
+        ),
     },
 }
 

@@ -30,7 +30,7 @@ from routeplane.capture.selection import Gate, SelectionMode
 from routeplane.capture.weights import WeightSite, find_weights, meaning_of
 from routeplane.errors import CaptureError, ErrorKind, refused
 from routeplane.record import spans
-from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn, mask_columns
+from routeplane.record.aligned import AlignedColumn, mask_columns, weights_column
 from routeplane.record.assembly import assemble
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
@@ -399,10 +399,7 @@ class _Weights:
 
     def column(self) -> AlignedColumn:
         """The column of a call, NaN at its last token, which was not fed."""
-        nan = BFLOAT16_NAN if self.values_RLK.dtype == np.uint16 else np.nan
-        last_1LK = np.full_like(self.values_RLK[:1], nan)
-        values_SLK = np.concatenate([self.values_RLK, last_1LK])
-        return AlignedColumn.of(values_SLK, aligned="fed", axes=("layers", "topk"), name="route_weights")
+        return weights_column(self.values_RLK, tokens=len(self.values_RLK) + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

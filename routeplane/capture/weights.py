@@ -29,7 +29,7 @@ from routeplane.capture.selection import Gate, SelectionMode
 from routeplane.errors import ErrorKind, ReplayError
 from routeplane.record.validate import Multiplied, Scaling, Score, WeightDtype, WeightsMeaning
 
-__all__ = ["WeightSite", "find_weights", "meaning_of"]
+__all__ = ["FACTOR_NAME", "WeightSite", "find_weights", "meaning_of"]
 
 #: Standard deviation of the logits under which the functions of them are told apart.
 _SPREAD = 1.0
@@ -42,7 +42,8 @@ _DTYPES: dict[torch.dtype, WeightDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-_FACTOR = re.compile("(?:rout|expert|moe).*scal|scal.*factor|route_scale", re.IGNORECASE)
+#: What models call the constant factor on their routed output.
+FACTOR_NAME = re.compile("(?:rout|expert|moe).*scal|scal.*factor|route_scale", re.IGNORECASE)
 _PRODUCTS = frozenset(
     {
         torch.nn.functional.linear,
@@ -473,7 +474,7 @@ def _factors(gate: nn.Module, block: nn.Module) -> Iterator[tuple[Any, str, floa
     owners |= {id(config): config for module in list(owners.values()) if (config := getattr(module, "config", None))}
     for owner in owners.values():
         for name, value in list(vars(owner).items()):
-            if _FACTOR.search(name) and type(value) in (int, float) and value not in (0, 1):
+            if FACTOR_NAME.search(name) and type(value) in (int, float) and value not in (0, 1):
                 yield owner, name, float(value)
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "join_layers",
     "mask_columns",
     "read_column",
+    "weights_column",
 ]
 
 #: ``fed``: the entry belongs to the row of the token that was fed; ``sampled``: to the token that was sampled.
@@ -661,6 +662,26 @@ def _check_mask(
     found_S[owner_N[mask.values == token_ids[owner_N]]] = True
     if not ascending or (mask.values < 0).any() or (listed_S & ~found_S).any():
         raise _unfit("sampling_mask", "ids that ascend within a list, and the sampled id inside", "others", sample)
+
+
+def weights_column(weights_RLK: NDArray[Any], *, tokens: int, first_row: int = 0) -> AlignedColumn:
+    """Make the column ``route_weights`` of a call, NaN at tokens that brought no row.
+
+    Args:
+        weights_RLK: Weights in the slots of the call's rows ``[R, L, K]``: float32, or uint16 bits of bfloat16.
+        tokens: How many tokens the call has.
+        first_row: The token of the first row.
+
+    Returns:
+        The column of ``tokens`` entries, in memory of its own.
+
+    >>> weights_column(np.asarray([[[0.75, 0.25]]], dtype=np.float32), tokens=2).tolist()
+    [[[0.75, 0.25]], [[nan, nan]]]
+    """
+    nan = BFLOAT16_NAN if weights_RLK.dtype == np.uint16 else np.nan
+    values_SLK = np.full((tokens, *weights_RLK.shape[1:]), nan, dtype=weights_RLK.dtype)
+    values_SLK[first_row : first_row + len(weights_RLK)] = weights_RLK
+    return AlignedColumn.of(values_SLK, aligned="fed", axes=("layers", "topk"), name="route_weights")
 
 
 def mask_columns(

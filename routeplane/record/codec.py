@@ -21,7 +21,7 @@ from routeplane.errors import DataError, ErrorKind, FormatError, SpecError, Usag
 from routeplane.record.aligned import AlignedColumn, ColumnType, blank_weights, concatenate_columns
 from routeplane.record.columnar import Aligned, CheckedBatch, Checks, Ragged, RaggedRoutes, Stored
 from routeplane.record.record import Prefix, RouteRecord, read_record
-from routeplane.record.rows import widen
+from routeplane.record.rows import lay_out, widen
 from routeplane.record.schema import (
     CAPTURE_TYPE,
     FORMAT_VERSION,
@@ -51,6 +51,8 @@ __all__ = [
 #: Values of one column in one batch. The lists of a ragged column end at int32, and Arrow implementations exist that
 #: count all values of a batch in 32 bits (arrow-rs#5901).
 MAX_BATCH_VALUES = 2**31 - 1
+# Rows of a batch of so many bytes are written past the caches, which they would leave before anything reads them.
+_PAST_CACHES = 2**23
 # Less is copied into one piece: a write of its own costs more.
 _SCATTERED_BYTES = 2**18
 
@@ -91,10 +93,8 @@ def write_batch(
         pa.array([record.routes_start for record in records], pa.int64()),
         _ragged_routes(records, spec, encoding, scattered),
         pa.array([_prefix_entry(record.prefix) for record in records], PREFIX_TYPE),
-        pa.array([[_entry(span, span_type) for span in record.spans] for record in records], pa.list_(span_type)),
-        pa.array(
-            [[_entry(item, CAPTURE_TYPE) for item in record.captures] for record in records], pa.list_(CAPTURE_TYPE)
-        ),
+        _intervals([record.spans for record in records], span_type),
+        _intervals([record.captures for record in records], CAPTURE_TYPE),
         _ragged([record.logprobs for record in records], pa.float32()),
         pa.array([sorted(record.attributes.items()) for record in records], pa.map_(pa.utf8(), pa.utf8())),
         pa.array([record.checksum for record in records], pa.uint64()),
@@ -193,9 +193,8 @@ def _ragged_routes(
 ) -> pa.LargeListArray:
     dtype: Any = np.dtype(np.uint8 if encoding == "narrow" else np.int16)
     width = spec.num_layers * spec.top_k
-    # rows that are stored as they are to be written need no widening on the way
-    stored = [record.stored_routes for record in records]
-    arrays = [rows if rows.dtype == dtype else record.routes for rows, record in zip(stored, records, strict=True)]
+    # as they are held: narrow ones are widened on the way into a plain batch
+    arrays = [record.stored_routes for record in records]
     offsets_B1 = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
     size = int(offsets_B1[-1]) * width * dtype.itemsize
     as_they_are = all(array.dtype == dtype and array.flags.c_contiguous for array in arrays)
@@ -208,20 +207,32 @@ def _ragged_routes(
         # Arrow's pool keeps freed pages; fresh ones from numpy cost five times the copy into them
         memory = pa.allocate_buffer(size)
         flat_TW = np.frombuffer(memory, dtype=dtype).reshape(-1, width)
+        out_TLK, slots = flat_TW.reshape(-1, *spec.row_shape), tuple(range(spec.num_layers))
         for array, start, stop in zip(arrays, offsets_B1, offsets_B1[1:], strict=False):
-            # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
-            np.copyto(flat_TW[start:stop], array.reshape(-1, width), casting="unsafe")
+            if encoding == "plain":
+                part, past = (0, len(array)), size >= _PAST_CACHES
+                lay_out(array, spec, tokens=part, slots=slots, out=out_TLK[start:stop], past_caches=past)
+            else:
+                # Legal ids of a narrow spec are at most 255, and -1 becomes 0xFF: the wrap is the encoding.
+                np.copyto(out_TLK[start:stop], array, casting="unsafe")
     storage = pa.FixedSizeListArray.from_arrays(pa.array(flat_TW.reshape(-1)), width)
     rows = pa.ExtensionArray.from_storage(row_type(spec, encoding), storage)
     return pa.LargeListArray.from_arrays(pa.array(offsets_B1.astype(np.int64), pa.int64()), rows)
 
 
-def _entry(item: Span | Capture, kind: pa.StructType) -> dict[str, object]:
-    entry = {field.name: getattr(item, field.name) for field in kind}
+def _intervals(lists: Sequence[Sequence[Span | Capture]], kind: pa.StructType) -> pa.ListArray:
+    names = _names(kind)
+    return pa.array([[_entry(item, names, kind) for item in each] for each in lists], pa.list_(kind))
+
+
+def _names(kind: pa.StructType) -> list[str]:
+    return [field.name for field in kind]
+
+
+def _entry(item: Span | Capture, names: Sequence[str], kind: pa.StructType) -> dict[str, object]:
+    entry = {name: getattr(item, name) for name in names}
     if entry.get("sampling") is not None:
-        entry["sampling"] = {
-            field.name: getattr(entry["sampling"], field.name) for field in kind.field("sampling").type
-        }
+        entry["sampling"] = {name: getattr(entry["sampling"], name) for name in _names(kind.field("sampling").type)}
     return entry
 
 
@@ -349,7 +360,7 @@ def _lost_captures(entries: list[dict[str, Any]], routes_start: int) -> list[dic
         captures = lose_rows(_entries(entries, Capture), routes_start)
     except DataError:
         return entries  # unreadable here, and refused with its reason where the record is built
-    return [_entry(capture, CAPTURE_TYPE) for capture in captures]
+    return [_entry(capture, _names(CAPTURE_TYPE), CAPTURE_TYPE) for capture in captures]
 
 
 def _entries(entries: Sequence[dict[str, Any] | None], kind: type[Interval]) -> tuple[Interval, ...]:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import RouteplaneError, UsageError
-from routeplane.record import columnar, validate
+from routeplane.record import codec, columnar, validate
 from routeplane.record.aligned import AlignedColumn
 from routeplane.record.codec import read_records, write_batch
 from routeplane.record.record import RouteRecord
@@ -325,3 +325,18 @@ def test_parts_that_are_made_late(spec: RouteSpec, tokens: int, seed: int) -> No
         assert made.coverage() == read.coverage()
         assert list(made.capture_intervals()) == list(read.capture_intervals())
         assert {state for _, _, state in read.capture_intervals()} <= set(STATES)
+
+
+@pytest.mark.parametrize("held", ["plain", "narrow"])
+@pytest.mark.parametrize("encoding", ["plain", "narrow"])
+def test_batches_of_records_that_were_read(held: Encoding, encoding: Encoding) -> None:
+    """Whatever form a reader holds rows in, and however they are copied: the batch is that of the records."""
+    for found, spec in (([record(sample, 4 + sample) for sample in range(3)], SPEC), (RICH, NARROW)):
+        rows = write_batch(found, spec, encoding=encoding).column("routes")
+        read = list(open_stream(stream_of(found, spec=spec, encoding=held)))
+        for least in (0, 2**40):
+            with mock.patch.object(codec, "_PAST_CACHES", least), mock.patch.object(validate, "_KERNEL_BYTES", least):
+                assert rows.equals(write_batch(read, spec, encoding=encoding).column("routes"))
+                assert rows[:1].equals(write_batch(read[:1], spec, encoding=encoding).column("routes"))
+        widened = [each for each in read if each.stored_routes.dtype == np.uint8 and "routes" in vars(each)]
+        assert not widened, "narrow rows were widened to be written"

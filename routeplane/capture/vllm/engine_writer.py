@@ -24,8 +24,9 @@ from routeplane.capture.choices import cached_rows, loss_of_rows
 from routeplane.capture.http.tickets import ticket_of_record
 from routeplane.capture.layers import rows_from_layers
 from routeplane.capture.recorder import WeightsChange, record_of_call, split_versions
-from routeplane.capture.vllm.interface import KEY, RequestOptions, WriterConfig, choice_of
+from routeplane.capture.vllm.interface import KEY, RequestOptions, WriterConfig, choice_of, ids_of
 from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError, refused
+from routeplane.record.aligned import weights_column
 from routeplane.record.calls import ModelCall, RowLoss
 from routeplane.record.counts import Counts, add_by_key, rule
 from routeplane.record.spans import Coverage
@@ -162,6 +163,7 @@ class EngineWriter:
         rank: Data-parallel rank of this engine process.
         logprobs_mode: The engine's.
         log: Takes a line for the engine's log.
+        weights_meaning: What the weights are that stand beside the ids of rows; None where there are none.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class EngineWriter:
         rank: int,
         logprobs_mode: str,
         log: Callable[[str], None] = lambda line: None,
+        weights_meaning: str | None = None,
     ) -> None:
         self.sequences: dict[str, RunningSequence] = {}
         self.inline: set[str] = set()  # requests whose rows stay in their answers
@@ -179,7 +182,7 @@ class EngineWriter:
         self._config = config
         self._skipped = 0
         self._tickets: OrderedDict[str, dict[int, str]] = OrderedDict()  # external id -> choice -> ticket
-        build = _RecordBuilder(spec, mode=logprobs_mode.removesuffix("_logprobs"))
+        build = _RecordBuilder(spec, config, mode=logprobs_mode.removesuffix("_logprobs"), meaning=weights_meaning)
         self._blocks = _BlockThread(
             lambda: open_carrier(config, spec, producer=config.producer_of(rank=rank)), build, config, log=log
         )
@@ -426,8 +429,11 @@ class _Job:
 class _RecordBuilder:
     """Makes a call and its record of a sequence that ended."""
 
-    def __init__(self, spec: RouteSpec, *, mode: str) -> None:
-        self._spec, self._mode = spec, mode
+    def __init__(self, spec: RouteSpec, config: WriterConfig, *, mode: str, meaning: str | None) -> None:
+        self._spec, self._mode = spec, {"logprobs_mode": mode}
+        self._said = {} if meaning is None else {"weights_meaning": meaning}
+        kept = np.float32 if config.route_weights == "float32" else np.uint16
+        self._no_weights_RLK = np.empty((0, *spec.row_shape), dtype=kept)
 
     def __call__(self, job: _Job) -> tuple[ModelCall, RouteRecord]:
         sequence = job.sequence
@@ -441,7 +447,7 @@ class _RecordBuilder:
             sample_id=sample_id,
             attempt=sequence.options.attempt,
             group=group,
-            attributes={"finish_reason": job.reason, **({"logprobs_mode": self._mode} if sequence.logprobs else {})},
+            attributes={**self._said, "finish_reason": job.reason, **(self._mode if sequence.logprobs else {})},
         )
         if sequence.changes:
             prompts = {call.call_id: len(sequence.prompt_ids)}
@@ -463,24 +469,27 @@ class _RecordBuilder:
             )
         elif loss is None and sequence.tokens:
             raise DataError(f"expected rows, got none @ request {job.request_id}", kind=ErrorKind.ROUTES_MISSING)
-        routes_RLK = (
-            None
-            if rows_RDK is None
-            else rows_from_layers(rows_RDK, self._spec, first_row=sequence.first_row, call=name)
-        )
+        routes_RLK, weights_RLK, first = None, self._no_weights_RLK, sequence.first_row
+        if rows_RDK is not None:
+            routes_RLK = rows_from_layers(ids_of(rows_RDK), self._spec, first_row=first, call=name)
+        columns = {}
+        if self._said:
+            weights_RLK = weights_RLK if rows_RDK is None else rows_RDK["weights"][:, list(self._spec.layer_ids)]
+            columns["route_weights"] = weights_column(weights_RLK, tokens=sequence.num_tokens, first_row=first)
         cached = len(sequence.prompt_ids) - 1 if sequence.cached is None else sequence.cached
         return ModelCall(
             prompt_ids=np.asarray(sequence.prompt_ids),
             generation_ids=np.asarray(sequence.tokens, dtype=np.int64),
             routes=routes_RLK,
-            first_row=sequence.first_row,
+            first_row=first,
             layer_ids=self._spec.layer_ids,
             weights_version=sequence.weights_version,
             call_id=name,
             logprobs=np.concatenate(sequence.logprobs) if sequence.logprobs else None,
             media=sequence.media,
-            cached=cached_rows(cached, routes_RLK, first_row=sequence.first_row),
+            cached=cached_rows(cached, routes_RLK, first_row=first),
             loss=loss,
+            columns=columns,
         )
 
 

@@ -1,4 +1,4 @@
-"""Gates of a vLLM worker that follow the rows which requests carry: replay inside the engine.
+"""Gates of a vLLM worker: they follow the rows that requests carry, and say how they weigh what they choose.
 
 ``worker_extension_cls="routeplane.capture.vllm.forcing.FollowingWorker"``; ``collective_rpc("routeplane_follow")``
 turns it on. Rows come with a request (``request_args(follow=record)``) and are placed by the request and the absolute
@@ -8,14 +8,18 @@ router's own logits by the rule that its own answers follow, which is found out 
 none fits.
 
 Tokens in cached KV blocks are not computed again: for each slot of the KV cache this remembers under which rows it was
-filled. Hooks instances alone. Run on vLLM 0.30.
+filled.
+
+``record_weights`` sends the weights of the chosen experts beside their ids, to a scheduler that asks for them
+(``WriterConfig.route_weights``), and says what they are: by the same rule, the factor of the configuration, which must
+be in the weights or on the output, and the place where the kernel multiplies. Hooks instances alone. Run on vLLM 0.30.
 
 Axes: T tokens of a step, L captured layers, K top-k slots, E experts, N token rows of one router's call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +33,22 @@ from routeplane.capture.vllm.interface import (
     FOLLOWING_FIELDS,
     FOLLOWING_FUNCTIONS,
     FOLLOWING_RUNNER,
+    WEIGHTS_FIELDS,
+    WEIGHTS_FUNCTIONS,
+    WEIGHTS_RUNNER,
     RequestOptions,
     choice_of,
     require_running,
 )
+from routeplane.capture.weights import FACTOR_NAME
 from routeplane.errors import CaptureError, DataError, ErrorKind, UsageError
 from routeplane.record.spec import MISSING
+from routeplane.record.validate import Scaling, WeightDtype, WeightsMeaning
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FollowingWorker", "require_plain", "routers_of", "weigher_of"]
+__all__ = ["FollowingWorker", "meaning_of", "record_weights", "require_plain", "routers_of", "weigher_of"]
 
 #: Ended requests whose counts are kept until somebody asks for them.
 _KEPT = 65_536
@@ -119,7 +128,7 @@ class _Following:
         require_running(FOLLOWING_FUNCTIONS, FOLLOWING_FIELDS)
         runner = worker.model_runner
         require_plain(worker.vllm_config, runner)
-        routers = dict(routers_of(runner.model))
+        routers = {layer: module.router for layer, module in routers_of(runner.model)}
         self.layer_ids = tuple(sorted(routers))
         self.experts = tuple(int(routers[layer].global_num_experts) for layer in self.layer_ids)
         self.top_k = int(routers[self.layer_ids[0]].top_k)
@@ -303,19 +312,20 @@ def _is_hex(text: str) -> bool:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def require_plain(config: Any, runner: Any) -> None:
-    """Raise CaptureError for an engine in which a token's row could not reach its gate.
+def require_plain(config: Any, runner: Any, *, names: Sequence[str] = FOLLOWING_RUNNER) -> None:
+    """Raise CaptureError for an engine in which the rows of a gate could not be told to be those of its tokens.
 
     Args:
         config: The engine's ``VllmConfig``.
         runner: Its worker's model runner.
+        names: What the runner must have.
 
     Example:
         ``require_plain(worker.vllm_config, worker.model_runner)``
     """
-    if any(not hasattr(runner, name) for name in FOLLOWING_RUNNER):
+    if any(not hasattr(runner, name) for name in names):
         raise CaptureError(
-            f"expected a model runner with {', '.join(FOLLOWING_RUNNER)}, got {type(runner).__name__}",
+            f"expected a model runner with {', '.join(names)}, got {type(runner).__name__}",
             kind=ErrorKind.CAPTURE_OFF,
         )
     parallel = config.parallel_config
@@ -335,16 +345,17 @@ def require_plain(config: Any, runner: Any) -> None:
     ]
     if found:
         raise CaptureError(
-            f"expected an engine whose gates can follow rows, got one with {', '.join(found)}",
+            f"expected an engine whose gates can be followed, got one with {', '.join(found)}",
             kind=ErrorKind.CAPTURE_OFF,
         )
 
 
 def routers_of(model: Any) -> Iterator[tuple[int, Any]]:
-    """Yield a model's layers with their routers. Raises CaptureError where a kernel routes by itself, or none is there.
+    """Yield a model's layers with the modules that have a ``router``. Raises CaptureError where a kernel routes by
+    itself, or no module has one.
 
     Example:
-        ``routers = dict(routers_of(model))``
+        ``routers = {layer: module.router for layer, module in routers_of(model)}``
     """
     found = [module for module in model.modules() if isinstance(module, MoERunner)]
     if not found:
@@ -356,7 +367,7 @@ def routers_of(model: Any) -> Iterator[tuple[int, Any]]:
                 f"@ layer {module.layer_id}",
                 kind=ErrorKind.CAPTURE_OFF,
             )
-        yield int(module.layer_id), module.router
+        yield int(module.layer_id), module
 
 
 # ---- weights of ids that the router did not choose ------------------------------------------------------------------
@@ -399,25 +410,169 @@ def weigher_of(router: Any, layer: int, *, width: int, model: Any) -> _Weigher:
     Example:
         ``weigh = weigher_of(router, 3, width=4096, model=model)``
     """
+    return _rules_of(router, layer, width=width, model=model)[1][0]
+
+
+def _rules_of(router: Any, layer: int, *, width: int, model: Any) -> tuple[torch.Tensor, list[_Weigher]]:
+    """The weights that a router gives to its choices of random logits, and every rule that they follow."""
+    if getattr(router, "_hash_indices_table", None) is not None:
+        raise _other_rule(router, layer)
     some = next(iter(model.parameters()))
     generator = torch.Generator().manual_seed(layer)
     logits_NE = 2 * torch.randn(_PROBE_ROWS, int(router.global_num_experts), generator=generator)
     logits_NE = logits_NE.to(some.device)
     hidden = torch.zeros(_PROBE_ROWS, width, dtype=some.dtype, device=some.device)
-    if getattr(router, "_hash_indices_table", None) is None:
-        with torch.inference_mode():
-            weights_NK, ids_NK = router._compute_routing(hidden, logits_NE, None)
-        for score in _SCORES:
-            for renormalised in (False, True):
-                made = _Weigher(score=score, renormalised=renormalised)
-                ratio = weights_NK.float() / made(logits_NE, ids_NK.to(torch.int64))
-                factor = float(ratio.mean())
-                if float((ratio - factor).abs().max()) < 1e-4 * abs(factor):
-                    said = float(getattr(router, "routed_scaling_factor", 1.0))
-                    exact = next((each for each in (1.0, said) if abs(factor - each) < 1e-4 * abs(each)), factor)
-                    return _Weigher(score=score, renormalised=renormalised, factor=exact)
-    raise CaptureError(
+    found = []
+    with torch.inference_mode():
+        weights_NK, ids_NK = router._compute_routing(hidden, logits_NE, None)
+    for score in _SCORES:
+        for renormalised in (False, True):
+            made = _Weigher(score=score, renormalised=renormalised)
+            ratio = weights_NK.float() / made(logits_NE, ids_NK.to(torch.int64))
+            factor = float(ratio.mean())
+            if float((ratio - factor).abs().max()) < 1e-4 * abs(factor):
+                said = float(getattr(router, "routed_scaling_factor", 1.0))
+                exact = next((each for each in (1.0, said) if _equal(factor, each)), factor)
+                found.append(_Weigher(score=score, renormalised=renormalised, factor=exact))
+    if not found:
+        raise _other_rule(router, layer)
+    return weights_NK, found
+
+
+def _other_rule(router: Any, layer: int) -> CaptureError:
+    return CaptureError(
         f"expected a router that weighs its choices by one of {sorted(_SCORES)}, got {type(router).__name__} with "
         f"another rule @ layer {layer}",
         kind=ErrorKind.CAPTURE_OFF,
+    )
+
+
+def _equal(one: float, other: float) -> bool:
+    return abs(one - other) < 1e-4 * abs(other)
+
+
+# ---- weights that leave the worker ----------------------------------------------------------------------------------
+
+_DTYPES: Mapping[torch.dtype, WeightDtype] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def record_weights(worker: Any, kept: str) -> str:
+    """Send the weights of the chosen experts to the scheduler, from the next forward on.
+
+    They go where vLLM's own ids go: the buffer of the step has 2K slots for each token and layer, ids and then the bits
+    of the weights, so that they are kept by the same slots of the KV cache and cached tokens have both. The weights are
+    those that the experts get, after all that another hook did to them.
+
+    Args:
+        worker: The engine's, in its process; ``collective_rpc`` gives it.
+        kept: ``float32``, or ``bfloat16`` in the lower half of a slot.
+
+    Returns:
+        What the weights are, ``WeightsMeaning.to_text``. Raises CaptureError for an engine in which that cannot be
+        told, or whose gates may be passed by; then nothing is changed.
+
+    Example:
+        ``[meaning] = executor.collective_rpc(record_weights, args=("float32",))``
+    """
+    require_running({**FOLLOWING_FUNCTIONS, **WEIGHTS_FUNCTIONS}, {**FOLLOWING_FIELDS, **WEIGHTS_FIELDS})
+    runner, config = worker.model_runner, worker.vllm_config.model_config
+    require_plain(worker.vllm_config, runner, names=WEIGHTS_RUNNER)
+    modules = dict(routers_of(runner.model))
+    width = int(config.get_hidden_size())
+    factors = _factors_of(config.hf_text_config)
+    meanings = {
+        layer: meaning_of(module, layer, width=width, model=runner.model, factors=factors)
+        for layer, module in modules.items()
+    }
+    first = next(iter(meanings.values()))
+    if other := next((layer for layer, meaning in meanings.items() if meaning != first), None):
+        raise _untold(f"{first.to_text()} in one layer and {meanings[other].to_text()}", other)
+    capturer = runner.routed_experts_capturer
+    ids_TDK = capturer.device_buffer
+    both_TDX = torch.zeros((*ids_TDK.shape[:2], 2 * ids_TDK.shape[2]), dtype=torch.int32, device=ids_TDK.device)
+    capturer.device_buffer = both_TDX[..., : ids_TDK.shape[2]]
+    capturer.get_device_buffer = lambda: both_TDX
+    pinned = runner.routed_experts_cpu.is_pinned()
+    runner.routed_experts_cpu = torch.empty(both_TDX.shape, dtype=torch.int32, pin_memory=pinned)
+    for layer, module in modules.items():
+        _hook_weights(module.router, both_TDX[:, layer, ids_TDK.shape[2] :], kept=kept, dtype=first.dtype)
+    return first.to_text()
+
+
+def _hook_weights(router: Any, bits_TK: torch.Tensor, *, kept: str, dtype: str) -> None:
+    own = router._select_experts
+
+    def select(*args: Any, **options: Any) -> Any:
+        weights_NK, ids_NK = own(*args, **options)
+        if _DTYPES.get(weights_NK.dtype) != dtype:
+            raise CaptureError(f"expected weights as {dtype}, got {weights_NK.dtype}", kind=ErrorKind.CAPTURE_OFF)
+        if kept == "float32":
+            made_NK = weights_NK.float().view(torch.int32)
+        else:
+            made_NK = weights_NK.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+        bits_TK[: len(made_NK)] = made_NK
+        return weights_NK, ids_NK
+
+    router._select_experts = select
+
+
+def _factors_of(config: Any) -> dict[str, float]:
+    """Numbers other than 1 that a model's configuration holds under a factor's name."""
+    return {
+        name: float(value)
+        for name, value in vars(config).items()
+        if FACTOR_NAME.search(name) and type(value) in (int, float) and value not in (0, 1)
+    }
+
+
+def meaning_of(module: Any, layer: int, *, width: int, model: Any, factors: Mapping[str, float]) -> WeightsMeaning:
+    """Say what the weights of one layer's router are.
+
+    Args:
+        module: Its runner (``routers_of``), which may scale the experts' output, and says where weights are multiplied.
+        layer: Its layer, for the message.
+        width: Features of a hidden state.
+        model: Says device and type.
+        factors: Constants of the model's configuration, by name. Each must be found: in the weights, or on the output.
+
+    Returns:
+        The meaning. Raises CaptureError for what no meaning can say, or what was seen does not decide.
+
+    Example:
+        ``meaning_of(module, 3, width=4096, model=model, factors={"routed_scaling_factor": 2.5})``
+    """
+    router = module.router
+    if router.eplb_state is not None or module.moe_config.is_sequence_parallel:
+        raise _untold("replicas of experts (EPLB) or sequence parallelism", layer)
+    weights_NK, rules = _rules_of(router, layer, width=width, model=model)
+    said = [f"{rule.factor:.6g} times {rule.score}, renormalised {rule.renormalised}" for rule in rules]
+    if len(rules) != 1 or rules[0].score == "sqrtsoftplus" or weights_NK.shape[1] != router.top_k:
+        raise _untold(f"{weights_NK.shape[1]} weights that are {said}", layer)
+    [rule] = rules
+    known = {1.0, *factors.values(), float(getattr(router, "routed_scaling_factor", 1.0))}
+    inside = next((each for each in sorted(known) if _equal(rule.factor, each)), None)
+    outside = float(module.routed_scaling_factor)
+    applied = [each for each in (inside, outside) if each not in (None, 1.0)]
+    if inside is None or len(applied) > 1 or {*factors.values()} - {*applied}:
+        raise _untold(
+            f"weights that are {said}, {outside:.6g} on the output, and a configuration with {dict(factors)}", layer
+        )
+    scaling: Scaling = "in" if inside != 1 else "out" if outside != 1 else "none"
+    return WeightsMeaning(
+        score="sigmoid" if rule.score == "sigmoid" else "softmax",
+        renormalised=rule.renormalised,
+        scaling=scaling,
+        factor=inside if scaling == "in" else outside,
+        multiplied="before" if module.routed_experts.apply_router_weight_on_input else "after",
+        dtype=_DTYPES[weights_NK.dtype],
+    )
+
+
+def _untold(observed: str, layer: int) -> CaptureError:
+    return CaptureError(
+        f"expected a router whose weights can be told, got {observed} @ layer {layer}", kind=ErrorKind.CAPTURE_OFF
     )

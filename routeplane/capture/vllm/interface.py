@@ -28,6 +28,8 @@ from routeplane.record.parse import check_count, check_optional_int64, check_tex
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from routeplane.record.record import RouteRecord
 
 __all__ = [
@@ -37,12 +39,17 @@ __all__ = [
     "FOLLOWING_RUNNER",
     "FUNCTIONS",
     "KEY",
+    "WEIGHTS_FIELDS",
+    "WEIGHTS_FUNCTIONS",
+    "WEIGHTS_RUNNER",
     "RequestOptions",
     "WriterConfig",
     "captures_routes",
     "choice_of",
     "find_drift",
+    "ids_of",
     "model_config_of",
+    "record_weights",
     "request_args",
     "require_moe",
     "require_running",
@@ -105,6 +112,12 @@ def captures_routes(engine: object) -> bool:
     # 0.31 moved the flag from the model's configuration to one of its own
     home = getattr(config, "aux_output_config", None) or getattr(config, "model_config", config)
     return bool(getattr(home, "enable_return_routed_experts", False))
+
+
+def ids_of(rows_RDK: NDArray[Any]) -> NDArray[Any]:
+    """The expert ids of rows as the scheduler keeps them: these themselves, or the field beside ``weights``; a view."""
+    ids_RDK: NDArray[Any] = rows_RDK if rows_RDK.dtype.names is None else rows_RDK["ids"]
+    return ids_RDK
 
 
 def require_moe(config: Any) -> None:
@@ -227,8 +240,50 @@ FOLLOWING_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+#: What recording routing weights rests on, beside following: the pipe by which rows reach the scheduler, as of 0.30.
+WEIGHTS_FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_routed_experts": ("num_tokens",),
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsCapturer.capture": (
+            "layer_id",
+            "topk_ids",
+        ),
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsCapturer.get_device_buffer": (),
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsManager.store_batch": (
+            "data",
+            "slot_mapping",
+        ),
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsManager.get": (
+            "block_ids",
+            "num_tokens",
+            "token_start",
+        ),
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._select_experts": (
+            "hidden_states",
+            "router_logits",
+        ),
+    }
+)
+#: Likewise.
+WEIGHTS_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "vllm.v1.outputs:RoutedExpertsLists": ("routing_data", "slot_mapping"),
+        "vllm.v1.outputs:ModelRunnerOutput": ("routed_experts",),
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsManager": (
+            "routed_experts_by_slot",
+        ),
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": (
+            "moe_config",
+            "routed_experts",
+            "routed_scaling_factor",
+        ),
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": ("apply_router_weight_on_input",),
+    }
+)
+
 #: What a worker's ``model_runner`` must have; its constructor is wrapped, so the instance is asked.
 FOLLOWING_RUNNER = ("device", "input_batch", "kv_cache_config", "model", "requests")
+WEIGHTS_RUNNER = (*FOLLOWING_RUNNER, "routed_experts_capturer", "routed_experts_cpu")
 
 
 def find_drift(
@@ -299,6 +354,14 @@ def _fields_of(name: str) -> Sequence[str] | None:
     return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *set_by_it, *dir(found)]
 
 
+def record_weights(worker: Any, kept: str) -> str:
+    """``forcing.record_weights``, loaded in the worker that runs it: other releases have no such routers."""
+    found = _object_of("routeplane.capture.vllm.forcing:record_weights")
+    if found is None:
+        raise CaptureError("expected a vLLM whose routers are objects (0.30), got another", kind=ErrorKind.CAPTURE_OFF)
+    return str(found(worker, kept))
+
+
 # ---- what an engine and a request are told --------------------------------------------------------------------------
 
 #: Where both stand: in ``additional_config``, in ``extra_args``, and in the answer's ``kv_transfer_params``.
@@ -358,6 +421,8 @@ class WriterConfig:
         default: What becomes of requests that say nothing: ``ship`` or ``skip``.
         weights_version: Version of the weights at the start.
         probe_every_s: How often the engine's rows are compared with those of a second pass; None: at the start only.
+        route_weights: What records keep of the weights that the chosen experts got: None nothing; ``float32``, or
+            ``bfloat16``, their upper 16 bits rounded. The start is refused where their meaning cannot be told.
 
     >>> WriterConfig.from_additional({"routeplane": {"place": "/data/routes", "run": "run-7"}}).producer_of(rank=1)
     'engine-1'
@@ -379,6 +444,7 @@ class WriterConfig:
     default: Literal["ship", "skip"] = "ship"
     weights_version: int | None = None
     probe_every_s: float | None = None
+    route_weights: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("place", "run", "producer"):
@@ -392,7 +458,12 @@ class WriterConfig:
             _checked(check_count, getattr(self, name), name, below=2**63)
         for name in ("block_age_s", "wait_s", "retry_s", "probe_every_s"):
             _check_seconds(name, getattr(self, name), optional=name == "probe_every_s")
-        for name, choices in (("on_full", ("wait", "lose")), ("on_loss", ("count", "fail")), ("default", _DEFAULTS)):
+        for name, choices in (
+            ("on_full", ("wait", "lose")),
+            ("on_loss", ("count", "fail")),
+            ("default", _DEFAULTS),
+            ("route_weights", (None, "float32", "bfloat16")),
+        ):
             if getattr(self, name) not in choices:
                 raise refused(f"{name} of {choices}", repr(getattr(self, name)))
         _checked(check_optional_int64, self.weights_version, "weights_version")

@@ -21,15 +21,16 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from routeplane.capture.layers import rows_from_layers
-from routeplane.capture.vllm.interface import model_config_of, request_args
+from routeplane.capture.vllm.interface import ids_of, model_config_of, request_args
 from routeplane.capture.vllm.outputs import calls
 from routeplane.errors import CaptureError, ErrorKind, Problem, RouteplaneError, refused
-from routeplane.record.validate import find_problems
+from routeplane.record.validate import as_float32, find_problems, illegal_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routeplane.record.spec import RouteSpec
+    from routeplane.record.validate import WeightsMeaning
 
 __all__ = ["ProbeReport", "SelfCheck", "probe", "probe_async"]
 
@@ -270,8 +271,10 @@ def _judge(
 class SelfCheck:
     """The three passes as requests of a scheduler's own, whose outputs it takes before any client sees them."""
 
-    def __init__(self, spec: RouteSpec, *, vocabulary: int, min_agreement: float = 0.5) -> None:
-        self._spec, self._min_agreement = spec, min_agreement
+    def __init__(
+        self, spec: RouteSpec, *, vocabulary: int, min_agreement: float = 0.5, weights: WeightsMeaning | None = None
+    ) -> None:
+        self._spec, self._min_agreement, self._weights = spec, min_agreement, weights
         self._prompt, self._other = check_prompts(vocabulary)
         self._rows: dict[str, list[NDArray[Any]]] = {}
         self._tokens: list[int] = []
@@ -329,13 +332,23 @@ class SelfCheck:
 
     def _narrow(self, parts: Sequence[NDArray[Any]], name: str) -> NDArray[np.int16]:
         expected = PROMPT if name == "other" else PROMPT + GENERATED - (name == "generated")
-        rows_RDK = np.concatenate(parts) if parts else np.empty((0, 0, 0))
+        rows_RDK: NDArray[Any] = np.concatenate(parts) if parts else np.empty((0, 0, 0))
         if len(rows_RDK) != expected:
             raise CaptureError(
                 f"expected {expected} rows of {PROMPT} tokens and those generated, got {len(rows_RDK)} @ {name}",
                 kind=ErrorKind.CAPTURE_OFF if len(rows_RDK) == 0 else ErrorKind.ROW_COUNT,
             )
-        return rows_from_layers(rows_RDK, self._spec, call=f"{_NAME}{name}")
+        if self._weights is not None:
+            weights_RLK = rows_RDK["weights"][:, list(self._spec.layer_ids)]
+            wrong_RL = illegal_weights(weights_RLK, np.zeros(weights_RLK.shape[:2], dtype=bool), meaning=self._weights)
+            if wrong_RL.any():
+                row, slot = np.argwhere(wrong_RL)[0]
+                raise CaptureError(
+                    f"expected weights as {self._weights.to_text()} says, got "
+                    f"{as_float32(weights_RLK[row, slot]).tolist()} @ row {row}, layer {self._spec.layer_ids[slot]}",
+                    kind=ErrorKind.CAPTURE_OFF,
+                )
+        return rows_from_layers(ids_of(rows_RDK), self._spec, call=f"{_NAME}{name}")
 
     def forget(self, request_id: str) -> None:
         """End the check without a verdict where one of its requests was aborted."""

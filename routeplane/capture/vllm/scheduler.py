@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -28,11 +29,14 @@ from routeplane.capture.vllm.interface import (
     FUNCTIONS,
     WriterConfig,
     captures_routes,
+    ids_of,
+    record_weights,
     require_running,
     spec_from_vllm,
 )
 from routeplane.capture.vllm.probing import SelfCheck
 from routeplane.errors import CaptureError, ErrorKind, UsageError, refused
+from routeplane.record.validate import WeightsMeaning
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -82,7 +86,13 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
         self._held: dict[str, tuple[int, Any]] = {}  # request id -> client, last output
         self._detokenizers: dict[str, Any] = {}
         self._stopped: set[str] = set()  # ended by a stop string
-        self._check = SelfCheck(spec, vocabulary=self.vllm_config.model_config.get_vocab_size())
+        self._rows_dtype: np.dtype[Any] | None = None  # of ids with weights beside them
+        meaning = None if config.route_weights is None else self._record_weights(config.route_weights)
+        self._check = SelfCheck(
+            spec,
+            vocabulary=self.vllm_config.model_config.get_vocab_size(),
+            weights=None if meaning is None else WeightsMeaning.from_text(meaning),
+        )
         self._check_every, self._last_check = config.probe_every_s, time.monotonic()
         self._check_at_start()
         self._writer = EngineWriter(
@@ -91,6 +101,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
             rank=self.vllm_config.parallel_config.data_parallel_rank,
             logprobs_mode=self.vllm_config.model_config.logprobs_mode,
             log=init_logger("vllm.routeplane").warning,
+            weights_meaning=meaning,
         )
         self._hook_core()
 
@@ -151,7 +162,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's own; then every output gives up its rows, and the last one waits for its ticket."""
-        made = super().update_from_output(scheduler_output, model_runner_output)
+        made = self._update(scheduler_output, model_runner_output)
         for client, outputs in made.items():
             outputs.outputs = [output for output in outputs.outputs if not self._holds(client, output)]
         if self._check.running:
@@ -172,6 +183,8 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
             _take(output, sequence)
         if request_id not in self._writer.inline:
             output.routed_experts = None
+        elif output.routed_experts is not None:
+            output.routed_experts = np.ascontiguousarray(ids_of(output.routed_experts))
         if output.finish_reason is None:
             return False
         self._detokenizers.pop(request_id, None)
@@ -265,6 +278,42 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
             case _:
                 return self._writer.close(*args, **kwargs)
 
+    # ---- routing weights --------------------------------------------------------------------------------------------
+
+    def _record_weights(self, kept: str) -> str:
+        """Have the workers send weights beside ids, and keep both by KV slot; says what the weights are."""
+        manager = getattr(self, "routed_experts_mgr", None)
+        if manager is None:
+            raise CaptureError(
+                "expected a vLLM that keeps rows by slot of the KV cache (0.30), got another",
+                kind=ErrorKind.CAPTURE_OFF,
+            )
+        said = set(self._core.model_executor.collective_rpc(record_weights, args=(kept,)))
+        if len(said) != 1:
+            raise CaptureError(
+                f"expected workers that agree on weights, got {sorted(said)}", kind=ErrorKind.CAPTURE_OFF
+            )
+        ids = manager.routed_experts_by_slot
+        self._rows_dtype = np.dtype([("ids", ids.dtype), ("weights", np.float32 if kept == "float32" else np.uint16)])
+        # vLLM's own code keeps, cuts and hands out entries of any type
+        manager.routed_experts_by_slot = np.zeros(ids.shape, dtype=self._rows_dtype)
+        return str(said.pop())
+
+    def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's own, over rows of ids with their weights where these are recorded."""
+        given = model_runner_output.routed_experts
+        if self._rows_dtype is not None and given is not None:
+            both_TDX = given.routing_data
+            top_k = both_TDX.shape[2] // 2
+            rows_TDK = np.empty((*both_TDX.shape[:2], top_k), dtype=self._rows_dtype)
+            rows_TDK["ids"] = both_TDX[..., :top_k]
+            # bits in the upper slots: of float32 in all of a slot, of bfloat16 in its lower half
+            bits_TDK = both_TDX[..., top_k:]
+            float32 = self._rows_dtype["weights"] == np.float32
+            rows_TDK["weights"] = bits_TDK.view(np.float32) if float32 else bits_TDK.view(np.uint32) & 0xFFFF
+            model_runner_output.routed_experts = given._replace(routing_data=rows_TDK)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
     # ---- the engine's own rows, against themselves ------------------------------------------------------------------
 
     def _check_at_start(self) -> None:
@@ -276,7 +325,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
             model_output = self._core.model_executor.execute_model(step, non_block=True).result()
             if model_output is None:
                 model_output = self._core.model_executor.sample_tokens(self.get_grammar_bitmask(step))
-            made = super().update_from_output(step, model_output)
+            made = self._update(step, model_output)
             for output in [output for outputs in made.values() for output in outputs.outputs]:
                 self._check.takes(output)
             self._continue_check()
