@@ -177,7 +177,7 @@ mutants: $(STAMP)-dev $(STAMP)-transformers ## are small changes of rules, assem
 coverage: $(STAMP)-dev $(STAMP)-transformers $(STAMP)-coverage ## which branches of records, streams and plans no test takes
 	@rm -rf $(COVERED) && mkdir -p $(COVERED)
 	@$(WORKER_ENV) COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage run --rcfile=tests/trust/coverage.ini -m pytest -q \
-	  -n $(JOBS) --dist loadgroup -m "$(FAST) and not vllm and not automodel and not megatron and not transfer_queue" \
+	  -p tests.trust.traced -n $(JOBS) --dist loadgroup -m "$(FAST) and not vllm and not automodel and not megatron and not transfer_queue" \
 	  --hypothesis-profile=ci $(PYTEST_ARGS) $(COVERING)
 	@COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage combine -q --rcfile=tests/trust/coverage.ini $(COVERED)
 	@COVERAGE_FILE=$(COVERED)/data $(BIN)/python -m coverage report --rcfile=tests/trust/coverage.ini

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
 
-__all__ = ["SETTINGS", "local_cluster"]
+__all__ = ["RUNTIME_ENV", "SETTINGS", "local_cluster"]
 
 #: What Ray itself reads at start-up; the library reads none of it. Without the second, Ray warns at every start of a
 #: default that will change, which is about accelerators that are not here.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+#: What a run adds to every worker (``tests.trust.traced``).
+RUNTIME_ENV: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
@@ -27,6 +31,7 @@ def local_cluster(*, object_store_bytes: int = 300 * 2**20) -> Iterator[None]:
             object_store_memory=object_store_bytes,
             include_dashboard=False,
             log_to_driver=False,
+            runtime_env=RUNTIME_ENV or None,
             logging_level="error",
         )
         try:

@@ -376,8 +376,6 @@ class _Fill:
         place_S = np.arange(len(joined))
         rows_S = np.flatnonzero(self._rank_S > _ABSENT)
         place_S[rows_S] = offsets[self._call_S[rows_S]] + rows_S
-        if np.array_equal(place_S, np.arange(len(joined))):
-            return joined
         return concatenate_columns([joined, *parts], name=name, where="assembly").take(place_S)
 
     def captures(self) -> tuple[Capture, ...]:

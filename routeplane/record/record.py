@@ -475,7 +475,7 @@ class RouteRecord:
         routes_start = min(self.routes_start, stop) if start == 0 else 0
         prefix = replace(self.prefix, stop=routes_start) if self.prefix is not None and routes_start else None
         origin = int(self.attributes["slice"].split(":")[0]) if "slice" in self.attributes else 0
-        first_row = max(start + routes_start - self.routes_start, 0)
+        first_row = max(start - self.routes_start, 0)
         # where tokens begin with the routes, they do so in the part
         own = slice(max(start - self.tokens_start, 0), max(stop - self.tokens_start, 0))
         return self._derived(

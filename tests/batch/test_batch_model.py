@@ -216,8 +216,8 @@ def test_a_token_whose_predecessor_was_cut_off_is_nan() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((1, 25, VOCABULARY), r"logits of 26 rows, got shape \[1, 25, 64\]"),
-        ((26,), r"logits of 26 rows, got shape \[26\]"),
+        ((1, 25, VOCABULARY), r"logits of 26 rows, .*got shape \[1, 25, 64\]"),
+        ((26,), r"logits of 26 rows, .*got shape \[26\]"),
         ((26, 4), "logits over more than"),
     ],
     ids=["rows", "rank", "vocabulary"],

@@ -580,3 +580,9 @@ def test_the_one_sequence_with_tokens_is_enough() -> None:
     plan = TokenPlan.from_cu_seqlens([0, 0, 2])
 
     assert [4, 5] == plan.gather([np.array([4, 5])], fill=-1).tolist()
+
+
+def test_sequences_without_any_token_have_no_array() -> None:
+    """A pack of padding alone names no type to gather: a usage error, with the number of sequences."""
+    with pytest.raises(UsageError, match="one array per sequence, 2 in all, got 0"):
+        TokenPlan.from_cu_seqlens([0, 0, 0]).gather([], fill=0)

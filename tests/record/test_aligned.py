@@ -350,6 +350,16 @@ def test_weights_are_judged_row_by_row(
         assert ((values - as_float32(stored))[~np.isnan(values)] <= np.abs(values[~np.isnan(values)]) / 128).all()
 
 
+@pytest.mark.parametrize("meaning", MEANINGS, ids=str)
+def test_the_largest_weight_is_the_ceiling(meaning: WeightsMeaning) -> None:
+    """One expert may have all the weight there is, and not a tenth more."""
+    row_SLK = np.asarray([[[meaning.ceiling, 0.0]]], dtype=np.float32)
+    there_SL = np.zeros((1, 1), dtype=np.bool_)
+
+    assert not illegal_weights(row_SLK, there_SL, meaning=meaning).any()
+    assert illegal_weights(row_SLK * np.float32(1.1), there_SL, meaning=meaning).all()
+
+
 def test_conversion_of_weights() -> None:
     """What arithmetic can reach is converted; the rest is refused with what differs."""
     plain = replace(SCALED, renormalised=False, scaling="out")

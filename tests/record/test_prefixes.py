@@ -336,3 +336,15 @@ def test_a_delta_of_some_layers_says_nothing_new_of_rows_it_does_not_hold() -> N
     assert [(0, 2, "captured"), (2, 4, "partial"), (4, 6, "captured"), (6, 7, "captured"), (7, 8, "not_fed")] == [
         (one.start, one.stop, one.state) for one in delta.captures
     ]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 8), (0, 6), (4, 8), (5, 7), (6, 8)])
+def test_a_delta_is_cut_as_its_whole_is(start: int, stop: int) -> None:
+    """From the first token on it refers to the same rows still; from a row of its own on it refers to none."""
+    base, whole = (watermarked_record(0, num_tokens=count, prompt_tokens=2, spec=SPEC) for count in (5, 8))
+    base = replace(base, sample_id="base", checksum=None)
+    part = as_delta(whole, base).slice(start, stop)
+
+    assert (4 if start == 0 else 0) == part.tokens_start == part.routes_start
+    assert (start == 0) == (part.prefix is not None)
+    assert whole.slice(start, stop).equals(resolve([base, part])[1])

@@ -245,7 +245,8 @@ def test_narrow_follows_from_the_spec(top_k: int, width: int, allowed: bool) -> 
     """One byte serves where K bytes 0xFF can be no route: E <= 256 for distinct slots, 255 for one. Reports 36, 37."""
     assert allowed == RouteSpec(num_experts=width, top_k=top_k, layer_ids=(0,)).narrow_allowed
     if allowed:
-        row = [NARROW_MISSING] * top_k
+        row = [0xFF] * top_k
+        assert NARROW_MISSING == 0xFF
         assert len(set(row)) < top_k or NARROW_MISSING >= width
 
 
@@ -285,6 +286,15 @@ def test_a_difference_is_named(key: str) -> None:
     assert ErrorKind.SPEC_MISMATCH == caught.value.kind
     assert str(caught.value).startswith("stream x: expected the geometry of m, got m; ")
     assert expected in str(caught.value)
+
+
+def test_another_depth_is_named_where_both_are_known() -> None:
+    """A depth that one side does not know contradicts none."""
+    shallow, deep, unknown = (RouteSpec(**LEGAL, decoder_layers=depth) for depth in (6, 8, None))
+
+    assert ["decoder_layers: 6 against 8"] == shallow.differences(deep)
+    assert [] == shallow.differences(unknown) == unknown.differences(deep)
+    assert [] == shallow.differences(replace(shallow))
 
 
 def test_the_name_of_a_model_is_not_part_of_its_geometry() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import ray
 
 from routeplane.errors import ErrorKind, TransportError
-from routeplane.record.interfaces import BlockName
+from routeplane.record.interfaces import BlockName, Position
 from routeplane.stream import ray as carrier
 from routeplane.testing.builders import SPEC, facts, sample, watermarked_record, watermarked_spec
 from routeplane.testing.contracts import CarrierContract
@@ -160,3 +161,76 @@ def test_a_rank_is_brought_the_cut_alone(monkeypatch: pytest.MonkeyPatch) -> Non
             assert sent[stage].slice(512, 1_024).select(layers).checksum == cut.checksum
             assert sum(came) <= 1.1 * cut.nbytes + 16_384
     carrier.delete_place(place)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the actor says, asked in this process
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_tells_names_and_blocks_apart() -> None:
+    """Taken, closed, vanished and unknown names; blocks that are waited for, sealed and gone; strangers."""
+    here = carrier._Owner.here()
+    dead = here._replace(pid=2**22 + 1)
+    place = carrier._PlaceActor()
+    declared = {"groups": ["g"]}
+    assert declared == place.declare(declared) == place.declare({"groups": ["other"]}) == place.manifest()
+    said = [
+        place.look("p", 0)[0],  # a name that has not opened the place
+        place.open("producer", "p", here, "first"),
+        place.open("producer", "p", here, "second"),
+        place.look("p", 0)[0],
+    ]
+    reference = ray.put(np.zeros(8, dtype=np.uint8))
+    assert (-1, 0) == (place.publish("p", "stranger", [reference], None, 100)[0], place.last_number("p"))  # type: ignore[index]
+    published = [place.publish("p", "first", [reference], None, 8) for _ in range(2)]
+    place.end("p", "stranger", "closed")
+    place.release("producer", "p", "stranger")
+    said += [place.look("p", 0)[0], place.look("p", 1)[0]]
+    saved = [place.open("group", "g", here, "reader"), place.save_position("g", "stranger", "{}")]
+    after = Position(place="x", next={"p": 1}).to_json()
+    saved += [place.save_position("g", "reader", after), place.load_position("g")]
+    # what the group acknowledged makes space
+    assert 1 == place.publish("p", "first", [reference], None, 8)[0]  # type: ignore[index]
+    said += [place.look("p", 0)[0], place.look("p", 1)[0], place.look("p", 2)[0]]
+    place.release("producer", "p", "first")
+    said += [place.look("p", 2)[0], place.open("producer", "p", dead, "third"), place.look("p", 2)[0]]
+    place.end("p", "third", "closed")
+    said += [place.look("p", 2)[0], place.open("producer", "p", here, "fourth")]
+
+    assert [0, None] == [None if each is None else each[0] for each in published]
+    assert ["open", False, True, after] == saved
+    assert [
+        *("waiting", "open", "taken", "waiting", "sealed", "waiting", "expired", "sealed", "waiting"),
+        *("vanished", "open", "vanished", "closed", "closed"),
+    ] == said
+
+
+def test_a_process_that_ended_is_not_alive() -> None:
+    """Another process under its number is another start; on a node that is gone, nothing lives."""
+    here = carrier._Owner.here()
+
+    assert [True, False, False, False] == [
+        owner.is_alive()
+        for owner in (here, here._replace(started=1), here._replace(pid=2**22 + 1), here._replace(node="0" * 56))
+    ]
+
+
+def test_deleting_a_place_that_is_not_there_is_not_an_error() -> None:
+    """Nor twice."""
+    carrier.delete_place("never-opened")
+
+
+def _wait() -> None:
+    time.sleep(60)
+
+
+def test_what_a_task_does_not_bring_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference whose task never ends."""
+    monkeypatch.setattr(carrier, "_CALL_SECONDS", 0.05)
+    waits = ray.remote(num_cpus=0)(_wait).remote()
+    with pytest.raises(TransportError, match="a block within") as caught:
+        carrier._got(waits, "a block")
+    ray.cancel(waits, force=True)
+
+    assert ErrorKind.TIMED_OUT == caught.value.kind

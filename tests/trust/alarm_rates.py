@@ -34,8 +34,9 @@ from transformers import (
 )
 
 from routeplane.capture.transformers import taping
-from routeplane.errors import ErrorKind
+from routeplane.errors import CaptureError, ErrorKind
 from routeplane.record.alarms import find_alarms
+from routeplane.record.record import RouteRecord
 from routeplane.record.spec import MISSING, RouteSpec
 
 __all__ = ["engine_records", "honest_records", "measure", "planted"]
@@ -103,7 +104,7 @@ def _model(family: str, experts: int, top_k: int, *, seed: int, **settings: Any)
     return made.eval()
 
 
-def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Record, Others]]:
+def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Record | None, Others]]:
     """The family and vocabulary; a record's spec, rows and tokens; and the rows of the record before."""
     for family in FAMILIES:
         for experts, top_k in WIDTHS:
@@ -126,7 +127,7 @@ def honest_records(*, seeds: int, repeats: int = 4) -> Iterator[tuple[str, Recor
                     before_SLK = rows_SLK
 
 
-def engine_records(*, seeds: int, repeats: int = 3) -> Iterator[tuple[str, Record, Others]]:
+def engine_records(*, seeds: int, repeats: int = 3) -> Iterator[tuple[str, Record | None, Others]]:
     """The same from vLLM; other rows are of another prompt, another attempt, and the weights before an update."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         wanted = [(*each, seeds, repeats) for each in product(FAMILIES, ENGINE_WIDTHS)]
@@ -136,9 +137,9 @@ def engine_records(*, seeds: int, repeats: int = 3) -> Iterator[tuple[str, Recor
 
 def _records_of_engine(
     family: str, width: tuple[int, int], seeds: int, repeats: int
-) -> list[tuple[str, Record, dict[str, NDArray[np.int16]]]]:
+) -> list[tuple[str, Record | None, dict[str, NDArray[np.int16]]]]:
     """Everything of one engine, into which the weights of one seed after another are loaded."""
-    from routeplane.capture.vllm import generate_records, start_engine  # which only this process has to load
+    from routeplane.capture.vllm import start_engine  # which only this process has to load
 
     with tempfile.TemporaryDirectory() as name, torch.compiler.set_stance("force_eager"):
         folders = [Path(name) / str(seed) for seed in range(seeds)]
@@ -146,7 +147,7 @@ def _records_of_engine(
         for model, folder in zip(models, folders, strict=True):
             model.save_pretrained(folder)
         llm = start_engine(str(folders[0]), dtype="float32", max_model_len=264, max_num_batched_tokens=512)
-        found: list[tuple[str, Record, dict[str, NDArray[np.int16]]]] = []
+        found: list[tuple[str, Record | None, dict[str, NDArray[np.int16]]]] = []
         for seed, (model, folder) in enumerate(zip(models, folders, strict=True)):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
             older = _older(model)
@@ -155,19 +156,35 @@ def _records_of_engine(
                 words = [each for each in WORDS for _ in range(repeats)]
                 prompts = [rng.integers(1, word, size=prompt).tolist() for word in words]
                 sampled = [
-                    generate_records(llm, prompts, max_tokens=generated, temperature=heat, seed=first)
+                    _sampled(llm, prompts, max_tokens=generated, temperature=heat, seed=first)
                     for heat, first in ((1.0, 0), (1.0, 1_000), (0.0, 0))
                 ]
                 for attempt, records in enumerate(sampled):
                     for index, (word, record) in enumerate(zip(words, records, strict=True)):
-                        others = {
-                            "another request's rows": records[index - 1].routes,
-                            "an earlier attempt's rows": sampled[attempt - 1][index].routes,
-                            "an older version's rows": _rows(older, record.spec, record.token_ids),
-                        }
-                        name = f"{family}, {word - 1} tokens"
-                        found.append((name, (record.spec, record.routes, record.token_ids), others))
+                        label = f"{family}, {word - 1} tokens"
+                        if record is None:
+                            found.append((label, None, {}))
+                            continue
+                        another, earlier = records[index - 1], sampled[attempt - 1][index]
+                        others = {"an older version's rows": _rows(older, record.spec, record.token_ids)}
+                        others |= {} if another is None else {"another request's rows": another.routes}
+                        others |= {} if earlier is None else {"an earlier attempt's rows": earlier.routes}
+                        found.append((label, (record.spec, record.routes, record.token_ids), others))
     return found
+
+
+def _sampled(llm: Any, prompts: list[list[int]], *, seed: int, **how: Any) -> list[RouteRecord | None]:
+    """A record for each prompt; None where capture took an honest layer for one that was never written (K = 1)."""
+    from routeplane.capture.vllm import generate_records
+
+    try:
+        return [*generate_records(llm, prompts, seed=seed, **how)]
+    except CaptureError as error:
+        if error.kind != ErrorKind.UNCAPTURED_SLOT:
+            raise
+        if len(prompts) == 1:
+            return [None]
+    return [one for at, prompt in enumerate(prompts) for one in _sampled(llm, [prompt], seed=seed + at, **how)]
 
 
 def _older(model: Any) -> Any:
@@ -227,10 +244,15 @@ def faults_of(spec: RouteSpec, others: Others) -> tuple[str, ...]:
     )
 
 
-def measure(records: Iterable[tuple[str, Record, Others]]) -> tuple[Counter[Any], Counter[Any]]:
+def measure(records: Iterable[tuple[str, Record | None, Others]]) -> tuple[Counter[Any], Counter[Any]]:
     """Alarms over honest records, ``[family, kind]`` with ``[family, "records"]``; and planted faults, found or not."""
     honest, found, rng = Counter[Any](), Counter[Any](), np.random.default_rng(0)
     for family, record, others in records:
+        if record is None:
+            for name in (family, f"K = 1, {family.split(', ')[1]}", "all"):
+                honest[name, "records"] += 1
+                honest[name, "refused"] += 1
+            continue
         spec, rows_SLK, ids_S = record
         for name in (family, f"K = 1, {family.split(', ')[1]}" if spec.top_k == 1 else "", "all"):
             honest[name, "records"] += 1
@@ -254,9 +276,14 @@ def main() -> None:
     options = parser.parse_args()
     source = engine_records if options.engine == "vllm" else honest_records
     honest, found = measure(source(seeds=options.seeds))
-    print("| family | records | any | " + " | ".join(kind.value for kind in KINDS) + " |")
+    print("| family | records | refused | any | " + " | ".join(kind.value for kind in KINDS) + " |")
     for family in sorted({name for name, _ in honest if name}):
-        counts = [honest[family, "records"], honest[family, "any"], *(honest[family, kind] for kind in KINDS)]
+        counts = [
+            honest[family, "records"],
+            honest[family, "refused"],
+            honest[family, "any"],
+            *(honest[family, kind] for kind in KINDS),
+        ]
         print(f"| {family} | " + " | ".join(map(str, counts)) + " |")
     for fault in FAULTS:
         print(f"{fault}: {found[fault, 'found']} of {found[fault, 'planted']} found")

@@ -75,6 +75,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/record/test_refusals.py",
         "tests/record/test_record.py",
         "tests/record/test_record_ownership.py",
+        "tests/record/test_checksum.py",
+        "tests/record/test_aligned.py",
+        "tests/record/test_prefixes.py",
+        "tests/record/test_columnar.py",
     ),
     "routeplane/record/rows.py": (
         "tests/record/test_refusals.py",
@@ -129,6 +133,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if type(start) is type(stop) is int and 1 <= start < stop < 2 ** 63 and (type(item.call) is str) and "
         "item.call.isascii() and (version is None or (type(version) is int and -2 ** 63 <= version < 2 ** 63)):",
     ): "what is not let through at once is looked at field by field, and is legal there",
+    (
+        "routeplane/record/validate.py",
+        "return np.ascontiguousarray(block_SLK.reshape(-1, block_SLK.shape[2]).T)",
+        "return np.ascontiguousarray(block_SLK.reshape(-2, block_SLK.shape[2]).T)",
+    ): "numpy takes any negative number for the length that is open",
+    (
+        "routeplane/record/alarms.py",
+        "best, start = (longest_run, -1)",
+        "best, start = (longest_run, -2)",
+    ): "any number below 0 stands for no run",
+    (
+        "routeplane/record/alarms.py",
+        "if (routes_SLK[kept[spaced]] >= halves_L1).any():",
+        "if (routes_SLK[kept[spaced]] > halves_L1).any():",
+    ): "the first look only saves the full one, which asks the same of every row",
+    (
+        "routeplane/record/record.py",
+        "if verify and out is not None:",
+        "if verify or out is not None:",
+    ): "a checksum that was made a moment ago equals itself",
     ("routeplane/record/rows.py", "_FEW_TOKENS = 16", "_FEW_TOKENS = 17"): "how many rows are looked at in one go",
     (
         "routeplane/record/rows.py",
