@@ -120,17 +120,20 @@ def _attached(
         _require_losses(gates)
     losses = {id(module): _LiveAux(module) for _, module in gates if policy.aux == "live" and _has_loss(module)}
 
+    wiring = Wiring()
+    check = PackingCheck(model, probe.packed, wiring=wiring)
+
     def undo() -> None:
-        for loss in losses.values():
-            loss.remove()
+        for hook in (check, *losses.values()):
+            hook.remove()
 
     handle = ReplayHandle(
         spec,
         [GateSite(gate=gate, module=module, force=partial(_force, losses.get(id(module)))) for gate, module in gates],
-        wiring=Wiring(),
+        wiring=wiring,
         policy=policy,
         checkpoint_sites=partial(checkpoint_sites, model),
-        row_order=PackingCheck(model, probe.packed),
+        row_order=check,
         undo=undo,
         root=model,
     )

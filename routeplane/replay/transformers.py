@@ -168,9 +168,10 @@ def _attached(
     ]
     losses = _aux_modules(model) if policy.aux == "forced" else []
     wiring, hooks = Wiring(), list[AuxiliaryHook]()
+    check = PackingCheck(model, probe.packed, wiring=wiring)
 
     def undo() -> None:
-        for hook in hooks:
+        for hook in (check, *hooks):
             hook.remove()
 
     handle = ReplayHandle(
@@ -179,7 +180,7 @@ def _attached(
         wiring=wiring,
         policy=policy,
         checkpoint_sites=partial(checkpoint_sites, model),
-        row_order=PackingCheck(model, probe.packed),
+        row_order=check,
         undo=undo,
         root=model,
     )
@@ -188,28 +189,91 @@ def _attached(
 
 
 class PackingCheck:
-    """Refuses packed batches for a model that mixes packed sequences, as seen once: see ``packing_fault``."""
+    """Refuses packed batches for a model that mixes packed sequences, as seen once: see ``packing_fault``.
 
-    def __init__(self, model: nn.Module, packed: PackedForward | None) -> None:
+    A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. Given a
+    ``wiring``, forwards of several packed sequences that are called otherwise are refused too, where ``packed`` does not
+    show another call.
+    """
+
+    def __init__(self, model: nn.Module, packed: PackedForward | None, *, wiring: Wiring | None = None) -> None:
         self.model = model
         self.packed = packed
+        self.wiring = wiring
         self._observed: str | None = None
+        self._is_asked = False  # whether the batch that is replayed has several packed sequences
+        watched = wiring is not None and packed is None
+        self._hooks = [model.register_forward_pre_hook(self._compare, with_kwargs=True)] if watched else []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return InertHook, ()
+
+    def remove(self) -> None:
+        """Take the hook off. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
 
     def __call__(self, batch: ReplayBatch) -> None:
         """Raise ReplayError (PACKING). Collective under FSDP2, at the first packed batch of every rank."""
         is_shard = getattr(getattr(batch, "plan", None), "is_shard", False)  # its model attends over other ranks
-        if getattr(batch, "layout", None) != "packed" or is_shard:
+        is_packed = getattr(batch, "layout", None) == "packed" and not is_shard
+        self._is_asked = is_packed and len(getattr(batch, "lengths", ())) > 1
+        if not is_packed:
             return
         if self._observed is None:
             longest = int(getattr(batch, "lengths", torch.tensor([0])).max())
             self._observed = packing_fault(self.model, self.packed, length=min(longest, batch.num_rows // 2))
         if self._observed:
-            raise ReplayError(
-                f"expected a model that keeps packed sequences apart, got {self._observed}: use layout='padded', or "
-                "give Probe(packed=), a forward that tells the model where sequences begin "
-                f"@ {type(self.model).__name__}",
-                kind=ErrorKind.PACKING,
-            )
+            raise _mixes("a model that keeps packed sequences apart", self._observed, self.model)
+
+    def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = self.wiring is not None and self.wiring.here() is not None
+        if not bound or not self._is_asked or module is not self.model or torch.compiler.is_compiling():
+            return
+        if fault := _call_fault(module, args, kwargs):
+            raise _mixes("a forward that tells packed sequences apart (batch.model_inputs())", fault, module)
+
+
+def _mixes(expected: str, got: str, model: nn.Module) -> ReplayError:
+    return ReplayError(
+        f"expected {expected}, got {got}: use layout='padded', or give Probe(packed=), a forward that tells the model "
+        f"where sequences begin @ {type(model).__name__}",
+        kind=ErrorKind.PACKING,
+    )
+
+
+def _call_fault(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Why a forward of Transformers does not see where packed sequences begin; empty where it does, or may.
+
+    ``create_causal_mask`` looks at positions only without a mask and without a cache. Sequence lengths for a kernel and
+    masks of three and more axes are the loop's own way.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    mask = given.get("attention_mask")
+    own_mask = mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() > 2)
+    if len(args) > 1 or own_mask or any("seq" in name for name in given):
+        return ""
+    if "position_ids" not in given:
+        return "no position_ids"
+    if mask is not None:
+        return f"an attention_mask of shape {list(mask.shape)}, beside which positions are not looked at"
+    if _uses_cache(model, given.get("use_cache")):
+        return "a cache (use_cache is not False), beside which positions are not looked at"
+    return ""
+
+
+def _uses_cache(model: nn.Module, given: bool | None) -> bool:
+    """Whether Transformers will make a cache: as it is told, else as configured; never where it checkpoints."""
+    if given is None:
+        configs = (getattr(each, "config", None) for each in model.modules())
+        given = getattr(next((each for each in configs if each is not None), None), "use_cache", False)
+    training = model.training and torch.is_grad_enabled()
+    return bool(given) and not (
+        training and any(getattr(each, "gradient_checkpointing", 0) for each in model.modules())
+    )
 
 
 def packing_fault(model: nn.Module, packed: PackedForward | None = None, /, *, length: int = 0) -> str:

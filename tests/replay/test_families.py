@@ -334,3 +334,49 @@ def test_no_operation_is_impossible(family: FamilyCase) -> None:
             pass
     assert ErrorKind.GATE_NOT_CONSUMED == caught.value.kind
     assert len(found) == len(caught.value.problems)
+
+
+#: A change of ``model_inputs()`` of several packed sequences -> what ``replaying`` says; empty where it says nothing.
+CALLS: dict[str, tuple[dict[str, object], str]] = {
+    "as proven": ({}, ""),
+    "no positions": ({"position_ids": None}, "got no position_ids"),
+    "a mask of ones": ({"attention_mask": torch.ones(1, 27, dtype=torch.long)}, r"attention_mask of shape \[1, 27\]"),
+    "a cache": ({"use_cache": True}, "got a cache"),
+    "a cache by default": ({"use_cache": None}, "got a cache"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("training", [True, False])
+@torch.no_grad()
+def test_a_packed_forward_that_mixes_by_its_call_is_refused(call: str, training: bool) -> None:
+    """What keeps sequences apart is the call: without the refusal each of these gives other outputs, silently."""
+    family = next(each for each in FAMILIES if each.name == "qwen3_moe")
+    model, _, spec = tiny(family)
+    batch = collate(records_of(spec, (9, 5, 13)), spec, layout="packed")
+    change, said = CALLS[call]
+    inputs = {name: value for name, value in {**batch.model_inputs(), **change}.items() if value is not None}
+    model.train(training)
+    with gates.attach(model, spec, probe=probe_of(family)) as handle:
+        if said:
+            with pytest.raises(ReplayError, match=said) as caught, handle.replaying(batch):
+                model(**inputs)
+            assert ErrorKind.PACKING == caught.value.kind
+        else:
+            with handle.replaying(batch):
+                model(**inputs)
+    mixed = (model(**batch.model_inputs()).logits - model(**inputs).logits).abs().max() > 1e-3
+    assert bool(said) == bool(mixed)
+
+
+def test_a_cache_that_checkpointing_switches_off_is_none() -> None:
+    """Transformers does so in training; a loop that leaves ``use_cache`` out is right there."""
+    family = next(each for each in FAMILIES if each.name == "qwen3_moe")
+    model, _, spec = tiny(family)
+    batch = collate(records_of(spec, (9, 5)), spec, layout="packed")
+    inputs = {name: value for name, value in batch.model_inputs().items() if name != "use_cache"}
+    model.train()
+    model.activation_checkpointing_enable()
+    with gates.attach(model, spec, probe=probe_of(family)) as handle, handle.replaying(batch):
+        output = model(**inputs).logits
+        assert torch.equal(output, model(**batch.model_inputs()).logits)
