@@ -124,8 +124,9 @@ def _attached(
     check = PackingCheck(model, probe.packed, wiring=wiring)
 
     def undo() -> None:
-        for hook in (check, *losses.values()):
-            hook.remove()
+        check.remove()
+        for loss in losses.values():
+            loss.remove()
 
     handle = ReplayHandle(
         spec,

@@ -45,6 +45,7 @@ _PACKED_LENGTH = 8
 #: Relative change of the output that is mixing. Models that mix change by 0.37 to 1.6; those that do not by 1e-6 in
 #: float32 and 0.017 in bfloat16, where a near-tied choice of experts may fall otherwise (65 families, tiny weights).
 _MIXED_SHARE = 0.1
+_PROVEN_CALL = "a forward that tells packed sequences apart (batch.model_inputs())"
 #: ``input_ids`` and ``position_ids``, each ``[1, T]`` -> the model's output
 PackedForward = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -171,7 +172,8 @@ def _attached(
     check = PackingCheck(model, probe.packed, wiring=wiring)
 
     def undo() -> None:
-        for hook in (check, *hooks):
+        check.remove()
+        for hook in hooks:
             hook.remove()
 
     handle = ReplayHandle(
@@ -191,9 +193,9 @@ def _attached(
 class PackingCheck:
     """Refuses packed batches for a model that mixes packed sequences, as seen once: see ``packing_fault``.
 
-    A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. Given a
-    ``wiring``, forwards of several packed sequences that are called otherwise are refused too, where ``packed`` does not
-    show another call.
+    A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. Given
+    ``wiring``, forwards of several packed sequences that are called otherwise are refused, where ``packed`` shows no
+    other call. On an accelerator, positions that run on are refused when the next batch comes, so that nobody waits.
     """
 
     def __init__(self, model: nn.Module, packed: PackedForward | None, *, wiring: Wiring | None = None) -> None:
@@ -201,7 +203,9 @@ class PackingCheck:
         self.packed = packed
         self.wiring = wiring
         self._observed: str | None = None
-        self._is_asked = False  # whether the batch that is replayed has several packed sequences
+        #: where sequences but the first begin, int64 ``[B-1]``, while a batch of several packed ones is replayed
+        self._starts: torch.Tensor | None = None
+        self._runs_on: torch.Tensor | None = None
         watched = wiring is not None and packed is None
         self._hooks = [model.register_forward_pre_hook(self._compare, with_kwargs=True)] if watched else []
 
@@ -220,7 +224,9 @@ class PackingCheck:
         """Raise ReplayError (PACKING). Collective under FSDP2, at the first packed batch of every rank."""
         is_shard = getattr(getattr(batch, "plan", None), "is_shard", False)  # its model attends over other ranks
         is_packed = getattr(batch, "layout", None) == "packed" and not is_shard
-        self._is_asked = is_packed and len(getattr(batch, "lengths", ())) > 1
+        starts = getattr(batch, "cu_seqlens_padded", None)
+        self._starts = starts[1:-1].long() if is_packed and starts is not None and len(starts) > 2 else None
+        self._settle()
         if not is_packed:
             return
         if self._observed is None:
@@ -231,10 +237,23 @@ class PackingCheck:
 
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = self.wiring is not None and self.wiring.here() is not None
-        if not bound or not self._is_asked or module is not self.model or torch.compiler.is_compiling():
+        if not bound or self._starts is None or module is not self.model or torch.compiler.is_compiling():
             return
-        if fault := _call_fault(module, args, kwargs):
-            raise _mixes("a forward that tells packed sequences apart (batch.model_inputs())", fault, module)
+        fault, positions = _call_fault(module, args, kwargs), kwargs.get("position_ids")
+        if fault:
+            raise _mixes(_PROVEN_CALL, fault, module)
+        if len(args) < 2 and isinstance(positions, torch.Tensor) and not _own_way(kwargs):
+            positions_3T = positions.reshape(-1, positions.shape[-1])
+            starts = self._starts.to(positions.device, non_blocking=True)
+            runs_on = (positions_3T[:, starts] == positions_3T[:, starts - 1] + 1).any()
+            self._runs_on = runs_on if self._runs_on is None else self._runs_on | runs_on
+            if positions.device.type == "cpu":
+                self._settle()
+
+    def _settle(self) -> None:
+        runs_on, self._runs_on = self._runs_on, None
+        if runs_on is not None and bool(runs_on):
+            raise _mixes(_PROVEN_CALL, "position_ids that run on where a sequence begins", self.model)
 
 
 def _mixes(expected: str, got: str, model: nn.Module) -> ReplayError:
@@ -253,8 +272,7 @@ def _call_fault(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
     mask = given.get("attention_mask")
-    own_mask = mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() > 2)
-    if len(args) > 1 or own_mask or any("seq" in name for name in given):
+    if len(args) > 1 or _own_way(given):
         return ""
     if "position_ids" not in given:
         return "no position_ids"
@@ -263,6 +281,12 @@ def _call_fault(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     if _uses_cache(model, given.get("use_cache")):
         return "a cache (use_cache is not False), beside which positions are not looked at"
     return ""
+
+
+def _own_way(kwargs: Mapping[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    own_mask = mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() > 2)
+    return own_mask or any("seq" in name for name, value in kwargs.items() if value is not None)
 
 
 def _uses_cache(model: nn.Module, given: bool | None) -> bool:

@@ -340,6 +340,7 @@ def test_no_operation_is_impossible(family: FamilyCase) -> None:
 CALLS: dict[str, tuple[dict[str, object], str]] = {
     "as proven": ({}, ""),
     "no positions": ({"position_ids": None}, "got no position_ids"),
+    "positions that run on": ({"position_ids": torch.arange(27)[None]}, "position_ids that run on"),
     "a mask of ones": ({"attention_mask": torch.ones(1, 27, dtype=torch.long)}, r"attention_mask of shape \[1, 27\]"),
     "a cache": ({"use_cache": True}, "got a cache"),
     "a cache by default": ({"use_cache": None}, "got a cache"),
