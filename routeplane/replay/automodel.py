@@ -121,7 +121,7 @@ def _attached(
     losses = {id(module): _LiveAux(module) for _, module in gates if policy.aux == "live" and _has_loss(module)}
 
     wiring = Wiring()
-    check = PackingCheck(model, probe.packed, wiring=wiring)
+    check = PackingCheck(model, probe.packed)
 
     def undo() -> None:
         check.remove()
@@ -138,6 +138,7 @@ def _attached(
         undo=undo,
         root=model,
     )
+    check.watch(wiring)
     for loss in losses.values():
         loss.install()
     return handle

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.capture.gates import left_as_it_was, probe_tokens
@@ -169,7 +170,7 @@ def _attached(
     ]
     losses = _aux_modules(model) if policy.aux == "forced" else []
     wiring, hooks = Wiring(), list[AuxiliaryHook]()
-    check = PackingCheck(model, probe.packed, wiring=wiring)
+    check = PackingCheck(model, probe.packed)
 
     def undo() -> None:
         check.remove()
@@ -186,6 +187,7 @@ def _attached(
         undo=undo,
         root=model,
     )
+    check.watch(wiring)
     hooks += [AuxiliaryHook(module, wiring=wiring) for module in losses]
     return handle
 
@@ -193,27 +195,32 @@ def _attached(
 class PackingCheck:
     """Refuses packed batches for a model that mixes packed sequences, as seen once: see ``packing_fault``.
 
-    A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. Given
-    ``wiring``, forwards of several packed sequences that are called otherwise are refused, where ``packed`` shows no
+    A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. After
+    ``watch``, forwards of several packed sequences that are called otherwise are refused, where ``packed`` shows no
     other call. On an accelerator, positions that run on are refused when the next batch comes, so that nobody waits.
     """
 
-    def __init__(self, model: nn.Module, packed: PackedForward | None, *, wiring: Wiring | None = None) -> None:
+    def __init__(self, model: nn.Module, packed: PackedForward | None) -> None:
         self.model = model
         self.packed = packed
-        self.wiring = wiring
+        self.wiring: Wiring | None = None
         self._observed: str | None = None
         #: where sequences but the first begin, int64 ``[B-1]``, while a batch of several packed ones is replayed
         self._starts: torch.Tensor | None = None
         self._runs_on: torch.Tensor | None = None
-        watched = wiring is not None and packed is None
-        self._hooks = [model.register_forward_pre_hook(self._compare, with_kwargs=True)] if watched else []
+        self._hooks: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return InertHook, ()
+
+    def watch(self, wiring: Wiring) -> None:
+        """Look at the calls of the model's forwards under a binding, until ``remove``."""
+        self.wiring = wiring
+        if self.packed is None:
+            self._hooks = [self.model.register_forward_pre_hook(self._compare, with_kwargs=True)]
 
     def remove(self) -> None:
         """Take the hook off. Idempotent."""
