@@ -90,8 +90,8 @@ class _Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        found = ranked(func, args, kwargs)
-        scores = found[0] if found is not None else largest(func, args, kwargs)
+        found = ranked(func, args, kwargs=kwargs)
+        scores = found[0] if found is not None else largest(func, args, kwargs=kwargs)
         if scores is not None and len(self.stack) > 1 and scores.numel() == self.rows * scores.shape[-1]:
             (path, *above), calls = zip(*reversed(self.stack), strict=True)
             self.seen.append(

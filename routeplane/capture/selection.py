@@ -51,7 +51,7 @@ def selection(
     gate: Gate, func: Callable[..., Any], /, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
     """The dense scores ``[..., E]`` where this call is the gate's ``topk``, else None."""
-    found = ranked(func, args, kwargs)
+    found = ranked(func, args, kwargs=kwargs)
     if found is None or found[1] != gate.top_k:
         return None
     scores = found[0]
@@ -59,7 +59,7 @@ def selection(
 
 
 def ranked(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: Callable[..., Any], args: tuple[Any, ...], *, kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, int] | None:
     """Scores and k of a ``topk`` for the largest along the last axis of ``[N, E]`` or ``[B, S, E]``."""
     if func not in _TOP_KS:
@@ -73,7 +73,7 @@ def ranked(
     return scores, k
 
 
-def largest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def largest(func: Callable[..., Any], args: tuple[Any, ...], *, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Scores of a ``max`` along the last axis of a matrix."""
     if func not in _MAXES:
         return None
@@ -115,7 +115,7 @@ class SelectionMode(TorchFunctionMode):
         """Every torch call of the gate comes by here; all but the selection go on unchanged."""
         kwargs = kwargs or {}
         if self.gate.rounds:
-            scores_NE = largest(func, args, kwargs)
+            scores_NE = largest(func, args, kwargs=kwargs)
             if scores_NE is not None and scores_NE.shape[-1] == self.gate.num_experts:
                 return self._mix(scores_NE, partial(func, *args, **kwargs))
             return func(*args, **kwargs)

@@ -237,7 +237,7 @@ def wait_until(ready: Callable[[], _Found | None], timeout_s: float | None, *, e
     return found
 
 
-def space_for(size: int, groups: Sequence[str], limits: BlockLimits) -> str:
+def space_for(size: int, *, groups: Sequence[str], limits: BlockLimits) -> str:
     """What a writer waits for at its byte bound."""
     return f"space for {size} bytes (the groups {list(groups)} have not all acknowledged what fills {limits.max_bytes})"
 
@@ -267,7 +267,7 @@ def group_taken(group: str, where: Any) -> UsageError:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SealedBlock:
     """One block before it is stored: what writes its v1 stream to an Arrow output stream or a file.
 
@@ -298,11 +298,11 @@ class SealedBlock:
         batch = write_batch(records, spec, encoding=encoding, scattered=scattered)
 
         def write_to(sink: Any) -> None:
-            with pa.ipc.new_stream(WholeWrites(sink, scattered), batch.schema) as writer:
+            with pa.ipc.new_stream(WholeWrites(sink, scattered=scattered), batch.schema) as writer:
                 writer.write_batch(batch)
                 writer.write_batch(trailer_batch(batch.schema), custom_metadata=metadata)
 
-        return cls(write_to, leans)
+        return cls(write_to=write_to, leans=leans)
 
     def to_buffer(self) -> pa.Buffer:
         """The whole v1 stream in memory."""

@@ -43,7 +43,7 @@ class WholeWrites:
 
     closed = False
 
-    def __init__(self, file: Any, scattered: dict[tuple[int, int], list[Any]] | None = None) -> None:
+    def __init__(self, file: Any, *, scattered: dict[tuple[int, int], list[Any]] | None = None) -> None:
         self._file, self.scattered = file, {} if scattered is None else scattered
 
     def write(self, data: Any) -> int:

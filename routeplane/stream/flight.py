@@ -204,7 +204,7 @@ def _verified(data: pa.Buffer, spec: RouteSpec) -> blocks.SealedBlock:
         reader.spec.require_same_geometry(spec, where="the place's manifest")
         for _ in reader:
             pass
-        return blocks.SealedBlock(lambda sink: sink.write(data), parse_leans(reader.trailer_metadata))
+        return blocks.SealedBlock(write_to=lambda sink: sink.write(data), leans=parse_leans(reader.trailer_metadata))
 
 
 class _ServedSlot(FolderSlot):

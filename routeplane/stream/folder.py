@@ -430,7 +430,7 @@ class FolderSlot(blocks.ProducerSlot):
             blocks.wait_until(
                 lambda: self._has_space(size, block.leans),
                 self._limits.timeout_s,
-                expected=lambda: blocks.space_for(size, self._groups, self._limits),
+                expected=lambda: blocks.space_for(size, groups=self._groups, limits=self._limits),
             )
         except OSError as error:
             self._files.prepared(name).unlink(missing_ok=True)

@@ -371,7 +371,7 @@ class _Slot(blocks.ProducerSlot):
         number, self.retention = blocks.wait_until(
             lambda: self._place.call("publish", *arguments),
             self._limits.timeout_s,
-            expected=lambda: blocks.space_for(data.nbytes, self._groups, self._limits),
+            expected=lambda: blocks.space_for(data.nbytes, groups=self._groups, limits=self._limits),
         )
         if number < 0:
             raise blocks.producer_taken(self._producer, self._place)

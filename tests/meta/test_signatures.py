@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 MAX_POSITIONAL = 2
 #: special methods that a user calls
 CALLED_BY_USERS = {"__init__", "__new__", "__call__"}
-#: what servers call, by a signature that is a standard of its own
-ASGI = ["scope", "receive", "send"]
+#: what servers call, by a signature that is a standard of its own: ASGI's, Arrow Flight's
+STANDARDS = (["scope", "receive", "send"], ["context", "descriptor", "reader", "writer"])
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -73,7 +73,7 @@ def _function_problems(node: Function, name: str, *, method: bool = False) -> It
     # self, cls, and the `draw` that hypothesis passes to a composite strategy are no argument of the caller's
     given = 1 if (method and "staticmethod" not in decorators) or "composite" in decorators else 0
     names = [argument.arg for argument in positional[given:]]
-    if len(names) > MAX_POSITIONAL and names != ASGI:
+    if len(names) > MAX_POSITIONAL and names not in STANDARDS:
         yield (
             node.lineno,
             f"{name} takes {len(names)} positional arguments, at most {MAX_POSITIONAL}: {', '.join(names)}",
