@@ -197,7 +197,7 @@ class PackingCheck:
 
     A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. After
     ``watch``, forwards of several packed sequences that are called otherwise are refused, where ``packed`` shows no
-    other call. On an accelerator, positions that run on are refused when the next batch comes, so that nobody waits.
+    other call. On an accelerator, positions that run on are refused when the next batch comes, without a wait.
     """
 
     def __init__(self, model: nn.Module, packed: PackedForward | None) -> None:
