@@ -399,7 +399,7 @@ def test_a_gate_that_fires_twice_is_refused() -> None:
         return hidden if number == 3 else plain(hidden)
 
     change_for_generation(model, block, uneven)
-    with pytest.raises(CaptureError, match=r"each gate once .* layer 2") as caught:
+    with pytest.raises(CaptureError, match=r"as often and in that order, got another firing @ layer 2") as caught:
         records_of(model)
     assert ErrorKind.GATE_FIRED == caught.value.kind
 
@@ -408,7 +408,7 @@ def test_a_gate_outside_the_model_it_was_taped_with_is_refused() -> None:
     """Rows of a forward of a part have no place among the model's forwards."""
     model = model_of()
     hidden = torch.zeros(1, 3, model.config.hidden_size)
-    with taping(model, QWEN3.spec), torch.no_grad(), pytest.raises(CaptureError, match="each gate once"):
+    with taping(model, QWEN3.spec), torch.no_grad(), pytest.raises(CaptureError, match="as often and in that order"):
         model.model.layers[1].mlp(hidden)
 
 

@@ -85,11 +85,13 @@ HELD: dict[str, tuple[str, ...]] = {
         f"{_GYM}::test_rows_that_are_all_missing_are_not_routes",
         f"{_GYM}::test_a_call_without_the_field_is_named",
     ),
-    "One failure cancels the rest": (
+    "One failure cancels the other tasks": (
         f"{_STARTUP}::test_one_failure_cancels_the_rest_and_takes_down_what_is_up",
-        f"{_STARTUP}::test_an_interrupt_takes_down_what_is_up",
     ),
-    "Further interrupts end nothing.": (f"{_TEARDOWN}::test_interrupts_in_teardown_skip_no_closer",),
+    "SIGINT does the same": (
+        f"{_STARTUP}::test_an_interrupt_takes_down_what_is_up",
+        f"{_TEARDOWN}::test_interrupts_in_teardown_skip_no_closer",
+    ),
     "a task fails": (f"{_STARTUP}::test_every_failure_is_listed_with_its_cause",),
     "no free port in the range": (
         f"{_ENDPOINTS}::test_a_full_range_is_refused_with_the_range_and_the_cause",
