@@ -20,7 +20,8 @@ process and Ray boundaries). Messages say what was expected, what came, and wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, Self
@@ -41,6 +42,7 @@ __all__ = [
     "TransportError",
     "TruncatedError",
     "UsageError",
+    "naming_stream",
     "refused",
 ]
 
@@ -217,6 +219,21 @@ class RouteplaneError(Exception):
         if self.message.endswith(named):
             return self
         return type(self)(self.message + named, kind=self.kind, problems=problems)
+
+
+@contextmanager
+def naming_stream(name: str) -> Generator[None]:
+    """Name a stream in what its reader raises: readers do not name what they read, and of many an error has to.
+
+    >>> with naming_stream("a.arrows"):
+    ...     raise TruncatedError("expected a trailer, got none", kind=ErrorKind.TRUNCATED)
+    Traceback (most recent call last):
+    routeplane.errors.TruncatedError: expected a trailer, got none @ stream a.arrows
+    """
+    try:
+        yield
+    except RouteplaneError as error:
+        raise error.of_stream(name) from error
 
 
 def _rebuild(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from routeplane.errors import ChecksumError, ErrorKind, MissingExtraError, RouteplaneError, refused
+from routeplane.errors import ChecksumError, ErrorKind, MissingExtraError, RouteplaneError, naming_stream, refused
 from routeplane.record.interfaces import KeyMemory, Position
 from routeplane.record.parse import check_count
 from routeplane.record.policy import StreamReport
@@ -483,14 +483,14 @@ class RecordDataset(IterableDataset["RouteRecord"]):
 
     @contextmanager
     def _read(self, part: Any) -> Generator[RouteSource]:
-        with _naming(part):
+        with naming_stream(str(part)):
             source = self._parts.open(part)
         try:
             if self._spec is None:
                 self._spec = source.spec
             self._spec.require_same_geometry(source.spec, where=str(part))
             self._source = self._judge = source
-            with _naming(part):
+            with naming_stream(str(part)):
                 yield source
         finally:
             if self._source is source:  # an iteration that was given up may end while the next one reads
@@ -622,15 +622,6 @@ def _ending(records: Iterator[RouteRecord]) -> Iterator[tuple[RouteRecord, bool]
             raise
         yield last, following is None
         last = following
-
-
-@contextmanager
-def _naming(part: Any) -> Generator[None]:
-    """Readers do not name what they read; of many streams, an error has to."""
-    try:
-        yield
-    except RouteplaneError as error:
-        raise error.of_stream(str(part)) from error
 
 
 def _repeat() -> StreamReport:

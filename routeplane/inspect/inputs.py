@@ -14,8 +14,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,10 +27,10 @@ from routeplane.errors import (
     ErrorKind,
     FormatError,
     Problem,
-    RouteplaneError,
     SpecError,
     TruncatedError,
     UsageError,
+    naming_stream,
     refused,
 )
 from routeplane.inspect.export import ParquetReader
@@ -112,16 +111,8 @@ class Source:
         """The geometry, read from the header or the commit."""
         if self.kind == "archive":
             return self.archive().spec
-        with self.naming(), self._file_reader(SALVAGE) as reader:
+        with naming_stream(self.name), self._file_reader(SALVAGE) as reader:
             return reader.spec
-
-    @contextmanager
-    def naming(self) -> Generator[None]:
-        """Name this place in what its reader raises."""
-        try:
-            yield
-        except RouteplaneError as error:
-            raise error.of_stream(self.name) from error
 
     def _file_reader(self, policy: ReadPolicy) -> RecordReader:
         if self.kind == "parquet":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, FormatError, Problem, UsageError
+from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, naming_stream
 from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
 from routeplane.record.policy import StreamReport
@@ -253,7 +253,7 @@ def _summary(source: Source) -> StreamSummary | ArchiveSummary:
 
 
 def _summarise_file(source: Source) -> StreamSummary:
-    with source.naming(), source.open(policy=replace(SALVAGE, verify=False)) as reader:
+    with naming_stream(source.name), source.open(policy=replace(SALVAGE, verify=False)) as reader:
         damage = ""
         try:
             for _ in reader:

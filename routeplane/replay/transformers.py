@@ -246,16 +246,16 @@ class PackingCheck:
         bound = self.wiring is not None and self.wiring.here() is not None
         if not bound or self._starts is None or module is not self.model or torch.compiler.is_compiling():
             return
-        fault, positions = _call_fault(module, args, kwargs), kwargs.get("position_ids")
-        if fault:
+        if len(args) > 1 or _is_own_way(kwargs):
+            return
+        if fault := _call_fault(module, kwargs):
             raise _mixes(_PROVEN_CALL, fault, module)
-        if len(args) < 2 and isinstance(positions, torch.Tensor) and not _own_way(kwargs):
-            positions_3T = positions.reshape(-1, positions.shape[-1])
-            starts = self._starts.to(positions.device, non_blocking=True)
-            runs_on = (positions_3T[:, starts] == positions_3T[:, starts - 1] + 1).any()
-            self._runs_on = runs_on if self._runs_on is None else self._runs_on | runs_on
-            if positions.device.type == "cpu":
-                self._settle()
+        positions_3T = kwargs["position_ids"].reshape(-1, kwargs["position_ids"].shape[-1])
+        starts = self._starts.to(positions_3T.device, non_blocking=True)
+        runs_on = (positions_3T[:, starts] == positions_3T[:, starts - 1] + 1).any()
+        self._runs_on = runs_on if self._runs_on is None else self._runs_on | runs_on
+        if positions_3T.device.type == "cpu":
+            self._settle()
 
     def _settle(self) -> None:
         runs_on, self._runs_on = self._runs_on, None
@@ -271,29 +271,26 @@ def _mixes(expected: str, got: str, model: nn.Module) -> ReplayError:
     )
 
 
-def _call_fault(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Why a forward of Transformers does not see where packed sequences begin; empty where it does, or may.
-
-    ``create_causal_mask`` looks at positions only without a mask and without a cache. Sequence lengths for a kernel and
-    masks of three and more axes are the loop's own way.
-    """
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    mask = given.get("attention_mask")
-    if len(args) > 1 or _own_way(given):
-        return ""
-    if "position_ids" not in given:
-        return "no position_ids"
-    if mask is not None:
-        return f"an attention_mask of shape {list(mask.shape)}, beside which positions are not looked at"
-    if _uses_cache(model, given.get("use_cache")):
-        return "a cache (use_cache is not False), beside which positions are not looked at"
-    return ""
-
-
-def _own_way(kwargs: Mapping[str, Any]) -> bool:
+def _is_own_way(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a loop tells sequences apart itself: by a mask of three and more axes, or lengths for a kernel."""
     mask = kwargs.get("attention_mask")
     own_mask = mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() > 2)
     return own_mask or any("seq" in name for name, value in kwargs.items() if value is not None)
+
+
+def _call_fault(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
+    """Why a forward of Transformers does not look at positions, or has none; empty where it looks.
+
+    ``create_causal_mask`` looks at positions only without a mask and without a cache.
+    """
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is None:
+        return "no position_ids"
+    if mask is not None:
+        return f"an attention_mask of shape {list(mask.shape)}, beside which positions are not looked at"
+    if _uses_cache(model, kwargs.get("use_cache")):
+        return "a cache (use_cache is not False), beside which positions are not looked at"
+    return ""
 
 
 def _uses_cache(model: nn.Module, given: bool | None) -> bool:

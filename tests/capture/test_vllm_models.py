@@ -21,6 +21,7 @@ from routeplane.capture.transformers import taping
 from routeplane.capture.vllm import generate_records, probe, spec_from_vllm, start_engine
 from routeplane.errors import ErrorKind, SpecError
 from routeplane.record.spec import RouteSpec
+from tests.capture.vllm_engine import FAMILY_SIZES
 
 pytestmark = pytest.mark.vllm
 
@@ -42,26 +43,11 @@ class Family:
     def build(self, folder: Path) -> Any:
         """Seeded weights in a folder; returns the model."""
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.name}Config")(**{**_COMMON, **self.settings})
+        config = getattr(transformers, f"{self.name}Config")(**{**FAMILY_SIZES, **self.settings})
         model = getattr(transformers, f"{self.name}ForCausalLM")(config).to(getattr(torch, self.dtype)).eval()
         model.save_pretrained(folder)
         return model
 
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.08,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-}
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -156,7 +142,9 @@ class Wrong:
     """A vLLM configuration of a Mixtral whose sizes are others than its Hugging Face configuration says."""
 
     def __init__(self, **sizes: int) -> None:
-        self.hf_config = transformers.MixtralConfig(**{**_COMMON, "num_local_experts": 8, "num_experts_per_tok": 2})
+        self.hf_config = transformers.MixtralConfig(
+            **{**FAMILY_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}
+        )
         self.hf_config.architectures = ["MixtralForCausalLM"]
         self.model, self.is_moe = "wrong", True
         self._sizes = {"depth": 3, "experts": 8, "top_k": 2, **sizes}

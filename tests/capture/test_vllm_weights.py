@@ -37,7 +37,7 @@ from routeplane.stream import open_stream
 from tests.capture.test_vllm_forced import PLAIN as PLAIN_ENGINE
 from tests.capture.test_vllm_forced import UNFIT, WORKER, namespace, random_record
 from tests.capture.test_vllm_forced import runner as engine_runner
-from tests.capture.vllm_engine import LONG, QWEN3_MOE, SHORT
+from tests.capture.vllm_engine import FAMILY_SIZES, LONG, QWEN3_MOE, SHORT
 
 pytestmark = pytest.mark.vllm
 
@@ -254,26 +254,11 @@ def test_weights_of_rows_that_a_gate_was_given(engine: Running) -> None:
 
 # ---- families -------------------------------------------------------------------------------------------------------
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.08,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-}
-
 
 def mixtral() -> Any:
     """Softmax over the chosen two."""
     config: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 32}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_COMMON, **config))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**FAMILY_SIZES, **config))
 
 
 def glm4() -> Any:
@@ -290,7 +275,7 @@ def glm4() -> Any:
         "norm_topk_prob": True,
         "head_dim": 32,
     }
-    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**{**_COMMON, **config}))
+    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**{**FAMILY_SIZES, **config}))
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.copy_(0.1 * torch.randn(16))
     return model
@@ -309,7 +294,7 @@ def llama4() -> Any:
         "no_rope_layers": [1, 1, 1, 1],
     }
     model = transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(**{**_COMMON, **config, "num_hidden_layers": 4})
+        transformers.Llama4TextConfig(**{**FAMILY_SIZES, **config, "num_hidden_layers": 4})
     )
     return model
 

@@ -26,6 +26,7 @@ from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 
 __all__ = [
+    "FAMILY_SIZES",
     "LONG",
     "SHORT",
     "SPEC",
@@ -43,6 +44,22 @@ VOCABULARY = 512
 #: longer than two blocks of the KV cache
 LONG = [11 + (37 * position) % 480 for position in range(75)]
 SHORT = [10, 11, 12, 13, 14, 20, 21, 22, 300, 301]
+
+#: sizes that tiny models of several families share
+FAMILY_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
 
 QWEN3_MOE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
