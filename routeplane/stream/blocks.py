@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar, get_args
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TransportError, UsageError, refused
+from routeplane.record.batches import TRAILER_KEY, TrailerCounter, trailer_batch
 from routeplane.record.codec import column_types, write_batch
 from routeplane.record.interfaces import BlockName
 from routeplane.record.policy import ReadPolicy
@@ -31,7 +32,6 @@ from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordWriter
-from routeplane.stream.batches import TRAILER_KEY, TrailerCounter, trailer_batch
 from routeplane.stream.files import WholeWrites
 
 __all__ = [
