@@ -388,9 +388,19 @@ class _Call:
     def __init__(self, client: _Client, stream: Any, read: Callable[[], Any]) -> None:
         self._client, self.stream, self._read = client, stream, read
 
-    def say(self, what: bytes) -> None:
-        """Send a message without data."""
+    def first(self, parse: Callable[[Any], Any]) -> Any:
+        """The answer to the call itself; a call that is refused has ended."""
+        try:
+            return self.answer(parse)
+        except BaseException:
+            self.release()
+            raise
+
+    def say(self, what: bytes, data: pa.Buffer | None = None) -> None:
+        """Send a message, behind its data."""
         with self._client.told(self.stream):
+            for part in () if data is None else _chunks(data):
+                self.stream.write_batch(part)
             self.stream.write_metadata(what)
 
     def answer(self, parse: Callable[[Any], Any]) -> Any:
@@ -424,30 +434,23 @@ class _Slot(blocks.ProducerSlot):
         limits: blocks.BlockLimits,
         access: Access = NO_ACCESS,
     ) -> None:
-        self._client, self._producer, self._max_bytes = _Client(place, access), producer, limits.max_bytes
+        self._producer, client = producer, _Client(place, access)
         self.retention = blocks.Retention(max_bytes=limits.max_bytes)
         asked = {"manifest": declared.to_document(), "producer": producer, "limits": asdict(limits)}
-        with self._client.told():
+        with client.told():
             descriptor = fl.FlightDescriptor.for_command(_said(asked))
-            stream, answers = self._client.flight.do_put(descriptor, _CHUNKS, self._client.options)
-        self._call = _Call(self._client, stream, answers.read)
-        try:
-            self.manifest = self._call.answer(blocks.Manifest.from_document)
-        except BaseException:
-            self.release()
-            raise
+            stream, answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
+        self._call = _Call(client, stream, answers.read)
+        self.manifest = self._call.first(blocks.Manifest.from_document)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
-        with self._client.told(self._call.stream):
-            for part in _chunks(block.to_buffer()):
-                self._call.stream.write_batch(part)
-        self._call.say(b"block")
+        self._call.say(b"block", block.to_buffer())
         return BlockName(self._producer, self._call.answer(self._note))
 
     def _note(self, answer: Any) -> int:
         """The number of a block; the server says besides what it holds of this producer."""
         number, held = answer
-        self.retention = blocks.Retention(max_bytes=self._max_bytes)
+        self.retention = blocks.Retention(max_bytes=self.retention.max_bytes)
         for each, size, leans in held:
             self.retention.add(_count(each), _count(size), leans=None if leans is None else list(map(_count, leans)))
         return _count(number)
@@ -470,12 +473,8 @@ class _Store(BlockStore):
             self.manifest = blocks.Manifest.from_document(found)
             descriptor = fl.FlightDescriptor.for_command(_said({"group": group}))
             stream, answers = client.flight.do_exchange(descriptor, client.options)
-        self._call: _Call | None = _Call(client, stream, lambda: answers.read_chunk().app_metadata)
-        try:
-            self._position: Position = self._call.answer(Position.from_json)
-        except BaseException:
-            self.release()
-            raise
+        self._call: Any = _Call(client, stream, lambda: answers.read_chunk().app_metadata)
+        self._position: Position = self._call.first(Position.from_json)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
@@ -511,7 +510,6 @@ class _Store(BlockStore):
         return self._position
 
     def save_position(self, position: Position) -> None:
-        assert self._call is not None  # a copy is never asked to
         self._call.say(position.to_json().encode())
         self._call.answer(bool)
 

@@ -189,7 +189,7 @@ def test_a_place_tells_names_and_blocks_apart() -> None:
     place.end("p", stranger, "closed")
     place.release("producer", "p", stranger)
     said += [place.look("p", 0)[0], place.look("p", 1)[0]]
-    saved = [place.open("group", "g", reader), place.save_position("g", stranger, "{}")]
+    saved: list[Any] = [place.open("group", "g", reader), place.save_position("g", stranger, "{}")]
     after = Position(place="x", next={"p": 1}).to_json()
     saved += [place.save_position("g", reader, after), place.load_position("g")]
     # what the group acknowledged makes space
