@@ -19,8 +19,8 @@ import xxhash
 
 from benchmarks.bench_read import record, stream_of
 from benchmarks.measure import Result, relative_rates
+from routeplane.record.batches import DEFAULT_MAX_BYTES
 from routeplane.stream import open_stream
-from routeplane.stream.batches import DEFAULT_MAX_BYTES
 
 THREADS = (2, 4)
 #: On two cores: what two threads must reach.

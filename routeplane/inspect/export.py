@@ -23,12 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, refused
+from routeplane.record.batches import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchRecords, BatchWriter, Trailer, TrailerCounter
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.spec import MISSING
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.batches import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchRecords, BatchWriter, Trailer, TrailerCounter
 from routeplane.stream.files import PublishedPath, Target
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from routeplane.errors import refused
+from routeplane.record.batches import DEFAULT_MAX_BYTES
 from routeplane.record.interfaces import BlockName, RouteSink
 from routeplane.record.policy import QuarantineOptions, ReadPolicy, StreamReport
 from routeplane.record.schema import FORMAT_VERSION, check_version, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.transfer import RecordReader, check_max_bytes
-from routeplane.stream.batches import DEFAULT_MAX_BYTES
 from routeplane.stream.blocks import BlockLimits, ReadOptions
 from routeplane.stream.files import frames_of, target_of
 from routeplane.stream.ipc import IpcReader, IpcWriter

@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
-from routeplane.record.policy import Quarantine, ReadPolicy
-from routeplane.record.record import RouteRecord
-from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, parse_schema
-from routeplane.record.transfer import RecordReader
-from routeplane.stream.batches import (
+from routeplane.record.batches import (
     DEFAULT_MAX_BYTES,
     TRAILER_KEY,
     BatchRecords,
@@ -28,6 +24,10 @@ from routeplane.stream.batches import (
     decoded,
     trailer_batch,
 )
+from routeplane.record.policy import Quarantine, ReadPolicy
+from routeplane.record.record import RouteRecord
+from routeplane.record.schema import FORMAT_VERSION, Encoding, StreamHeader, parse_schema
+from routeplane.record.transfer import RecordReader
 from routeplane.stream.frames import Frame
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from routeplane.errors import ChecksumError, ErrorKind, TransportError, TruncatedError, refused
+from routeplane.record.batches import one_row
 from routeplane.record.codec import write_batch
 from routeplane.record.record import RouteRecord
 from routeplane.record.transfer import RecordReader, RecordWriter
-from routeplane.stream.batches import one_row
 
 if TYPE_CHECKING:
     from routeplane.record.policy import ReadPolicy

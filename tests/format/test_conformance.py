@@ -19,6 +19,7 @@ import pytest
 
 from routeplane.errors import DataError, FormatError, RouteplaneError
 from routeplane.record.assembly import assemble
+from routeplane.record.batches import Trailer, TrailerCounter
 from routeplane.record.codec import read_records, write_batch
 from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RouteRecord
@@ -26,7 +27,6 @@ from routeplane.record.schema import StreamHeader, arrow_schema, choose_encoding
 from routeplane.record.spec import RouteSpec
 from routeplane.record.validate import all_legal, find_problems
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.batches import Trailer, TrailerCounter
 from tests.format import reference
 from tests.format.documents import SCHEMAS, call_of, dump, load, record_json, record_of, routes_of, spec_of
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from routeplane.record.aligned import COLUMN_TYPES, ColumnType
+from routeplane.record.batches import TRAILER_KEY, TrailerCounter
 from routeplane.record.codec import column_types
 from routeplane.record.interfaces import MAX_TICKET_BYTES, RouteTicket
 from routeplane.record.parse import RESERVED_COLUMNS
@@ -21,7 +22,6 @@ from routeplane.record.record import RecordKey
 from routeplane.record.schema import FORMAT_VERSION, FORMATS, Encoding, arrow_schema, row_type
 from routeplane.record.spans import PRESENT_STATES, STATES, SpanKind
 from routeplane.record.spec import MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K, MISSING, NARROW_MISSING, RouteSpec
-from routeplane.stream.batches import TRAILER_KEY, TrailerCounter
 from routeplane.stream.frames import MAX_METADATA_BYTES
 from tests.format.documents import SCHEMAS, load
 from tests.format.test_golden import one_call, token_columns

@@ -69,8 +69,17 @@ _REPLAY_SUITE = ("testing.contracts.replay_contract",)
 #: is refused.
 THIRD_PARTY = {
     "numpy": ("",),
-    "pyarrow": ("record.schema", "record.codec", "record.columnar", "stream", "archive", "inspect", "testing"),
-    "xxhash": ("record.spec", "record.checksum", "stream", "archive"),
+    "pyarrow": (
+        "record.schema",
+        "record.codec",
+        "record.columnar",
+        "record.batches",
+        "stream",
+        "archive",
+        "inspect",
+        "testing",
+    ),
+    "xxhash": ("record.spec", "record.checksum", "record.batches", "stream", "archive"),
     "numba": ("record.kernels", "inspect.tally_kernel"),
     "llvmlite": ("record.kernels", "inspect.tally_kernel"),  # comes with numba, which takes its values
     "torch": (

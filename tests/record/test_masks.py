@@ -183,7 +183,7 @@ def test_a_mask_costs_four_bytes_an_id_and_five_a_token(tmp_path: Any, encoding:
 
 def test_lists_are_split_over_batches_before_an_end_passes_int32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch ends before its lists hold more values than an end can say; all records come back."""
-    monkeypatch.setattr("routeplane.stream.batches.MAX_BATCH_VALUES", 700)
+    monkeypatch.setattr("routeplane.record.batches.MAX_BATCH_VALUES", 700)
     records = [masked_record(number, tokens=40, ids=300) for number in range(5)]
     held = [len(record.columns["sampling_mask"].values) for record in records]
     file = io.BytesIO()

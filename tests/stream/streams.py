@@ -17,13 +17,13 @@ import pytest
 from hypothesis import strategies as st
 
 from routeplane.errors import RouteplaneError
+from routeplane.record.batches import TRAILER_KEY, Trailer, TrailerCounter
 from routeplane.record.codec import column_types, write_batch
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import arrow_schema
 from routeplane.record.spans import Capture, Span
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import new_stream, open_stream
-from routeplane.stream.batches import TRAILER_KEY, Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs
 from tests.format.documents import record_json
 

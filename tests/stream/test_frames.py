@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import ErrorKind, FormatError
+from routeplane.record.batches import TRAILER_KEY
 from routeplane.stream import open_stream
-from routeplane.stream.batches import TRAILER_KEY
 from routeplane.stream.frames import MAX_METADATA_BYTES, Frame, frames_of_buffer, frames_of_file, parse_metadata
 from tests.stream.streams import contents, forge, record, stream_of, trailer_of
 

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError
+from routeplane.record.batches import Trailer
 from routeplane.record.codec import column_types, write_batch
 from routeplane.record.schema import CAPTURE_TYPE
 from routeplane.stream import open_stream
-from routeplane.stream.batches import Trailer
 from tests.stream.streams import SPEC, content, contents, forge, forged_column, record, refusal, stream_of, trailer_of
 
 RECORDS = [record(sample, 4 + sample) for sample in range(3)]

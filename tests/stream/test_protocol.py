@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
+from routeplane.record.batches import Trailer, TrailerCounter
 from routeplane.record.policy import MAX_ALARMS, QuarantineEntry, ReadPolicy, RecordCounts
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import Coverage
 from routeplane.stream import StreamReport, open_stream
-from routeplane.stream.batches import Trailer, TrailerCounter
 from routeplane.testing.strategies import records, specs
 from tests.format import reference
 from tests.stream.streams import SPEC, record, stream_of

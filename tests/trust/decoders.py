@@ -33,12 +33,12 @@ from routeplane.errors import ErrorKind, FormatError, TruncatedError
 from routeplane.inspect.audit import load_batch
 from routeplane.inspect.export import ParquetReader, ParquetWriter
 from routeplane.record.aligned import ColumnType
+from routeplane.record.batches import Trailer
 from routeplane.record.calls import ModelCall
 from routeplane.record.interfaces import BlockName, Position, RouteTicket
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import flight, folder, listen, open_stream
-from routeplane.stream.batches import Trailer
 from routeplane.stream.block_reader import BlockPart, BlockRecords, parse_leans
 from routeplane.stream.blocks import LEANS_KEY, BlockLimits, Manifest, ReadOptions, SealedBlock
 from routeplane.stream.files import PublishedPath

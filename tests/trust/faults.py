@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 
 from routeplane.errors import RouteplaneError
+from routeplane.record.batches import TRAILER_KEY, trailer_batch
 from routeplane.record.codec import write_batch
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import arrow_schema
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import open_stream
-from routeplane.stream.batches import TRAILER_KEY, trailer_batch
 from routeplane.stream.frames import frames_of_buffer
 from tests.stream.streams import SPEC, contents, forge, record, stream_of, trailer_of
 from tests.trust import decoders
