@@ -250,6 +250,10 @@ class RecordReader(ABC):
             raise DataError.from_problems(found, what="alarms")
         self._report = self._report.with_alarms(found)
 
+    def _count(self, **more: int) -> None:
+        """Add to counts of the report, by name."""
+        self._report = replace(self._report, **{name: getattr(self._report, name) + n for name, n in more.items()})
+
     @abstractmethod
     def _arrive(self) -> Iterator[RouteRecord]:
         """Whole, checked records in the producer's order; raises where the stream ends otherwise than it should."""
@@ -258,7 +262,7 @@ class RecordReader(ABC):
         if self._tokens is not None:
             start, stop = self._tokens[0], min(self._tokens[1], record.num_tokens)
             if start >= stop:
-                self._report = replace(self._report, outside=self._report.outside + 1)
+                self._count(outside=1)
                 return None
             record = cut_record(record, tokens=(start, stop))
         return record if self._layer_ids is None else cut_record(record, spec=self._spec)
