@@ -20,7 +20,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -468,7 +467,12 @@ class _Store(BlockStore):
 
     def __init__(self, place: str, *, group: str, timeout_s: float | None, access: Access = NO_ACCESS) -> None:
         self._client = client = _Client(place, access)
-        found = blocks.wait_until(partial(client.ask, "manifest"), timeout_s, expected=lambda: f"a place at {place}")
+        found = blocks.wait_until(
+            lambda: client.ask("manifest"),
+            timeout_s,
+            expected=lambda: f"a place at {place}",
+            warn_after_s=blocks.WARN_AFTER_S,
+        )
         with client.told():
             self.manifest = blocks.Manifest.from_document(found)
             descriptor = fl.FlightDescriptor.for_command(_said({"group": group}))

@@ -476,9 +476,15 @@ class FolderStore(BlockStore):
 
 
 def found_store(place: str | os.PathLike[str], *, timeout_s: float | None, **how: Any) -> FolderStore:
-    """A place's FolderStore, once the place is there. Raises TransportError (TIMED_OUT)."""
-    path = Path(place) / "manifest.json"
-    blocks.wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
+    """A place's FolderStore, once the place is there; a wait is logged. Raises TransportError (TIMED_OUT)."""
+    path = Path(place).absolute() / "manifest.json"
+
+    def expected() -> str:
+        there = next(folder for folder in path.parents if folder.is_dir())
+        found = "which holds no place" if there == path.parent else f"of which {there} exists"
+        return f"the place {path.parent}, {found}"
+
+    blocks.wait_until(path.exists, timeout_s, expected=expected, warn_after_s=blocks.WARN_AFTER_S)
     return FolderStore(place, **how)
 
 
