@@ -245,8 +245,9 @@ class RouteStatistics(Counts):
     """Counts over records of one spec. ``collect`` makes it; arrays are its own and read-only.
 
     ``load``: for each kind and weights version int64 ``[L, E]``, how often each expert was chosen; ``rows``: int64
-    ``[L]``, of how many present rows. ``states``: for each kind rows by capture state, in tokens. ``shared_L`` of ``neighbours_L * K`` ids: of neighbouring rows, those that the row
-    before holds too, counted on every ``OVERLAP_EVERY``-th token. ``runs_H[h]``: runs of equal rows in all layers of a
+    ``[L]``, of how many present rows. ``states``: for each kind rows by capture state, in tokens. ``shared_L`` of
+    ``neighbours_L * K`` ids: of neighbouring rows, those that the row before holds too, counted on every
+    ``OVERLAP_EVERY``-th token. ``runs_H[h]``: runs of equal rows in all layers of a
     length in ``[2**h, 2**(h+1))``, from 2 on. ``positions_P2``: tokens with all their rows, and fed ones without, by
     absolute position.
 
