@@ -68,9 +68,9 @@ def convert(
     """Copy all records of ``source`` into ``target``: ``.arrows`` streams, ``.zarr`` archives, ``.parquet`` files.
 
     A file appears when it is complete, and one that is there is kept unless ``overwrite``. An archive is appended to,
-    run by run, so its first records can be read while the rest is copied; where an earlier call with the same source was
-    stopped, this one goes on. A source whose content has no digest before its end (a pipe, several files) begins from
-    the start. Records are held one batch at a time.
+    run by run, so its first records can be read while the rest is copied; where an earlier call with the same source
+    was stopped, this one goes on. A source whose content has no digest before its end (a pipe, several files) begins
+    from the start. Records are held one batch at a time.
 
     Args:
         source: As in ``inspect.find_sources``.
