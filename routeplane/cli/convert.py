@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from routeplane.errors import ErrorKind, FormatError, Problem, refused
+from routeplane.errors import ErrorKind, FormatError, Problem, naming_stream, refused
 from routeplane.inspect.export import Form, ParquetWriter, write_tables
 from routeplane.inspect.inputs import LOOK, Kind, Source, find_sources
 from routeplane.record.policy import ReadPolicy
@@ -256,7 +256,7 @@ class SourceContent:
             archive = source.archive(policy=self._policy)
             self.digest, self.total = archive.digest, len(archive)
             return
-        with source.open(policy=self._policy) as reader:
+        with naming_stream(source.name), source.open(policy=self._policy) as reader:
             self.digest = reader.digest
             self.total = getattr(reader, "total_records", None)
 
@@ -265,7 +265,8 @@ class SourceContent:
         [first, *rest] = self._set.sources
         if first.kind == "archive" and not rest:
             archive = first.archive(policy=self._policy)
-            yield from archive.select(records=(min(skip, len(archive)), len(archive)))
+            with naming_stream(first.name):
+                yield from archive.select(records=(min(skip, len(archive)), len(archive)))
             return
         read = self._set.records()
         yield from islice(read, skip, None)

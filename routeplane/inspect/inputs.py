@@ -39,7 +39,8 @@ from routeplane.record.counts import html_table
 from routeplane.record.policy import Quarantine, QuarantineEntry, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.validate import find_problems
-from routeplane.stream import open_stream
+from routeplane.stream.files import frames_of
+from routeplane.stream.ipc import IpcReader
 
 if TYPE_CHECKING:
     from routeplane.archive import Archive
@@ -116,13 +117,9 @@ class Source:
     def _file_reader(self, policy: ReadPolicy) -> RecordReader:
         if self.kind == "parquet":
             return ParquetReader(self.path, policy=policy)
-        return open_stream(
-            self.path,
-            on_truncated=policy.on_truncated,
-            on_corrupt=policy.on_corrupt,
-            on_alarm=policy.on_alarm,
-            verify=policy.verify,
-        )
+        # unlike those of ``open_stream``, its errors do not name the path: the caller names the source, or lists it
+        frames, walkable = frames_of(self.path, salvage=policy.on_corrupt == "quarantine")
+        return IpcReader(frames, policy, walkable=walkable)
 
 
 def resolve(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
@@ -349,10 +346,9 @@ class SourceRecords:
 
     def __iter__(self) -> Iterator[RouteRecord]:
         for source in self._sources:
-            if source.kind == "archive" and self._wanted is not None:
-                yield from self._looked_up(source)
-                continue
-            yield from self._read_through(source)
+            looks_up = source.kind == "archive" and self._wanted is not None
+            with naming_stream(source.name):
+                yield from self._looked_up(source) if looks_up else self._read_through(source)
 
     def _read_through(self, source: Source) -> Iterator[RouteRecord]:
         salvages = self._policy.on_corrupt == "quarantine"

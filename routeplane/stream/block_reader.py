@@ -152,8 +152,14 @@ class BlockReader(RecordReader):
         TruncatedError (ABORTED, VANISHED), TransportError (TIMED_OUT), UsageError.
         """
         start = self._acknowledged if position is None else position
-        self._check_position(start)
+        self._check_position(start)  # now, not when the first name is asked for
         return self._names(start)
+
+    def _names(self, position: Position) -> Iterator[BlockName]:
+        turns = self._turns()
+        while (name := turns.next(position, in_turn=True)) is not None:
+            yield name
+            position = position.after(name)
 
     def open(self, name: BlockName) -> BlockRecords:
         """Open one block as a source, under this reader's policy; the bytes are copied before they are verified."""
@@ -174,18 +180,7 @@ class BlockReader(RecordReader):
 
         Raises DataError (EXPIRED, ROUTES_MISSING).
         """
-        part = BlockPart(
-            keys=None if keys is None else tuple(RecordKey(*key) for key in keys),
-            layer_ids=None if layer_ids is None else tuple(layer_ids),
-            tokens=tokens,
-        )
-        return self._store.cut(name, part)
-
-    def _names(self, position: Position) -> Iterator[BlockName]:
-        turns = self._turns()
-        while (name := turns.next(position, in_turn=True)) is not None:
-            yield name
-            position = position.after(name)
+        return self._store.cut(name, BlockPart.of(keys=keys, layer_ids=layer_ids, tokens=tokens))
 
     def _turns(self) -> _Turns:
         return _Turns(self._store, self._options, expected=self._expected, follow=self._follow)
@@ -214,16 +209,12 @@ class BlockReader(RecordReader):
         block = self._opened(name, replace(self._policy, on_alarm="ignore"), self.quarantine)
         for record in block:
             if self._keys.is_repeat(record, where=f"block {name}"):
-                self._report = replace(self._report, repeats=self._report.repeats + 1)
+                self._count(repeats=1)
             else:
                 yield record
         read = block.report()
-        self._report = replace(
-            self._report,
-            batches=self._report.batches + read.batches,
-            skipped_batches=self._report.skipped_batches + read.skipped_batches,
-            skipped_records=self._report.skipped_records + read.skipped_records,
-        )
+        counted = ("batches", "skipped_batches", "skipped_records")
+        self._count(**{name: getattr(read, name) for name in counted})
 
     def close(self) -> None:
         """Give the group up. Records already yielded stay valid; what was not acknowledged comes again."""
@@ -350,7 +341,7 @@ class BlockRecords(IpcReader):
             except DataError:
                 if self._policy.on_corrupt == "raise":
                     raise
-                self._report = replace(self._report, skipped_records=self._report.skipped_records + 1)
+                self._count(skipped_records=1)
                 continue
             # without leans no record is a delta: one that is, under a damaged trailer, has no base and was refused
             if self.leans is not None:
@@ -411,6 +402,19 @@ class BlockPart:
     layer_ids: tuple[int, ...] | None = None
     tokens: tuple[int, int] | None = None
 
+    @classmethod
+    def of(cls, *, keys: Any = None, layer_ids: Any = None, tokens: Any = None) -> BlockPart:
+        """Narrow what a caller, or another process, asks for. Raises UsageError."""
+        try:
+            return cls(
+                keys=None if keys is None else tuple(RecordKey(str(name), int(a), int(s)) for name, a, s in keys),
+                layer_ids=None if layer_ids is None else tuple(map(int, layer_ids)),
+                tokens=None if tokens is None else (int(tokens[0]), int(tokens[1])),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            asked = f"{keys}, {layer_ids}, {tokens}"
+            raise refused("keys, layers and tokens [a, b) of a block", f"{asked[:80]} ({error})") from None
+
     def to_json(self) -> str:
         """Plain values, for a carrier that asks another process to cut."""
         return json.dumps({"keys": self.keys, "layer_ids": self.layer_ids, "tokens": self.tokens})
@@ -419,14 +423,8 @@ class BlockPart:
     def from_json(cls, text: str | bytes) -> BlockPart:
         """Parse ``to_json``. Raises UsageError."""
         try:
-            found = json.loads(text)
-            keys, layers, tokens = (found[name] for name in ("keys", "layer_ids", "tokens"))
-            return cls(
-                keys=None if keys is None else tuple(RecordKey(str(name), int(a), int(s)) for name, a, s in keys),
-                layer_ids=None if layers is None else tuple(int(layer) for layer in layers),
-                tokens=None if tokens is None else (int(tokens[0]), int(tokens[1])),
-            )
-        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            return cls.of(**json.loads(text))
+        except (TypeError, ValueError, RecursionError) as error:
             raise refused("a part of a block as JSON", f"{str(text)[:80]!r} ({error})") from None
 
 
