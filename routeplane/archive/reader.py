@@ -386,10 +386,7 @@ class Piece:
         """The whole record, or a range of its tokens, under the rules of ``RouteRecord.slice``. Raises UsageError."""
         start, stop = (0, row.num_tokens) if tokens is None else tokens
         if not 0 <= start < stop <= row.num_tokens:
-            raise UsageError(
-                f"expected 0 <= start < stop <= {row.num_tokens}, got [{start}, {stop}) @ sample {row.key}",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused(f"0 <= start < stop <= {row.num_tokens}", f"[{start}, {stop}) @ sample {row.key}")
         if 0 < start < row.routes_start:
             raise UsageError(
                 f"expected rows from {start} on, got rows only from {row.routes_start}: those before stand in another "

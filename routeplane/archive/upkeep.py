@@ -42,7 +42,7 @@ from routeplane.archive.reader import (
 )
 from routeplane.archive.shards import Range
 from routeplane.archive.writer import ArchiveWriter, RunFiles, drop_commits, publish
-from routeplane.errors import DataError, ErrorKind, FormatError, Problem, UsageError
+from routeplane.errors import DataError, ErrorKind, FormatError, Problem, refused
 from routeplane.record.counts import Counts, rule
 from routeplane.record.record import RecordKey
 from routeplane.record.spans import Coverage
@@ -324,9 +324,7 @@ class Recovery(Counts):
 def recover_records(store: ArchiveStore, target: ArchiveStore) -> Recovery:
     """Copy run by run into a new archive; see ``routeplane.archive.recover``."""
     if target.names(""):
-        raise UsageError(
-            f"expected a new place, got one that holds something @ {target.where}", kind=ErrorKind.ARGUMENT
-        )
+        raise refused("a new place", f"one that holds something @ {target.where}")
     problems: Found = []
     commit = readable_commit(store, problems) or _rebuilt(store)
     counts = {"intact": 0, "partial": 0, "lost": 0}

@@ -361,10 +361,8 @@ class RouteRecorder:
         at = call.num_tokens if token is None else token
         check_optional_int64(weights_version, "weights_version")
         if call.changes and at < call.changes[-1].token:
-            raise UsageError(
-                f"expected weights to change at token {call.changes[-1].token} or later, got {at} "
-                f"@ call {call.call_id}",
-                kind=ErrorKind.ARGUMENT,
+            raise refused(
+                f"weights to change at token {call.changes[-1].token} or later", f"{at} @ call {call.call_id}"
             )
         call.changes.append(WeightsChange(token=at, weights_version=weights_version))
 

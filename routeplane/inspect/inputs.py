@@ -309,14 +309,9 @@ class SourceSet:
             found.append(record)
             if len(found) > 1:
                 keys = " and ".join("/".join(str(part) for part in each.key) for each in found)
-                raise UsageError(
-                    f"expected one record of sample {sample!r}, got {keys}: give attempt and segment too",
-                    kind=ErrorKind.ARGUMENT,
-                )
+                raise refused(f"one record of sample {sample!r}", f"{keys}: give attempt and segment too")
         if not found:
-            raise UsageError(
-                f"expected a record of sample {sample!r} in {', '.join(self.paths)}, got none", kind=ErrorKind.ARGUMENT
-            )
+            raise refused(f"a record of sample {sample!r} in {', '.join(self.paths)}", "none")
         return found[0]
 
     def lookup(self) -> Archive | None:
