@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
 from routeplane.inspect.export import ParquetReader
 from routeplane.inspect.look import summarise
+from routeplane.record.aligned import AlignedColumn
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
@@ -80,6 +82,20 @@ def test_parquet_holds_any_records(drawn: tuple[RouteSpec, list[RouteRecord]]) -
     with TemporaryDirectory() as folder:
         place = made(Path(folder) / "a.parquet", records, spec=spec)
         assert contents(records) == contents(read(place))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_unknown_entries_of_a_shaped_column_are_held(tmp_path: Path, suffix: str) -> None:
+    """An unknown entry of three values is one null, though readers of Parquet call its values null too."""
+    values = np.arange(5 * 3, dtype=np.int8).reshape(5, 3)
+    known = np.asarray([True, False, True, False, False])
+    column = AlignedColumn.of(values, aligned="fed", axes=("feature",), valid=known)
+    held = replace(sized([5])[0], columns={"score": column}, checksum=None)
+
+    (found,) = read(made(tmp_path / f"a{suffix}", [held]))
+
+    assert [values[0].tolist(), None, values[2].tolist(), None, None] == found.columns["score"].tolist()
+    assert held.checksum == found.verify().checksum
 
 
 def test_parquet_is_one_row_per_record(tmp_path: Path) -> None:
@@ -212,6 +228,7 @@ def test_a_damaged_source_leaves_no_file(tmp_path: Path, end: str) -> None:
     with pytest.raises(DataError) as caught:
         convert(source, tmp_path / f"b{end}")
     assert ErrorKind.CHECKSUM == caught.value.kind
+    assert 1 == str(caught.value).count(f"stream {source}")
     if end != ".zarr":
         assert not (tmp_path / f"b{end}").exists()
 
