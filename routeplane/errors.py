@@ -131,7 +131,7 @@ class ErrorKind(StrEnum):
     TIMED_OUT = "timed_out"
     UNAUTHENTICATED = "unauthenticated"
     # rows again
-    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
+    ROW_CONFLICT = "row_conflict"  # an engine gives a token other rows than when it is read again
     # archives
     MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
     LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size
@@ -222,8 +222,8 @@ class RouteplaneError(Exception):
 
 
 @contextmanager
-def naming_stream(name: str) -> Generator[None]:
-    """Name a stream in what its reader raises: readers do not name what they read, and of many an error has to.
+def naming_stream(name: str | None) -> Generator[None]:
+    """Name a stream in what its reader raises; None: a stream without a name, such as one in memory.
 
     >>> with naming_stream("a.arrows"):
     ...     raise TruncatedError("expected a trailer, got none", kind=ErrorKind.TRUNCATED)
@@ -233,6 +233,8 @@ def naming_stream(name: str) -> Generator[None]:
     try:
         yield
     except RouteplaneError as error:
+        if name is None:
+            raise
         raise error.of_stream(name) from error
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, naming_stream
 from routeplane.record.alarms import find_alarms
 from routeplane.record.counts import html_table
 from routeplane.record.interfaces import Admission, admit
@@ -134,12 +134,15 @@ class RecordWriter(ABC):
 class RecordReader(ABC):
     """Base of RouteSources. Iterate once; ``close`` (or ``with``) closes the source.
 
-    ``quarantine`` holds what was quarantined, and gives the bytes of a record again.
+    ``quarantine`` holds what was quarantined, and gives the bytes of a record again. ``name``: what errors call the
+    source that is read.
     """
 
-    def __init__(self, spec: RouteSpec, policy: ReadPolicy, *, quarantine: Quarantine | None = None) -> None:
+    def __init__(
+        self, spec: RouteSpec, policy: ReadPolicy, *, quarantine: Quarantine | None = None, name: str | None = None
+    ) -> None:
         self._whole_spec = self._spec = spec
-        self._policy = policy
+        self._policy, self._name = policy, name
         self.quarantine = quarantine or Quarantine(policy.quarantine)
         self._counts = RecordCounts()
         self._report = StreamReport()  # all but what is counted
@@ -223,12 +226,13 @@ class RecordReader(ABC):
         return self._selected()
 
     def _selected(self) -> Iterator[RouteRecord]:
-        for record in self._arrive():
-            self._counts.add(record)
-            self._watch(record)
-            cut = self._cut(record)
-            if cut is not None:
-                yield cut
+        with naming_stream(self._name):
+            for record in self._arrive():
+                self._counts.add(record)
+                self._watch(record)
+                cut = self._cut(record)
+                if cut is not None:
+                    yield cut
 
     def _watch(self, record: RouteRecord) -> None:
         """Look for statistics that a healthy capture does not show; count them, or raise by choice."""

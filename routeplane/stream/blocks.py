@@ -10,6 +10,7 @@ its block's trailer names the blocks that it leans on. Those are kept for as lon
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -40,6 +41,7 @@ __all__ = [
     "DEFAULT_OPTIONS",
     "DEFAULT_POLICY",
     "LEANS_KEY",
+    "WARN_AFTER_S",
     "BlockLimits",
     "BlockState",
     "BlockWriter",
@@ -71,6 +73,8 @@ _BASE_BYTES = 2**27
 _LEAN_SHARE = 8
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
+#: After how long a reader logs that its place is not there; engines take minutes to start, a mistyped name never comes.
+WARN_AFTER_S = 10.0
 
 _Found = TypeVar("_Found")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -222,16 +226,29 @@ class Manifest:
 # -- what carriers wait for and refuse ---------------------------------------------------------------------------------
 
 
-def wait_until(ready: Callable[[], _Found | None], timeout_s: float | None, *, expected: Callable[[], str]) -> _Found:
+def wait_until(
+    ready: Callable[[], _Found | None],
+    timeout_s: float | None,
+    *,
+    expected: Callable[[], str],
+    warn_after_s: float | None = None,
+) -> _Found:
     """Ask until an answer is true, less and less often, and return it. Raises TransportError (TIMED_OUT).
+
+    ``warn_after_s``: when a wait that goes on is logged, once, for what may never come (a place that was mistyped).
 
     >>> wait_until(lambda: "here", 0.0, expected=lambda: "the truth")
     'here'
     """
-    end, wait = None if timeout_s is None else time.monotonic() + timeout_s, _FIRST_WAIT_S
+    start, wait = time.monotonic(), _FIRST_WAIT_S
     while not (found := ready()):
-        if end is not None and time.monotonic() >= end:
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited >= timeout_s:
             raise TransportError(f"expected {expected()} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
+        if warn_after_s is not None and waited >= warn_after_s:
+            warn_after_s = None
+            bound = "without a bound" if timeout_s is None else f"up to {timeout_s} s"
+            logging.getLogger(__name__).warning("expected %s, got none yet; waiting %s", expected(), bound)
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT_S)
     return found

@@ -483,7 +483,10 @@ class _Store(BlockStore):
     def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
         self._client = client
         found = blocks.wait_until(
-            partial(client.ask, "manifest"), timeout_s, expected=lambda: f"a place at {client.place}"
+            partial(client.ask, "manifest"),
+            timeout_s,
+            expected=lambda: f"a place at {client.place}",
+            warn_after_s=blocks.WARN_AFTER_S,
         )
         with client.told():
             self.manifest = blocks.Manifest.from_document(found)

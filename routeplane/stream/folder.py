@@ -101,6 +101,9 @@ def open_reader(
 ) -> BlockReader:
     """Open a place as the one reader of a group; waits for the place to be created.
 
+    After 10 s the logger ``routeplane.stream.blocks`` warns once of the wait, with the path and what of it exists: a
+    mistyped path never comes. ``options.timeout_s`` bounds the wait.
+
     Args:
         producers: how many producers, or which names, are expected; complete means that all of them closed.
         group: a group that the place declares.
@@ -250,10 +253,16 @@ def manifest_of(root: Path) -> blocks.Manifest:
 
 
 def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
-    """The folder of a place, once it is there. Raises TransportError (TIMED_OUT)."""
-    path = Path(place) / "manifest.json"
-    blocks.wait_until(path.exists, timeout_s, expected=lambda: f"a place {path}")
-    return path.parent
+    """The folder of a place, once it is there; a wait is logged. Raises TransportError (TIMED_OUT)."""
+    path = Path(place).absolute() / "manifest.json"
+
+    def expected() -> str:
+        there = next(folder for folder in path.parents if folder.is_dir())
+        found = "which holds no place" if there == path.parent else f"of which {there} exists"
+        return f"the place {path.parent}, {found}"
+
+    blocks.wait_until(path.exists, timeout_s, expected=expected, warn_after_s=blocks.WARN_AFTER_S)
+    return Path(place)
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------

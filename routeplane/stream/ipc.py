@@ -88,13 +88,19 @@ class IpcReader(RecordReader):
     """
 
     def __init__(
-        self, frames: Iterator[Frame], policy: ReadPolicy, *, walkable: bool, quarantine: Quarantine | None = None
+        self,
+        frames: Iterator[Frame],
+        policy: ReadPolicy,
+        *,
+        walkable: bool,
+        quarantine: Quarantine | None = None,
+        name: str | None = None,
     ) -> None:
         first = next(frames, None)
         if first is None:
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
         self._schema, self._header = parse_schema_frame(first)
-        super().__init__(self._header.spec, policy, quarantine=quarantine)
+        super().__init__(self._header.spec, policy, quarantine=quarantine, name=name)
         # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
         self._frames, self._last = _known_whole(frames, policy) if walkable else (frames, None)
         # one batch that is not compressed says that the stream is not: another that claims to be is damaged

@@ -341,7 +341,9 @@ class _Place:
                 return None
             return None if place.call("manifest") is None else place
 
-        return blocks.wait_until(look, timeout_s, expected=lambda: f"a place {name!r}")
+        return blocks.wait_until(
+            look, timeout_s, expected=lambda: f"the place {name!r}", warn_after_s=blocks.WARN_AFTER_S
+        )
 
     def __str__(self) -> str:
         return f"place {self.name!r}"
