@@ -131,7 +131,7 @@ class ErrorKind(StrEnum):
     TIMED_OUT = "timed_out"
     UNAUTHENTICATED = "unauthenticated"
     # rows again
-    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
+    ROW_CONFLICT = "row_conflict"  # an engine gives a token other rows than when it is read again
     # archives
     MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
     LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size

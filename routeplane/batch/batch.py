@@ -22,7 +22,7 @@ from routeplane.batch.layouts import Fill, StackLayout, balanced_rows, check_fil
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.slots import ContextLayout, RankOf, Shard
-from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, MissingExtraError, refused
 from routeplane.record.aligned import ColumnType
 from routeplane.record.counts import html_table
 from routeplane.record.spans import STATES, Coverage
@@ -379,9 +379,7 @@ class RouteBatch:
             uneven=uneven,
         )
         if shard.cuts_rows and self.fill != "missing":
-            raise UsageError(
-                "expected padding to be filled after the last cut, got a filled batch to cut", kind=ErrorKind.ARGUMENT
-            )
+            raise refused("padding to be filled after the last cut", "a filled batch to cut")
         spec = self.spec if shard.layers is None else self.spec.select(shard.layers)
         plan = self.plan.cut(shard)
         rows = torch.from_numpy(self.plan.shard_rows(shard)).to(self.routes.device)
@@ -666,9 +664,7 @@ def pinned_bytes(size: int) -> NDArray[np.uint8]:
     Raises UsageError (ARGUMENT) where torch sees no accelerator to lock it for.
     """
     if not torch.accelerator.is_available():
-        raise UsageError(
-            "expected an accelerator that pinned memory is for, got none in this process", kind=ErrorKind.ARGUMENT
-        )
+        raise refused("an accelerator that pinned memory is for", "none in this process")
     pinned: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return pinned
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from routeplane.batch.batch import RouteBatch
 from routeplane.batch.columns import CHANGED_LOGITS, NO_LABEL, USES
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, refused
 
 __all__ = ["VocabShard", "label_logprobs", "token_entropy", "token_logprobs"]
 
@@ -207,9 +207,7 @@ def _flat(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:
 def _check_targets(work: _Work, flat_NV: torch.Tensor) -> None:
     last = int(work.targets.max()) if work.vocab is None and len(work.targets) else 0
     if work.vocab is None and last >= flat_NV.shape[1]:
-        raise UsageError(
-            f"expected logits over more than {last} tokens, got {flat_NV.shape[1]}", kind=ErrorKind.ARGUMENT
-        )
+        raise refused(f"logits over more than {last} tokens", f"{flat_NV.shape[1]}")
 
 
 def _work(

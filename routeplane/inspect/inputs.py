@@ -57,7 +57,6 @@ __all__ = [
     "SourceSet",
     "damage_of",
     "find_sources",
-    "is_archive",
     "is_wanted",
     "parse_sample",
     "resolve",
@@ -204,11 +203,6 @@ def _copied(name: str, opening: Callable[[], Any]) -> Source:
     return Source(name=name, path=copy.name, kind=_file_kind(copy.name), copy=copy)
 
 
-def is_archive(path: str) -> bool:
-    """Whether a path names an archive: a URL, or a folder without blocks."""
-    return "://" in path or (Path(path).is_dir() and not any(Path(path).rglob("*.arrows")))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Several sources as one
 # ----------------------------------------------------------------------------------------------------------------------
@@ -315,14 +309,9 @@ class SourceSet:
             found.append(record)
             if len(found) > 1:
                 keys = " and ".join("/".join(str(part) for part in each.key) for each in found)
-                raise UsageError(
-                    f"expected one record of sample {sample!r}, got {keys}: give attempt and segment too",
-                    kind=ErrorKind.ARGUMENT,
-                )
+                raise refused(f"one record of sample {sample!r}", f"{keys}: give attempt and segment too")
         if not found:
-            raise UsageError(
-                f"expected a record of sample {sample!r} in {', '.join(self.paths)}, got none", kind=ErrorKind.ARGUMENT
-            )
+            raise refused(f"a record of sample {sample!r} in {', '.join(self.paths)}", "none")
         return found[0]
 
     def lookup(self) -> Archive | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Literal
 
-from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import STATES, Coverage
 
@@ -95,10 +95,7 @@ class ReadPolicy:
         if self.max_missing is not None and not 0.0 <= self.max_missing <= 1.0:
             raise UsageError(f"expected max_missing in [0, 1], got {self.max_missing}", kind=ErrorKind.ARGUMENT)
         if self.quarantine is not None and self.on_corrupt != "quarantine":
-            raise UsageError(
-                f"expected quarantine options with on_corrupt='quarantine', got them with {self.on_corrupt!r}",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused("quarantine options with on_corrupt='quarantine'", f"them with {self.on_corrupt!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

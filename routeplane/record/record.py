@@ -459,10 +459,7 @@ class RouteRecord:
     def _interval(self, start: int, stop: int) -> tuple[int, int]:
         start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start < stop <= self.num_tokens:
-            raise UsageError(
-                f"expected 0 <= start < stop <= {self.num_tokens}, got [{start}, {stop}) @ sample {self.sample_id}",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused(f"0 <= start < stop <= {self.num_tokens}", f"[{start}, {stop}) @ sample {self.sample_id}")
         if 0 < start < self.routes_start:
             raise UsageError(
                 f"expected a resolved record to slice from {start}, got rows only from {self.routes_start} "

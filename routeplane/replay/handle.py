@@ -323,10 +323,9 @@ class ReplayHandle:
         _check_geometry(spec, [site.gate for site in sites])
         taken = [str(site.gate) for site in sites if GateHook.on(site.module) is not None]
         if taken:
-            raise UsageError(
-                f"expected a model that no handle is attached to, got one on {taken[0]} and {len(taken) - 1} others: "
-                "detach() the first",
-                kind=ErrorKind.ARGUMENT,
+            raise refused(
+                "a model that no handle is attached to",
+                f"one on {taken[0]} and {len(taken) - 1} others: detach() the first",
             )
         self.spec = spec
         self.policy = policy
@@ -459,10 +458,7 @@ class ReplayHandle:
         if self._wiring.detached:
             raise ReplayError("expected an attached handle, got one after detach()", kind=ErrorKind.DETACHED)
         if self._wiring.current is not None:
-            raise UsageError(
-                "expected one replaying() at a time, got a second inside the first: a gate can follow one batch",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused("one replaying() at a time", "a second inside the first: a gate can follow one batch")
 
     def _bind(self, batch: ReplayBatch) -> Binding:
         _check_batch(self.spec, batch.spec, [site.gate for site, _ in self._gates])

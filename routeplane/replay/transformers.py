@@ -22,7 +22,7 @@ from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.capture.gates import left_as_it_was, probe_tokens
 from routeplane.capture.selection import Gate, selection
 from routeplane.capture.weights import WeightSite, find_weights
-from routeplane.errors import ErrorKind, ReplayError, UsageError, refused
+from routeplane.errors import ErrorKind, ReplayError, refused
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.binding import GateHook, InertHook, Wiring
 from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
@@ -143,10 +143,9 @@ def find_gates(model: nn.Module, /, *, probe: Probe = Probe()) -> list[tuple[Gat
 def _refuse_attached(model: nn.Module) -> None:
     taken = [path for path, module in model.named_modules() if GateHook.on(module) is not None]
     if taken:
-        raise UsageError(
-            f"expected a model that no handle is attached to, got one on gate {taken[0]} and {len(taken) - 1} others: "
-            "detach() the first",
-            kind=ErrorKind.ARGUMENT,
+        raise refused(
+            "a model that no handle is attached to",
+            f"one on gate {taken[0]} and {len(taken) - 1} others: detach() the first",
         )
 
 

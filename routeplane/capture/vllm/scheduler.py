@@ -382,8 +382,7 @@ def _require_capture(config: Any) -> None:
         )
     mode = config.model_config.logprobs_mode
     if not str(mode).endswith("_logprobs"):
-        raise UsageError(
-            f"expected logprobs_mode of ('raw_logprobs', 'processed_logprobs'), got {mode!r}: logits would be stored "
-            "as log-probabilities",
-            kind=ErrorKind.ARGUMENT,
+        raise refused(
+            "logprobs_mode of ('raw_logprobs', 'processed_logprobs')",
+            f"{mode!r}: logits would be stored as log-probabilities",
         )
