@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -159,25 +159,22 @@ class _Producer(_Name):
 class _Group(_Name):
     """What the place knows of one group."""
 
-    position: str | None = None
-
-    def acknowledged(self, producer: str) -> int:
-        return 0 if self.position is None else Position.from_json(self.position).number(producer)
+    position: Position
 
 
 class _PlaceActor:
-    """The actor of a place. Every answer is plain values; refusals come as answers, so that callers word the errors."""
+    """The actor of a place. Refusals come as answers, so that callers word the errors."""
 
     def __init__(self) -> None:
-        self._manifest: Mapping[str, Any] | None = None
+        self._manifest: blocks.Manifest | None = None
         self._producers: dict[str, _Producer] = {}
         self._groups: dict[str, _Group] = {}
 
-    def declare(self, document: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The manifest of the first opener; None before, for who only asks."""
-        if self._manifest is None and document is not None:
-            self._manifest = document
-            self._groups = {group: _Group() for group in document["groups"]}
+    def declare(self, declared: blocks.Manifest | None) -> blocks.Manifest | None:
+        """What the first opener declared; None before, for who only asks."""
+        if self._manifest is None and declared is not None:
+            self._manifest, start = declared, Position(place=declared.place)
+            self._groups = {group: _Group(position=start) for group in declared.groups}
         return self._manifest
 
     def _name(self, kind: Literal["producer", "group"], name: str) -> _Name:
@@ -206,7 +203,7 @@ class _PlaceActor:
         if producer.owner != owner:
             return -1, held
         (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
-        below = min(group.acknowledged(name) for group in self._groups.values())
+        below = min(group.position.number(name) for group in self._groups.values())
         if not held.make_space(size, leans, below=below, delete=producer.references.pop):
             return None
         producer.references[producer.next] = owned
@@ -255,10 +252,10 @@ class _PlaceActor:
     def last_number(self, name: str) -> int:
         return self._producers.get(name, _Producer()).next
 
-    def load_position(self, name: str) -> str | None:
+    def load_position(self, name: str) -> Position:
         return self._groups[name].position
 
-    def save_position(self, name: str, owner: _Owner, position: str) -> bool:
+    def save_position(self, name: str, owner: _Owner, position: Position) -> bool:
         """Store what a group acknowledged; False for a reader that does not hold the group."""
         group = self._groups[name]
         if group.owner == owner:
@@ -310,7 +307,7 @@ class _Slot(blocks.ProducerSlot):
 
     def __init__(self, place: str, declared: blocks.Manifest, *, producer: str, limits: blocks.BlockLimits) -> None:
         self._place, self._owner, self._producer, self._limits = _Place.start(place), _Owner.here(), producer, limits
-        self.manifest = blocks.Manifest.from_document(self._place.call("declare", declared.to_document()))
+        self.manifest = self._place.call("declare", declared)
         self.manifest.require_same(declared)
         self.retention = blocks.Retention(max_bytes=limits.max_bytes)
         answer = self._place.call("open", "producer", producer, self._owner)
@@ -343,7 +340,7 @@ class _Store(BlockStore):
         self._place, self._group = _Place.found(place, timeout_s), group
         self._owner: _Owner | None = _Owner.here()
         self._seen: tuple[BlockName, list[tuple[int, Any]]] | None = None  # what ``state`` saw last
-        self.manifest = blocks.Manifest.from_document(self._place.call("declare", None))
+        self.manifest = self._place.call("declare", None)
         self.manifest.require_group(group)
         if self._place.call("open", "group", group, self._owner) != "open":
             raise blocks.group_taken(group, self._place)
@@ -385,11 +382,11 @@ class _Store(BlockStore):
         return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
 
     def load_position(self) -> Position:
-        text = self._place.call("load_position", self._group)
-        return Position(place=self.manifest.place) if text is None else Position.from_json(text)
+        position: Position = self._place.call("load_position", self._group)
+        return position
 
     def save_position(self, position: Position) -> None:
-        if not self._place.call("save_position", self._group, self._owner, position.to_json()):
+        if not self._place.call("save_position", self._group, self._owner, position):
             raise blocks.group_taken(self._group, self._place)
 
     def release(self) -> None:

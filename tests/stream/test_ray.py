@@ -17,6 +17,7 @@ import ray
 from routeplane.errors import ErrorKind, TransportError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.stream import ray as carrier
+from routeplane.stream.blocks import Manifest
 from routeplane.testing.builders import SPEC, facts, sample, watermarked_record, watermarked_spec
 from routeplane.testing.contracts import CarrierContract
 from tests.ray_cluster import local_cluster
@@ -174,9 +175,9 @@ def test_a_place_tells_names_and_blocks_apart() -> None:
     first, second, reader, stranger = (here._replace(token=token) for token in ("first", "second", "reader", "other"))
     dead = here._replace(pid=2**22 + 1)
     place = carrier._PlaceActor()
-    declared = {"groups": ["g"]}
+    declared, other = (Manifest.of(SPEC, run="run", groups=[group], encoding="auto") for group in ("g", "other"))
     assert place.declare(None) is None
-    assert declared == place.declare(declared) == place.declare({"groups": ["other"]}) == place.declare(None)
+    assert declared == place.declare(declared) == place.declare(other) == place.declare(None)
     said = [
         place.look("p", 0)[0],  # a name that has not opened the place
         place.open("producer", "p", first),
@@ -189,8 +190,8 @@ def test_a_place_tells_names_and_blocks_apart() -> None:
     place.end("p", stranger, "closed")
     place.release("producer", "p", stranger)
     said += [place.look("p", 0)[0], place.look("p", 1)[0]]
-    saved: list[Any] = [place.open("group", "g", reader), place.save_position("g", stranger, "{}")]
-    after = Position(place="x", next={"p": 1}).to_json()
+    saved: list[Any] = [place.open("group", "g", reader), place.save_position("g", stranger, Position(place="x"))]
+    after = Position(place=declared.place, next={"p": 1})
     saved += [place.save_position("g", reader, after), place.load_position("g")]
     # what the group acknowledged makes space
     assert 1 == place.publish("p", first, [reference], None, 8)[0]  # type: ignore[index]
