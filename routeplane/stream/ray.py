@@ -95,9 +95,9 @@ def _started(pid: int) -> int:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def _own(block: Any) -> tuple[Any, int]:
-    """A block, returned to the caller of this task, who owns it then; and its size, which says that it came."""
-    return block, len(block)
+def _own(block: Any) -> tuple[Any, bool]:
+    """A block, returned to the caller of this task, who owns it then; and a value that says that it came."""
+    return block, True
 
 
 def _cut_block(block: Any, leans: list[tuple[int, Any]], part: str, encoding: Encoding) -> Any:
@@ -195,24 +195,27 @@ class _PlaceActor:
         held.owner = None if held.owner == owner else held.owner
 
     def publish(
-        self, name: str, owner: _Owner, holder: list[Any], leans: Sequence[int] | None, limit: int
+        self, name: str, owner: _Owner, block: tuple[Any, int], leans: Sequence[int] | None, limit: int
     ) -> tuple[int, blocks.Retention] | None:
-        """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
-        producer = self._producers[name]
+        """Own a block, given by its reference and its size, under the next number.
+
+        None while the producer's bytes are above the limit, -1 for a stranger. Ray resolves no reference in a tuple.
+        """
+        producer, (reference, size) = self._producers[name], block
         held = producer.retention
         if producer.owner != owner:
             return -1, held
-        (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
+        held.max_bytes = limit
         below = min(group.position.number(name) for group in self._groups.values())
         if not held.make_space(size, leans, below=below, delete=producer.references.pop):
             return None
-        producer.references[producer.next] = owned
+        producer.references[producer.next] = self._owned(reference, producer)
         held.add(producer.next, size, leans=leans)
         producer.next += 1
         return producer.next - 1, held
 
-    def _owned(self, block: Any, producer: _Producer) -> tuple[Any, int]:
-        """A reference of this process to a block, and its size.
+    def _owned(self, block: Any, producer: _Producer) -> Any:
+        """A reference of this process to a block.
 
         A task whose argument's owner was killed may wait for ever, and with it every call of the place: it is cancelled
         once the producer is dead, or took too long.
@@ -225,7 +228,8 @@ class _PlaceActor:
                 raise TransportError(
                     "expected a block of a living producer, got none in time", kind=ErrorKind.TIMED_OUT
                 )
-        return owned, int(ray.get(came))
+        ray.get(came)  # raises where the block is lost
+        return owned
 
     def end(self, name: str, owner: _Owner, how: Literal["closed", "aborted"]) -> None:
         if self._producers[name].owner == owner:
@@ -316,9 +320,9 @@ class _Slot(blocks.ProducerSlot):
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
         data = np.frombuffer(block.to_buffer(), dtype=np.uint8)
-        arguments = (self._producer, self._owner, [ray.put(data)], block.leans, self._limits.max_bytes)
+        held = (ray.put(data), data.nbytes)
         number, self.retention = blocks.wait_until(
-            lambda: self._place.call("publish", *arguments),
+            lambda: self._place.call("publish", self._producer, self._owner, held, block.leans, self._limits.max_bytes),
             self._limits.timeout_s,
             expected=lambda: blocks.space_for(data.nbytes, groups=self.manifest.groups, limits=self._limits),
         )

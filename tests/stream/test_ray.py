@@ -185,8 +185,8 @@ def test_a_place_tells_names_and_blocks_apart() -> None:
         place.look("p", 0)[0],
     ]
     reference = ray.put(np.zeros(8, dtype=np.uint8))
-    assert (-1, 0) == (place.publish("p", stranger, [reference], None, 100)[0], place.last_number("p"))  # type: ignore[index]
-    published = [place.publish("p", first, [reference], None, 8) for _ in range(2)]
+    assert (-1, 0) == (place.publish("p", stranger, (reference, 8), None, 100)[0], place.last_number("p"))  # type: ignore[index]
+    published = [place.publish("p", first, (reference, 8), None, 8) for _ in range(2)]
     place.end("p", stranger, "closed")
     place.release("producer", "p", stranger)
     said += [place.look("p", 0)[0], place.look("p", 1)[0]]
@@ -194,7 +194,7 @@ def test_a_place_tells_names_and_blocks_apart() -> None:
     after = Position(place=declared.place, next={"p": 1})
     saved += [place.save_position("g", reader, after), place.load_position("g")]
     # what the group acknowledged makes space
-    assert 1 == place.publish("p", first, [reference], None, 8)[0]  # type: ignore[index]
+    assert 1 == place.publish("p", first, (reference, 8), None, 8)[0]  # type: ignore[index]
     said += [place.look("p", 0)[0], place.look("p", 1)[0], place.look("p", 2)[0]]
     place.release("producer", "p", first)
     said += [place.look("p", 2)[0], place.open("producer", "p", dead), place.look("p", 2)[0]]
