@@ -7,6 +7,9 @@ the block lies on. The place also keeps numbers, ends and acknowledged positions
 
 Who lives is a question of processes, not of time: writers and readers are known by node, process number and start time.
 Readers copy nothing: Ray maps blocks read-only, and an object cannot be changed once it is sealed.
+
+``place`` is a name; its actor is detached, and lives until ``delete_place`` or the end of the cluster. A block is in
+the object store when ``flush`` returns, on no disk: ``limits.sync`` means nothing here.
 """
 
 from __future__ import annotations
@@ -27,12 +30,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from routeplane.errors import DataError, ErrorKind, TransportError, UsageError
 from routeplane.record.interfaces import BlockName, Position
-from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding
-from routeplane.record.spec import RouteSpec
 from routeplane.stream import blocks
-from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, sealed_cut
+from routeplane.stream.block_reader import BlockPart, BlockStore, Carrier, cut_block, sealed_cut
 
 __all__ = ["delete_place", "open_reader", "open_writer"]
 
@@ -42,54 +43,6 @@ NAMESPACE = "routeplane"
 _CALL_SECONDS = 60.0
 #: Seconds that a block may take to come to the place; less, so that others' calls do not count as lost meanwhile.
 _OWN_SECONDS = 30.0
-
-
-def open_writer(
-    place: str,
-    spec: RouteSpec,
-    *,
-    run: str,
-    producer: str,
-    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
-    encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
-) -> blocks.BlockWriter:
-    """Open a place as one of its producers; the first opener starts its actor.
-
-    Args:
-        place: name of the place; its actor is detached, and lives until ``delete_place`` or the end of the cluster.
-        run, producer, groups, encoding, limits: as ``stream.folder.open_writer``. A block is in the object store when
-            ``flush`` returns, on no disk: ``limits.sync`` means nothing here.
-
-    Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
-    for a place of another geometry, TransportError where the place's actor is gone.
-    """
-    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
-    blocks.check_name(producer, "producer")
-    actor = _Place.start(place)
-    found = blocks.Manifest.from_document(actor.call("declare", declared.to_document()))
-    found.require_same(declared)
-    return blocks.BlockWriter(_Slot(actor, producer, limits=limits, groups=found.groups), found, limits=limits)
-
-
-def open_reader(
-    place: str,
-    *,
-    producers: int | Sequence[str],
-    group: str = blocks.DEFAULT_GROUP,
-    follow: bool = True,
-    policy: ReadPolicy = blocks.DEFAULT_POLICY,
-    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
-) -> BlockReader:
-    """Open a place as the one reader of a group; waits for the place where it follows.
-
-    Args: as ``stream.folder.open_reader``; ``place`` is the name.
-
-    Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
-    living reader), TransportError (TIMED_OUT; CONNECTION where the actor is gone).
-    """
-    store = _Store(_Place.found(place, options.timeout_s if follow else 0.0), group=group)
-    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 def delete_place(place: str) -> None:
@@ -105,15 +58,16 @@ def delete_place(place: str) -> None:
 
 
 class _Owner(NamedTuple):
-    """A process that holds a name: its node, its number, and its start in clock ticks since boot."""
+    """A process that holds a name: its node, its number, its start in clock ticks since boot; and which of its ends."""
 
     node: str
     pid: int
     started: int
+    token: str
 
     @classmethod
     def here(cls) -> _Owner:
-        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _started(os.getpid()))
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _started(os.getpid()), secrets.token_hex(8))
 
     def is_alive(self) -> bool:
         """Whether the process still runs; asked on its node."""
@@ -186,7 +140,6 @@ class _Name:
     """A name of the place, the process that holds it, and how it ended."""
 
     owner: _Owner | None = None
-    token: str = ""
     end: Literal["closed", "aborted"] | None = None
 
     def is_held(self) -> bool:
@@ -220,41 +173,37 @@ class _PlaceActor:
         self._producers: dict[str, _Producer] = {}
         self._groups: dict[str, _Group] = {}
 
-    def declare(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The manifest of the first opener."""
-        if self._manifest is None:
+    def declare(self, document: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The manifest of the first opener; None before, for who only asks."""
+        if self._manifest is None and document is not None:
             self._manifest = document
             self._groups = {group: _Group() for group in document["groups"]}
-        return self._manifest
-
-    def manifest(self) -> Mapping[str, Any] | None:
         return self._manifest
 
     def _name(self, kind: Literal["producer", "group"], name: str) -> _Name:
         return self._producers.setdefault(name, _Producer()) if kind == "producer" else self._groups[name]
 
-    def open(self, kind: Literal["producer", "group"], name: str, owner: _Owner, token: str) -> str:
-        """Take a name: ``open``, ``taken`` or ``closed``."""
+    def open(self, kind: Literal["producer", "group"], name: str, owner: _Owner) -> Literal["open", "taken", "closed"]:
+        """Take a name."""
         held = self._name(kind, name)
         if held.is_held():
             return "taken"
         if held.end == "closed":
             return "closed"
-        held.owner, held.token, held.end = owner, token, None
+        held.owner, held.end = owner, None
         return "open"
 
-    def release(self, kind: Literal["producer", "group"], name: str, token: str) -> None:
+    def release(self, kind: Literal["producer", "group"], name: str, owner: _Owner) -> None:
         held = self._name(kind, name)
-        if held.token == token:
-            held.owner, held.token = None, ""
+        held.owner = None if held.owner == owner else held.owner
 
     def publish(
-        self, name: str, token: str, holder: list[Any], leans: Sequence[int] | None, limit: int
+        self, name: str, owner: _Owner, holder: list[Any], leans: Sequence[int] | None, limit: int
     ) -> tuple[int, blocks.Retention] | None:
         """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
         producer = self._producers[name]
         held = producer.retention
-        if producer.token != token:
+        if producer.owner != owner:
             return -1, held
         (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
         below = min(group.acknowledged(name) for group in self._groups.values())
@@ -281,8 +230,8 @@ class _PlaceActor:
                 )
         return owned, int(ray.get(came))
 
-    def end(self, name: str, token: str, how: Literal["closed", "aborted"]) -> None:
-        if self._producers[name].token == token:
+    def end(self, name: str, owner: _Owner, how: Literal["closed", "aborted"]) -> None:
+        if self._producers[name].owner == owner:
             self._producers[name].end = how
 
     def producers(self) -> list[str]:
@@ -309,12 +258,12 @@ class _PlaceActor:
     def load_position(self, name: str) -> str | None:
         return self._groups[name].position
 
-    def save_position(self, name: str, token: str, position: str) -> bool:
+    def save_position(self, name: str, owner: _Owner, position: str) -> bool:
         """Store what a group acknowledged; False for a reader that does not hold the group."""
         group = self._groups[name]
-        if group.token == token:
+        if group.owner == owner:
             group.position = position
-        return group.token == token
+        return group.owner == owner
 
 
 class _Place:
@@ -339,7 +288,7 @@ class _Place:
                 place = cls(ray.get_actor(name, namespace=NAMESPACE), name)
             except ValueError:
                 return None
-            return None if place.call("manifest") is None else place
+            return None if place.call("declare", None) is None else place
 
         return blocks.wait_until(
             look, timeout_s, expected=lambda: f"the place {name!r}", warn_after_s=blocks.WARN_AFTER_S
@@ -359,47 +308,48 @@ class _Place:
 class _Slot(blocks.ProducerSlot):
     """One producer's name in a place, held by this process."""
 
-    def __init__(self, place: _Place, producer: str, *, limits: blocks.BlockLimits, groups: Sequence[str]) -> None:
-        self._place, self._producer, self._limits, self._groups = place, producer, limits, groups
-        self._token = secrets.token_hex(8)
+    def __init__(self, place: str, declared: blocks.Manifest, *, producer: str, limits: blocks.BlockLimits) -> None:
+        self._place, self._owner, self._producer, self._limits = _Place.start(place), _Owner.here(), producer, limits
+        self.manifest = blocks.Manifest.from_document(self._place.call("declare", declared.to_document()))
+        self.manifest.require_same(declared)
         self.retention = blocks.Retention(max_bytes=limits.max_bytes)
-        answer = place.call("open", "producer", producer, _Owner.here(), self._token)
+        answer = self._place.call("open", "producer", producer, self._owner)
         if answer != "open":
-            raise (blocks.producer_taken if answer == "taken" else blocks.producer_closed)(producer, place)
+            raise (blocks.producer_taken if answer == "taken" else blocks.producer_closed)(producer, self._place)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
         data = np.frombuffer(block.to_buffer(), dtype=np.uint8)
-        arguments = (self._producer, self._token, [ray.put(data)], block.leans, self._limits.max_bytes)
+        arguments = (self._producer, self._owner, [ray.put(data)], block.leans, self._limits.max_bytes)
         number, self.retention = blocks.wait_until(
             lambda: self._place.call("publish", *arguments),
             self._limits.timeout_s,
-            expected=lambda: blocks.space_for(data.nbytes, groups=self._groups, limits=self._limits),
+            expected=lambda: blocks.space_for(data.nbytes, groups=self.manifest.groups, limits=self._limits),
         )
         if number < 0:
             raise blocks.producer_taken(self._producer, self._place)
         return BlockName(self._producer, number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
-        self._place.call("end", self._producer, self._token, how)
+        self._place.call("end", self._producer, self._owner, how)
 
     def release(self) -> None:
-        self._place.call("release", "producer", self._producer, self._token)
+        self._place.call("release", "producer", self._producer, self._owner)
 
 
 class _Store(BlockStore):
     """The blocks of a place, for one group."""
 
-    def __init__(self, place: _Place, *, group: str) -> None:
-        self._place, self._group = place, group
-        self._token: str | None = secrets.token_hex(8)
+    def __init__(self, place: str, *, group: str, timeout_s: float | None) -> None:
+        self._place, self._group = _Place.found(place, timeout_s), group
+        self._owner: _Owner | None = _Owner.here()
         self._seen: tuple[BlockName, list[tuple[int, Any]]] | None = None  # what ``state`` saw last
-        self.manifest = blocks.Manifest.from_document(place.call("manifest"))
+        self.manifest = blocks.Manifest.from_document(self._place.call("declare", None))
         self.manifest.require_group(group)
-        if place.call("open", "group", group, _Owner.here(), self._token) != "open":
-            raise blocks.group_taken(group, place)
+        if self._place.call("open", "group", group, self._owner) != "open":
+            raise blocks.group_taken(group, self._place)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_token": None, "_seen": None}
+        return {**vars(self), "_owner": None, "_seen": None}
 
     def producers(self) -> list[str]:
         return list(self._place.call("producers"))
@@ -439,10 +389,14 @@ class _Store(BlockStore):
         return Position(place=self.manifest.place) if text is None else Position.from_json(text)
 
     def save_position(self, position: Position) -> None:
-        if not self._place.call("save_position", self._group, self._token, position.to_json()):
+        if not self._place.call("save_position", self._group, self._owner, position.to_json()):
             raise blocks.group_taken(self._group, self._place)
 
     def release(self) -> None:
-        if self._token is not None:
-            self._place.call("release", "group", self._group, self._token)
-            self._token = None
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            self._place.call("release", "group", self._group, owner)
+
+
+_CARRIER = Carrier(slot=_Slot, store=_Store)
+open_writer, open_reader = _CARRIER.open_writer, _CARRIER.open_reader

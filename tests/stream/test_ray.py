@@ -171,32 +171,34 @@ def test_a_rank_is_brought_the_cut_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_place_tells_names_and_blocks_apart() -> None:
     """Taken, closed, vanished and unknown names; blocks that are waited for, sealed and gone; strangers."""
     here = carrier._Owner.here()
+    first, second, reader, stranger = (here._replace(token=token) for token in ("first", "second", "reader", "other"))
     dead = here._replace(pid=2**22 + 1)
     place = carrier._PlaceActor()
     declared = {"groups": ["g"]}
-    assert declared == place.declare(declared) == place.declare({"groups": ["other"]}) == place.manifest()
+    assert place.declare(None) is None
+    assert declared == place.declare(declared) == place.declare({"groups": ["other"]}) == place.declare(None)
     said = [
         place.look("p", 0)[0],  # a name that has not opened the place
-        place.open("producer", "p", here, "first"),
-        place.open("producer", "p", here, "second"),
+        place.open("producer", "p", first),
+        place.open("producer", "p", second),
         place.look("p", 0)[0],
     ]
     reference = ray.put(np.zeros(8, dtype=np.uint8))
-    assert (-1, 0) == (place.publish("p", "stranger", [reference], None, 100)[0], place.last_number("p"))  # type: ignore[index]
-    published = [place.publish("p", "first", [reference], None, 8) for _ in range(2)]
-    place.end("p", "stranger", "closed")
-    place.release("producer", "p", "stranger")
+    assert (-1, 0) == (place.publish("p", stranger, [reference], None, 100)[0], place.last_number("p"))  # type: ignore[index]
+    published = [place.publish("p", first, [reference], None, 8) for _ in range(2)]
+    place.end("p", stranger, "closed")
+    place.release("producer", "p", stranger)
     said += [place.look("p", 0)[0], place.look("p", 1)[0]]
-    saved = [place.open("group", "g", here, "reader"), place.save_position("g", "stranger", "{}")]
+    saved: list[Any] = [place.open("group", "g", reader), place.save_position("g", stranger, "{}")]
     after = Position(place="x", next={"p": 1}).to_json()
-    saved += [place.save_position("g", "reader", after), place.load_position("g")]
+    saved += [place.save_position("g", reader, after), place.load_position("g")]
     # what the group acknowledged makes space
-    assert 1 == place.publish("p", "first", [reference], None, 8)[0]  # type: ignore[index]
+    assert 1 == place.publish("p", first, [reference], None, 8)[0]  # type: ignore[index]
     said += [place.look("p", 0)[0], place.look("p", 1)[0], place.look("p", 2)[0]]
-    place.release("producer", "p", "first")
-    said += [place.look("p", 2)[0], place.open("producer", "p", dead, "third"), place.look("p", 2)[0]]
-    place.end("p", "third", "closed")
-    said += [place.look("p", 2)[0], place.open("producer", "p", here, "fourth")]
+    place.release("producer", "p", first)
+    said += [place.look("p", 2)[0], place.open("producer", "p", dead), place.look("p", 2)[0]]
+    place.end("p", dead, "closed")
+    said += [place.look("p", 2)[0], place.open("producer", "p", here)]
 
     assert [0, None] == [None if each is None else each[0] for each in published]
     assert ["open", False, True, after] == saved
