@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import combinations
 from math import comb
@@ -398,16 +398,12 @@ class Attribution:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-
-        def plain(effect: Effect) -> dict[str, float]:
-            return {"mean": effect.mean, "low": effect.low, "high": effect.high}
-
         return {
             "samples": self.samples,
             "tokens": self.tokens,
-            "total": plain(self.total),
-            "effects": {factor: plain(effect) for factor, effect in self.effects.items()},
-            "residual": plain(self.residual),
+            "total": asdict(self.total),
+            "effects": {factor: asdict(effect) for factor, effect in self.effects.items()},
+            "residual": asdict(self.residual),
             "not_identifiable": dict(self.unknown),
             "touched": {how: {"nothing": before, "all": after} for how, (before, after) in self.touched.items()},
         }
