@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Literal, Self
 
@@ -163,6 +163,10 @@ class Problem:
     token: int | None = None
     layer: int | None = None
     severity: Literal["error", "alarm"] = "error"
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {**asdict(self), "kind": str(self.kind)}
 
     def __str__(self) -> str:
         where = [

@@ -10,7 +10,7 @@ P bins of absolute position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -212,17 +212,7 @@ class RouteDiff(Counts):
                 for place, (compared, flipped) in enumerate(self.positions_P2)
                 if compared
             ],
-            "worst": [
-                {
-                    "key": list(found.key),
-                    "flipped": found.flipped,
-                    "compared": found.compared,
-                    "token": found.token,
-                    "layer": found.layer,
-                    "token_mismatch": found.token_mismatch,
-                }
-                for found in self.worst
-            ],
+            "worst": [{**asdict(found), "key": list(found.key)} for found in self.worst],
         }
 
     def derived(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ Axes: S tokens, L common layers, K top-k slots.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -134,17 +134,10 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "severity": self.severity,
-            "kind": self.kind,
-            "title": self.title,
-            "detail": self.detail,
+            **asdict(self),
             "where": self.where,
             "confidence": self.confidence,
-            "sample": self.sample,
-            "token": self.token,
-            "stop": self.stop,
             "layers": list(self.layers),
-            "tokens": self.tokens,
             "agreement": None if self.agreement is None else [round(share, 6) for share in self.agreement],
             "votes": None if self.votes is None else list(self.votes),
         }

@@ -7,7 +7,7 @@ problems with sample, token and layer. ``explain`` follows one token of one reco
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -188,17 +188,7 @@ class StreamCheck:
             "records": self.records,
             "tokens": self.tokens,
             "coverage": {state: count for state, count in self.coverage.rows.items() if count},
-            "problems": [
-                {
-                    "severity": problem.severity,
-                    "kind": str(problem.kind),
-                    "message": problem.message,
-                    "sample": problem.sample,
-                    "token": problem.token,
-                    "layer": problem.layer,
-                }
-                for problem in self.problems
-            ],
+            "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
@@ -440,16 +430,7 @@ class Explanation:
             "logprob": self.logprob,
             "columns": self.columns,
             "attributes": self.attributes,
-            "layers": [
-                {
-                    "layer": rows.layer,
-                    "before": rows.before,
-                    "row": rows.row,
-                    "after": rows.after,
-                    "kept_from_before": rows.kept_from_before,
-                }
-                for rows in self.layers
-            ],
+            "layers": [asdict(rows) for rows in self.layers],
         }
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -364,24 +364,9 @@ class RouteStatistics(Counts):
             ],
             "equal_rows": {
                 "runs_from": {str(2**power): int(count) for power, count in enumerate(self.runs_H) if count},
-                "longest": None
-                if self.longest_run is None
-                else {
-                    "length": self.longest_run.length,
-                    "sample": self.longest_run.sample,
-                    "token": self.longest_run.token,
-                },
+                "longest": None if self.longest_run is None else asdict(self.longest_run),
             },
-            "worst": [
-                {
-                    "key": list(worst.key),
-                    "missing": worst.missing,
-                    "tokens": worst.tokens,
-                    "token": worst.token,
-                    "stop": worst.stop,
-                }
-                for worst in self.worst
-            ],
+            "worst": [{**asdict(worst), "key": list(worst.key)} for worst in self.worst],
         }
 
     def derived(self) -> dict[str, float]:

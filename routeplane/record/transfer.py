@@ -18,8 +18,6 @@ from routeplane.record.policy import Quarantine, ReadPolicy, RecordCounts, Strea
 from routeplane.record.record import RecordKey, RouteRecord, cut_record
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["RecordReader", "RecordWriter", "check_max_bytes"]
@@ -123,9 +121,7 @@ class RecordWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -283,7 +279,5 @@ class RecordReader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

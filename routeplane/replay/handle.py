@@ -31,8 +31,6 @@ from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, To
 from routeplane.replay.gate import GateRows, GateSite, RecordedRoutes, RecordedRows
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch import nn
 
     from routeplane.record.spec import RouteSpec
@@ -435,9 +433,7 @@ class ReplayHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def _refuse_unusable(self) -> None:
@@ -547,9 +543,7 @@ class NoReplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 

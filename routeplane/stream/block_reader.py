@@ -139,7 +139,8 @@ class BlockReader(RecordReader):
             raise UsageError(
                 "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
             )
-        self._check_position(position)
+        if position is not self._reached:  # what was read is there
+            self._check_position(position)
         if any(position.number(name) < number for name, number in self._acknowledged.next.items()):
             raise refused(f"a position behind {self._acknowledged.to_json()}", position.to_json())
         self._store.save_position(position)

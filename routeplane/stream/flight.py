@@ -149,7 +149,6 @@ class _Roles(fl.ServerMiddlewareFactory):  # type: ignore[misc]
         self._tokens = tokens
 
     def start_call(self, info: Any, headers: Mapping[str, Sequence[str]]) -> None:
-        """Compare the token."""
         role = "writer" if info.method == fl.FlightMethod.DO_PUT else "reader"
         given = next(iter(headers.get("authorization", ())), "")
         if not secrets.compare_digest(given.encode(), f"Bearer {getattr(self._tokens, role)}".encode()):
@@ -334,12 +333,10 @@ class _Client:
 
     @property
     def options(self) -> Any:
-        """What each call carries."""
         return fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {self._access.token}".encode())])
 
     @property
     def flight(self) -> Any:
-        """The client of Flight."""
         if self._client is None:
             self._client = fl.connect(self.place, tls_root_certs=self._access.root_certificates)
         return self._client
@@ -384,13 +381,11 @@ class _Client:
 class _Call:
     """A call that holds a name at the server: what is said on it is answered, and its end gives the name up."""
 
-    def __init__(self, client: _Client, stream: Any, read: Callable[[], Any]) -> None:
+    def __init__(self, client: _Client, stream: Any, read: Callable[[], Any], *, parse: Callable[[Any], Any]) -> None:
         self._client, self.stream, self._read = client, stream, read
-
-    def first(self, parse: Callable[[Any], Any]) -> Any:
-        """The answer to the call itself; a call that is refused has ended."""
         try:
-            return self.answer(parse)
+            #: The answer to the call itself, parsed.
+            self.first = self.answer(parse)
         except BaseException:
             self.release()
             raise
@@ -439,8 +434,8 @@ class _Slot(blocks.ProducerSlot):
         with client.told():
             descriptor = fl.FlightDescriptor.for_command(_said(asked))
             stream, answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
-        self._call = _Call(client, stream, answers.read)
-        self.manifest = self._call.first(blocks.Manifest.from_document)
+        self._call = _Call(client, stream, answers.read, parse=blocks.Manifest.from_document)
+        self.manifest = self._call.first
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
         self._call.say(b"block", block.to_buffer())
@@ -477,8 +472,8 @@ class _Store(BlockStore):
             self.manifest = blocks.Manifest.from_document(found)
             descriptor = fl.FlightDescriptor.for_command(_said({"group": group}))
             stream, answers = client.flight.do_exchange(descriptor, client.options)
-        self._call: Any = _Call(client, stream, lambda: answers.read_chunk().app_metadata)
-        self._position: Position = self._call.first(Position.from_json)
+        self._call: Any = _Call(client, stream, lambda: answers.read_chunk().app_metadata, parse=Position.from_json)
+        self._position: Position = self._call.first
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}

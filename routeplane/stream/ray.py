@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,7 +28,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from routeplane.errors import DataError, ErrorKind, TransportError, UsageError
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding
@@ -95,9 +95,9 @@ def _started(pid: int) -> int:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def _own(block: Any) -> tuple[Any, int]:
-    """A block, returned to the caller of this task, who owns it then; and its size, which says that it came."""
-    return block, len(block)
+def _own(block: Any) -> tuple[Any, bool]:
+    """A block, returned to the caller of this task, who owns it then; and a value that says that it came."""
+    return block, True
 
 
 def _cut_block(block: Any, leans: list[tuple[int, Any]], part: str, encoding: Encoding) -> Any:
@@ -119,7 +119,7 @@ def _got(reference: Any, what: str) -> Any:
         raise TransportError(f"expected {what} within {_CALL_SECONDS} s, got none", kind=ErrorKind.TIMED_OUT) from error
     except RayError as error:
         cause = getattr(error, "cause", None)
-        if isinstance(cause, DataError | UsageError | TransportError):
+        if isinstance(cause, RouteplaneError):
             raise cause from error
         raise TransportError(
             f"expected {what}, got {type(error).__name__}: its holder or its node is gone ({error})",
@@ -137,10 +137,9 @@ _cut_task: Any = ray.remote(num_cpus=0, max_retries=1)(_cut_block)
 
 @dataclass(kw_only=True)
 class _Name:
-    """A name of the place, the process that holds it, and how it ended."""
+    """A name of the place, and the process that holds it."""
 
     owner: _Owner | None = None
-    end: Literal["closed", "aborted"] | None = None
 
     def is_held(self) -> bool:
         return self.owner is not None and self.owner.is_alive()
@@ -150,6 +149,7 @@ class _Name:
 class _Producer(_Name):
     """What the place knows of one producer."""
 
+    end: Literal["closed", "aborted"] | None = None
     next: int = 0
     references: dict[int, Any] = field(default_factory=dict)
     retention: blocks.Retention = field(default_factory=lambda: blocks.Retention(max_bytes=0))
@@ -159,63 +159,70 @@ class _Producer(_Name):
 class _Group(_Name):
     """What the place knows of one group."""
 
-    position: str | None = None
-
-    def acknowledged(self, producer: str) -> int:
-        return 0 if self.position is None else Position.from_json(self.position).number(producer)
+    position: Position
 
 
 class _PlaceActor:
-    """The actor of a place. Every answer is plain values; refusals come as answers, so that callers word the errors."""
+    """The actor of a place. Its calls come one at a time; what it refuses, the caller's call raises."""
 
-    def __init__(self) -> None:
-        self._manifest: Mapping[str, Any] | None = None
+    def __init__(self, place: str) -> None:
+        self._place = f"place {place!r}"
+        self._manifest: blocks.Manifest | None = None
         self._producers: dict[str, _Producer] = {}
         self._groups: dict[str, _Group] = {}
 
-    def declare(self, document: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The manifest of the first opener; None before, for who only asks."""
-        if self._manifest is None and document is not None:
-            self._manifest = document
-            self._groups = {group: _Group() for group in document["groups"]}
+    def manifest(self) -> blocks.Manifest | None:
         return self._manifest
 
-    def _name(self, kind: Literal["producer", "group"], name: str) -> _Name:
-        return self._producers.setdefault(name, _Producer()) if kind == "producer" else self._groups[name]
-
-    def open(self, kind: Literal["producer", "group"], name: str, owner: _Owner) -> Literal["open", "taken", "closed"]:
-        """Take a name."""
-        held = self._name(kind, name)
+    def open_producer(self, declared: blocks.Manifest, name: str, owner: _Owner) -> blocks.Manifest:
+        """Take a producer's name; what the first opener declared is the place's manifest."""
+        if self._manifest is None:
+            self._manifest, start = declared, Position(place=declared.place)
+            self._groups = {group: _Group(position=start) for group in declared.groups}
+        self._manifest.require_same(declared)
+        held = self._producers.setdefault(name, _Producer())
         if held.is_held():
-            return "taken"
+            raise blocks.producer_taken(name, self._place)
         if held.end == "closed":
-            return "closed"
+            raise blocks.producer_closed(name, self._place)
         held.owner, held.end = owner, None
-        return "open"
+        return self._manifest
 
-    def release(self, kind: Literal["producer", "group"], name: str, owner: _Owner) -> None:
-        held = self._name(kind, name)
-        held.owner = None if held.owner == owner else held.owner
+    def open_group(self, name: str, owner: _Owner) -> Position:
+        """Take a declared group; what it acknowledged."""
+        held = self._groups[name]
+        if held.is_held():
+            raise blocks.group_taken(name, self._place)
+        held.owner = owner
+        return held.position
+
+    def release(self, owner: _Owner) -> None:
+        """Free what is held."""
+        for held in (*self._producers.values(), *self._groups.values()):
+            held.owner = None if held.owner == owner else held.owner
 
     def publish(
-        self, name: str, owner: _Owner, holder: list[Any], leans: Sequence[int] | None, limit: int
+        self, name: str, owner: _Owner, block: tuple[Any, int], leans: Sequence[int] | None, limit: int
     ) -> tuple[int, blocks.Retention] | None:
-        """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
-        producer = self._producers[name]
-        held = producer.retention
+        """Own a block, given by its reference and its size, under the next number; None while it has no space.
+
+        Ray resolves no reference in a tuple.
+        """
+        producer, (reference, size) = self._producers[name], block
         if producer.owner != owner:
-            return -1, held
-        (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
-        below = min(group.acknowledged(name) for group in self._groups.values())
+            raise blocks.producer_taken(name, self._place)
+        held = producer.retention
+        held.max_bytes = limit
+        below = min(group.position.number(name) for group in self._groups.values())
         if not held.make_space(size, leans, below=below, delete=producer.references.pop):
             return None
-        producer.references[producer.next] = owned
+        producer.references[producer.next] = self._owned(reference, producer)
         held.add(producer.next, size, leans=leans)
         producer.next += 1
         return producer.next - 1, held
 
-    def _owned(self, block: Any, producer: _Producer) -> tuple[Any, int]:
-        """A reference of this process to a block, and its size.
+    def _owned(self, block: Any, producer: _Producer) -> Any:
+        """A reference of this process to a block.
 
         A task whose argument's owner was killed may wait for ever, and with it every call of the place: it is cancelled
         once the producer is dead, or took too long.
@@ -228,7 +235,8 @@ class _PlaceActor:
                 raise TransportError(
                     "expected a block of a living producer, got none in time", kind=ErrorKind.TIMED_OUT
                 )
-        return owned, int(ray.get(came))
+        ray.get(came)  # raises where the block is lost
+        return owned
 
     def end(self, name: str, owner: _Owner, how: Literal["closed", "aborted"]) -> None:
         if self._producers[name].owner == owner:
@@ -255,15 +263,11 @@ class _PlaceActor:
     def last_number(self, name: str) -> int:
         return self._producers.get(name, _Producer()).next
 
-    def load_position(self, name: str) -> str | None:
-        return self._groups[name].position
-
-    def save_position(self, name: str, owner: _Owner, position: str) -> bool:
-        """Store what a group acknowledged; False for a reader that does not hold the group."""
-        group = self._groups[name]
-        if group.owner == owner:
-            group.position = position
-        return group.owner == owner
+    def save_position(self, name: str, owner: _Owner, position: Position) -> None:
+        """Store what a group acknowledged."""
+        if self._groups[name].owner != owner:
+            raise blocks.group_taken(name, self._place)
+        self._groups[name].position = position
 
 
 class _Place:
@@ -276,7 +280,7 @@ class _Place:
     def start(cls, name: str) -> _Place:
         """The place of a name, started where there is none."""
         options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
-        actor = ray.remote(_PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote()
+        actor = ray.remote(_PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote(name)
         return cls(actor, name)
 
     @classmethod
@@ -288,7 +292,7 @@ class _Place:
                 place = cls(ray.get_actor(name, namespace=NAMESPACE), name)
             except ValueError:
                 return None
-            return None if place.call("declare", None) is None else place
+            return None if place.call("manifest") is None else place
 
         return blocks.wait_until(
             look, timeout_s, expected=lambda: f"the place {name!r}", warn_after_s=blocks.WARN_AFTER_S
@@ -310,30 +314,24 @@ class _Slot(blocks.ProducerSlot):
 
     def __init__(self, place: str, declared: blocks.Manifest, *, producer: str, limits: blocks.BlockLimits) -> None:
         self._place, self._owner, self._producer, self._limits = _Place.start(place), _Owner.here(), producer, limits
-        self.manifest = blocks.Manifest.from_document(self._place.call("declare", declared.to_document()))
-        self.manifest.require_same(declared)
         self.retention = blocks.Retention(max_bytes=limits.max_bytes)
-        answer = self._place.call("open", "producer", producer, self._owner)
-        if answer != "open":
-            raise (blocks.producer_taken if answer == "taken" else blocks.producer_closed)(producer, self._place)
+        self.manifest = self._place.call("open_producer", declared, producer, self._owner)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
         data = np.frombuffer(block.to_buffer(), dtype=np.uint8)
-        arguments = (self._producer, self._owner, [ray.put(data)], block.leans, self._limits.max_bytes)
+        held = (ray.put(data), data.nbytes)
         number, self.retention = blocks.wait_until(
-            lambda: self._place.call("publish", *arguments),
+            lambda: self._place.call("publish", self._producer, self._owner, held, block.leans, self._limits.max_bytes),
             self._limits.timeout_s,
             expected=lambda: blocks.space_for(data.nbytes, groups=self.manifest.groups, limits=self._limits),
         )
-        if number < 0:
-            raise blocks.producer_taken(self._producer, self._place)
         return BlockName(self._producer, number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
         self._place.call("end", self._producer, self._owner, how)
 
     def release(self) -> None:
-        self._place.call("release", "producer", self._producer, self._owner)
+        self._place.call("release", self._owner)
 
 
 class _Store(BlockStore):
@@ -343,10 +341,9 @@ class _Store(BlockStore):
         self._place, self._group = _Place.found(place, timeout_s), group
         self._owner: _Owner | None = _Owner.here()
         self._seen: tuple[BlockName, list[tuple[int, Any]]] | None = None  # what ``state`` saw last
-        self.manifest = blocks.Manifest.from_document(self._place.call("declare", None))
+        self.manifest = self._place.call("manifest")
         self.manifest.require_group(group)
-        if self._place.call("open", "group", group, self._owner) != "open":
-            raise blocks.group_taken(group, self._place)
+        self._position: Position = self._place.call("open_group", group, self._owner)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_owner": None, "_seen": None}
@@ -385,17 +382,15 @@ class _Store(BlockStore):
         return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
 
     def load_position(self) -> Position:
-        text = self._place.call("load_position", self._group)
-        return Position(place=self.manifest.place) if text is None else Position.from_json(text)
+        return self._position
 
     def save_position(self, position: Position) -> None:
-        if not self._place.call("save_position", self._group, self._owner, position.to_json()):
-            raise blocks.group_taken(self._group, self._place)
+        self._place.call("save_position", self._group, self._owner, position)
 
     def release(self) -> None:
         owner, self._owner = self._owner, None
         if owner is not None:
-            self._place.call("release", "group", self._group, owner)
+            self._place.call("release", owner)
 
 
 _CARRIER = Carrier(slot=_Slot, store=_Store)

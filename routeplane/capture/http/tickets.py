@@ -24,8 +24,6 @@ from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RecordKey, RouteRecord
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["TicketReport", "TicketStore", "call_of_ticket", "issue_ticket", "ticket_of_record"]
@@ -347,9 +345,7 @@ class TicketStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
