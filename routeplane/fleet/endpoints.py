@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from routeplane.errors import ErrorKind, FleetError, refused
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 __all__ = [
     "WILDCARDS",
@@ -269,9 +269,7 @@ class Endpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
