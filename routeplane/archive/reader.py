@@ -687,6 +687,8 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         return read_rows(run, row, tokens=tokens, layers=layer_ids)
 
     def _locate(self, key: tuple[str, int, int]) -> tuple[Run, Row]:
+        if not isinstance(key, tuple) or len(key) != len(RecordKey._fields):
+            raise refused("a key (sample_id, attempt, segment)", f"{key!r:.80}")
         number = self.catalog.find(RecordKey(*key))
         if number is None:
             raise KeyError(RecordKey(*key))

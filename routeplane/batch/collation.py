@@ -48,6 +48,7 @@ from routeplane.batch.plan import PADDING, Layout, PlanOptions, RankCounts, Toke
 from routeplane.batch.slots import RankOf, Shard, records_of_rank, require_positive
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.record.aligned import AlignedColumn, ColumnType
+from routeplane.record.record import checked_records
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def collate(
     (torch.Size([1, 4]), [[False, False, False, True]])
     """
     target = _Target.of(spec, layout, options, shard)
-    given = tuple(records)
+    given = tuple(checked_records(records))
     if not given:
         raise refused("at least one record", "none")
     given = tuple(given[index] for index in records_of_rank(len(given), rank=target.shard.data_parallel))

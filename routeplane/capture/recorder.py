@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from routeplane.capture.wire import decode, encode
-from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.errors import DataError, ErrorKind, check_type, refused
 from routeplane.record.aligned import AlignedColumn, concatenate_columns
 from routeplane.record.assembly import Assembly, assemble
 from routeplane.record.calls import ModelCall
@@ -79,6 +79,7 @@ def record_of_call(
     >>> record_of_call(call, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), sample_id="s").routes.tolist()
     [[[3, 1]], [[0, 5]], [[-1, -1]]]
     """
+    check_type(call, ModelCall, expected="a ModelCall")
     routes_RLK = call.routes
     whole = routes_RLK is not None and call.layer_ids in (None, spec.layer_ids) and routes_RLK.size > 0
     # rows of another shape are assemble's to refuse: one layer would be broadcast to all of them
@@ -228,6 +229,7 @@ class RouteRecorder:
 
     def add_call(self, call: ModelCall, *, changes: Iterable[WeightsChange] = ()) -> None:
         """Take the next call. ``changes``: where its weights changed under way, in order."""
+        check_type(call, ModelCall, expected="a ModelCall")
         held = self._held if self._extends(call.prompt_ids, call.media) else 0
         self._held = held + self._whole_rows(call, start=held)
         self._calls.append(call)

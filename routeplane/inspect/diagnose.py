@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from routeplane.errors import check_type
 from routeplane.inspect.compare import AlignedRows, RouteDiff, Segment, best_segment, longest_run, windows
 from routeplane.inspect.statistics import RouteStatistics, dead_experts, shared_ids
 from routeplane.record.spec import MISSING
@@ -154,17 +155,11 @@ def find_findings(
     >>> find_findings(collect([], watermarked_spec()))[0].kind
     'nothing_recorded'
     """
-    found = [
-        *(examiner.findings() if examiner is not None else []),
-        *_missing(statistics),
-        *_constant(statistics),
-        *_expert_count(statistics),
-        *_runs(statistics),
-        *(differences(diff) if diff is not None else []),
-        *_dead(statistics),
-        *_drift(statistics),
-    ]
-    return order_findings(found)
+    check_type(statistics, RouteStatistics, expected="RouteStatistics")
+    found = examiner.findings() if examiner is not None else []
+    found = [*found, *_missing(statistics), *_constant(statistics), *_expert_count(statistics), *_runs(statistics)]
+    found += differences(diff) if diff is not None else []
+    return order_findings([*found, *_dead(statistics), *_drift(statistics)])
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:

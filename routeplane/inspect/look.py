@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, naming_stream, refused
+from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, check_type, naming_stream, refused
 from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
 from routeplane.record.policy import StreamReport
@@ -446,6 +446,7 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
     >>> hop.capture.state, [rows.layer for rows in hop.layers]
     ('captured', [1, 2])
     """
+    check_type(record, RouteRecord, expected="a RouteRecord")
     if not 0 <= token < record.num_tokens:
         raise refused(f"a token in [0, {record.num_tokens})", f"{token} @ sample {record.sample_id}")
     chosen = record.spec.layer_ids if layer_ids is None else layer_ids

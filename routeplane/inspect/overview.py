@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.errors import refused
+from routeplane.errors import check_type, refused
 from routeplane.inspect.compare import AlignedRows, RouteDiff, compare
 from routeplane.inspect.diagnose import Examiner, Finding, find_findings
 from routeplane.inspect.statistics import POSITION_BIN, Collector, RouteStatistics
+from routeplane.record.record import checked_records
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -211,11 +212,13 @@ class _Survey:
 
     def tap(self, parts: Iterable[tuple[str, Iterable[RouteRecord]]]) -> Iterator[RouteRecord]:
         """The records of all parts, counted as they pass."""
-        for name, records in parts:
+        for part_of_run in parts:
+            check_type(part_of_run, tuple, expected="parts (name, records)")
+            name, records = part_of_run
             layers = len(self._layer_ids)
             part = _Part(name=name, collector=Collector(self._spec), flips_LX2=np.zeros((layers, 0, 2), dtype=np.int64))
             self._parts.append(part)
-            for record in records:
+            for record in checked_records(records):
                 self._part_of[record.key] = len(self._parts) - 1
                 self._add(part, record)
                 yield record

@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import ErrorKind, UsageError, check_type
 from routeplane.record.counts import Counts, add_by_key, rule
-from routeplane.record.record import RecordKey
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import PRESENT_STATES, Capture, Coverage, Span, SpanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -439,6 +438,7 @@ class Collector:
 
     def add(self, record: RouteRecord) -> None:
         """Count one record; rows that stand in another record (``prefix``) are counted there. Raises SpecError."""
+        check_type(record, RouteRecord, expected="a RouteRecord")
         self._spec.require_same_geometry(record.spec, where=f"sample {record.sample_id}")
         start = record.routes_start
         for begin, end, span, capture in _pieces(record):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, naming_stream
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, check_type, naming_stream
 from routeplane.record.alarms import find_alarms
 from routeplane.record.counts import html_table
 from routeplane.record.interfaces import Admission, admit
@@ -58,6 +58,7 @@ class RecordWriter(ABC):
         """
         if not self._open:
             raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
+        check_type(record, RouteRecord, expected="a RouteRecord")
         self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
         if record.spec != self._spec:
             raise SpecError(

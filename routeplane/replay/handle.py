@@ -368,6 +368,8 @@ class ReplayHandle:
         ``report()``. Raises as ``replaying`` does, and ReplayError (GATE_FIRED) for a second forward.
         """
         self._refuse_unusable()
+        if batch is not None:
+            _check_is_batch(batch)
         order_N = None if batch is None else self._row_order(batch)
         binding = self._bind_recording(None if batch is None else batch.num_rows)
         recorded = RecordedRoutes(self.spec, order_N)
@@ -441,6 +443,7 @@ class ReplayHandle:
             raise refused("one replaying() at a time", "a second inside the first: a gate can follow one batch")
 
     def _bind(self, batch: ReplayBatch) -> Binding:
+        _check_is_batch(batch)
         _check_batch(self.spec, batch.spec, [site.gate for site, _ in self._gates])
         _check_live(batch, self.policy.limits.max_live_share)
         missing = batch.unexplained_missing if self.policy.on_missing == "raise" else 0
@@ -658,6 +661,11 @@ def _check_geometry(spec: RouteSpec, gates: Sequence[Gate]) -> None:
             f"{_listed(sorted(found))}; apart: {_listed(apart)} @ {', '.join(named) or 'no gate'}",
             kind=ErrorKind.SPEC_MISMATCH,
         )
+
+
+def _check_is_batch(batch: ReplayBatch) -> None:
+    if not hasattr(batch, "num_rows"):
+        raise refused("a batch (collate and microbatches make them of records)", type(batch).__name__)
 
 
 def _check_batch(spec: RouteSpec, other: RouteSpec, gates: Sequence[Gate]) -> None:

@@ -21,7 +21,7 @@ from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.capture.gates import left_as_it_was, probe_tokens
 from routeplane.capture.selection import Gate, selection
 from routeplane.capture.weights import WeightSite, find_weights
-from routeplane.errors import ErrorKind, ReplayError, refused
+from routeplane.errors import ErrorKind, ReplayError, check_type, refused
 from routeplane.record.spec import RouteSpec
 from routeplane.replay.binding import GateHook, LiveHook, Wiring
 from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
@@ -136,10 +136,12 @@ def record(
 
 def find_gates(model: nn.Module, /, *, probe: Probe = Probe()) -> list[tuple[Gate, nn.Module]]:
     """Probe the model for its gates, in module order, MTP left out. Raises ReplayError (NO_SEAM) as ``attach`` does."""
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     return probe_gates(model, leave_live=probe.leave_live, probe=probe.forward)
 
 
 def _refuse_attached(model: nn.Module) -> None:
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     taken = [path for path, module in model.named_modules() if GateHook.on(module) is not None]
     if taken:
         raise refused(
@@ -360,6 +362,7 @@ def _aux_modules(model: nn.Module) -> list[nn.Module]:
 
 def checkpoint_sites(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Modules with a checkpoint function of their own, and the attribute's name; they change when it is enabled."""
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     for module in model.modules():
         for name in _CHECKPOINT_ATTRIBUTES:
             if callable(vars(module).get(name)):

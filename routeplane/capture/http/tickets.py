@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
 from routeplane.capture import recorder
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, UsageError, check_type, refused
 from routeplane.record.calls import ModelCall, RowLoss, VersionSpan
 from routeplane.record.checksum import require_equal
 from routeplane.record.counts import Counts
@@ -54,6 +54,7 @@ def issue_ticket(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[Rout
     >>> call_of_ticket(record, ticket).call_id == ticket.call_id
     True
     """
+    check_type(call, ModelCall, expected="a ModelCall")
     record = recorder.record_of_call(call, spec, sample_id=call.call_id)
     return record, ticket_of_record(record, call, stream=stream)
 
