@@ -59,12 +59,12 @@ class MemoryStream:
             if self._opened:
                 raise refused("one reader of a MemoryStream", "another")
             self._opened = True
-        with self.once(lambda: self._spec, timeout_s, what="a writer") as spec:
+        with self.once(ready=lambda: self._spec, timeout_s=timeout_s, what="a writer") as spec:
             return _Reader(self, spec, policy=policy, timeout_s=timeout_s)
 
     @contextmanager
     def once(
-        self, ready: Callable[[], Any] = lambda: True, timeout_s: float | None = None, *, what: str = ""
+        self, *, ready: Callable[[], Any] = lambda: True, timeout_s: float | None = None, what: str = ""
     ) -> Iterator[Any]:
         """Hold the stream once it is ready, and tell the other side. Raises TransportError (TIMED_OUT)."""
         with self._changed:
@@ -91,7 +91,7 @@ class _Writer(RecordWriter):
             size = stream.waiting_bytes + record.nbytes
             return stream.end == "left" or not stream.waiting or size <= self._max_bytes
 
-        with stream.once(fits, self._timeout_s, what="a reader that takes records"):
+        with stream.once(ready=fits, timeout_s=self._timeout_s, what="a reader that takes records"):
             if stream.end == "left":
                 raise TransportError("expected a reader, got one that closed the stream", kind=ErrorKind.CONNECTION)
             stream.waiting.append(record)
@@ -122,7 +122,7 @@ class _Reader(RecordReader):
     def _arrive(self) -> Iterator[RouteRecord]:
         stream = self._stream
         for index in itertools.count():
-            with stream.once(lambda: stream.waiting or stream.end, self._timeout_s, what="a record"):
+            with stream.once(ready=lambda: stream.waiting or stream.end, timeout_s=self._timeout_s, what="a record"):
                 if not stream.waiting:
                     break
                 record = stream.waiting.popleft()

@@ -49,7 +49,7 @@ _RETRY_S = 0.05
 _BACKLOG = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
     """Where a consumer listens: a host and a port (``tcp``), or a path (``unix``)."""
 
@@ -85,9 +85,9 @@ def parse_address(text: str) -> Address:
         raise refused("tcp://host:port or unix:///path", f"{text!r} ({error})") from None
     plain = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme == "tcp" and plain and port is not None and not parts.path:
-        return Address((host, port))
+        return Address(place=(host, port))
     if parts.scheme == "unix" and plain and not parts.netloc and parts.path:
-        return Address(unquote(parts.path))
+        return Address(place=unquote(parts.path))
     raise refused("tcp://host:port or unix:///path", repr(text))
 
 
@@ -302,7 +302,7 @@ class Listener:
         if isinstance(self._asked.place, str):
             return str(self._asked)
         host, port = self._server.getsockname()[:2]
-        return str(Address((host, port)))
+        return str(Address(place=(host, port)))
 
     def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> SocketReader:
         """Return the next stream. Raises TransportError (TIMED_OUT)."""
