@@ -97,33 +97,24 @@ def parse_address(text: str) -> Address:
 class SocketWriter(IpcWriter):
     """The RouteSink of one connection; ``close`` returns when the reader has verified the whole stream."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        spec: RouteSpec,
-        *,
-        encoding: Encoding,
-        max_bytes: int,
-        timeout_s: float | None,
-    ) -> None:
-        connection.settimeout(timeout_s)
-        self._socket, self._timeout_s = connection, timeout_s
+    def __init__(self, connection: socket.socket, spec: RouteSpec, *, encoding: Encoding, max_bytes: int) -> None:
+        self._socket = connection
         self._file: Any = connection.makefile("wb", _GATHER)
         super().__init__(WholeWrites(self._file), spec, encoding=encoding, max_bytes=max_bytes)
-        with _typed(timeout_s):
+        with _typed(connection.gettimeout()):
             self._file.write(GREETING)
             self._file.flush()
 
     def _send(self, batch: pa.RecordBatch) -> None:
-        with _typed(self._timeout_s):
+        with _typed(self._socket.gettimeout()):
             super()._send(batch)
             self._file.flush()  # the reader is to have each batch when it was written
 
     def _finish(self) -> None:
-        with _typed(self._timeout_s):
+        with _typed(self._socket.gettimeout()):
             super()._finish()
             answer = bytearray(_ANSWER.size)
-            _fill(self._socket, memoryview(answer), timeout_s=self._timeout_s)
+            _fill(self._socket, memoryview(answer))
         if _ANSWER.unpack(answer) != (_ANSWER_MARK, self._counter.trailer().digest):
             raise TransportError(
                 "expected the reader's answer that it verified the whole stream, got a closed connection: the reader "
@@ -146,12 +137,15 @@ def connect(
     Over TCP the default encoding is ``auto``, over a Unix socket ``plain``.
     """
     chosen = choose_encoding(encoding or ("plain" if address.family == socket.AF_UNIX else "auto"), spec)
+    return SocketWriter(_connected(address, timeout_s), spec, encoding=chosen, max_bytes=max_bytes)
+
+
+def _connected(address: Address, timeout_s: float | None) -> socket.socket:
     end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     with _typed(timeout_s):
         while True:
             try:
-                connection = _connected(address, timeout_s=timeout_s)
-                return SocketWriter(connection, spec, encoding=chosen, max_bytes=max_bytes, timeout_s=timeout_s)
+                return _connect_once(address, timeout_s)
             except (ConnectionRefusedError, FileNotFoundError, TimeoutError, BlockingIOError) as error:
                 if time.monotonic() + _RETRY_S > end:
                     raise TransportError(
@@ -162,12 +156,13 @@ def connect(
                 time.sleep(_RETRY_S)
 
 
-def _connected(address: Address, *, timeout_s: float | None) -> socket.socket:
+def _connect_once(address: Address, timeout_s: float | None) -> socket.socket:
     if not isinstance(address.place, str):
         connection = socket.create_connection(address.place, timeout=timeout_s)
         _tune(connection)
         return connection
     connection = socket.socket(address.family)
+    connection.settimeout(timeout_s)
     try:
         connection.connect(address.place)
     except OSError:
@@ -197,10 +192,10 @@ def _typed(timeout_s: float | None) -> Iterator[None]:
         raise TransportError(f"expected {found}; write the records again on a new stream", kind=kind) from error
 
 
-def _fill(connection: socket.socket, memory: memoryview, *, timeout_s: float | None) -> int:
+def _fill(connection: socket.socket, memory: memoryview) -> int:
     """Fill memory from a socket and return how much came; a reset is an end like a close."""
     came = 0
-    with _typed(timeout_s), suppress(ConnectionError):
+    with _typed(connection.gettimeout()), suppress(ConnectionError):
         while came < len(memory) and (size := connection.recv_into(memory[came:], 0, socket.MSG_WAITALL)):
             came += size
     return came
@@ -307,12 +302,10 @@ class Listener:
     def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> SocketReader:
         """Return the next stream. Raises TransportError (TIMED_OUT)."""
         connection, schema = self._accept(timeout_s)
-        connection.setblocking(True)
         connection.settimeout(timeout_s)
-        fill = partial(_fill, connection, timeout_s=timeout_s)
-        frames = chain([schema], frames_received(fill, self._pool.take, at=schema.data.size))
+        received = frames_received(partial(_fill, connection), self._pool.take, at=schema.data.size)
         try:
-            return SocketReader(connection, frames, policy=policy)
+            return SocketReader(connection, chain([schema], received), policy=policy)
         except BaseException:
             connection.close()
             raise
