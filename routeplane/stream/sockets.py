@@ -278,6 +278,10 @@ class Listener:
     Owns the listening socket and the connections whose handshake is not done. Close it, or leave ``with``. ``listen``
     makes one. ``max_handshakes``: peers that may be connected before their schema came; the oldest without a greeting
     goes first.
+
+    >>> with Listener(parse_address("tcp://127.0.0.1:0")) as listener:
+    ...     listener.disconnected
+    0
     """
 
     def __init__(self, address: Address, *, handshake_s: float = 5.0, max_handshakes: int = 256) -> None:
