@@ -86,7 +86,6 @@ def speed(archive: Archive) -> Result:
             "read and decompress": lambda: read_and_decompress(archive),
             "read records": lambda: sum(1 for _ in archive.select()),
             "statistics": lambda: collect(archive.select(), SPEC),
-            "statistics without pairs": lambda: collect(archive.select(), SPEC, pairs_every=0),
         },
         yardstick="read and decompress",
         rounds=ROUNDS,

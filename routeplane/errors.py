@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Literal, Self
 
@@ -42,6 +42,7 @@ __all__ = [
     "TransportError",
     "TruncatedError",
     "UsageError",
+    "check_type",
     "naming_stream",
     "refused",
 ]
@@ -131,7 +132,7 @@ class ErrorKind(StrEnum):
     TIMED_OUT = "timed_out"
     UNAUTHENTICATED = "unauthenticated"
     # rows again
-    ROW_CONFLICT = "row_conflict"  # one call brought two different rows for one token
+    ROW_CONFLICT = "row_conflict"  # an engine gives a token other rows than when it is read again
     # archives
     MANIFEST = "manifest"  # what an archive says of itself is damaged or absent
     LOST_FILE = "lost_file"  # a file that a manifest names is absent, empty, or of another size
@@ -162,6 +163,10 @@ class Problem:
     token: int | None = None
     layer: int | None = None
     severity: Literal["error", "alarm"] = "error"
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {**asdict(self), "kind": str(self.kind)}
 
     def __str__(self) -> str:
         where = [
@@ -222,8 +227,8 @@ class RouteplaneError(Exception):
 
 
 @contextmanager
-def naming_stream(name: str) -> Generator[None]:
-    """Name a stream in what its reader raises: readers do not name what they read, and of many an error has to.
+def naming_stream(name: str | None) -> Generator[None]:
+    """Name a stream in what its reader raises; None: a stream without a name, such as one in memory.
 
     >>> with naming_stream("a.arrows"):
     ...     raise TruncatedError("expected a trailer, got none", kind=ErrorKind.TRUNCATED)
@@ -233,6 +238,8 @@ def naming_stream(name: str) -> Generator[None]:
     try:
         yield
     except RouteplaneError as error:
+        if name is None:
+            raise
         raise error.of_stream(name) from error
 
 
@@ -293,3 +300,14 @@ class MissingExtraError(RouteplaneError, ImportError):
 def refused(expected: str, got: str) -> UsageError:
     """The UsageError (ARGUMENT) for an argument that cannot be served; for ``raise``."""
     return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
+
+
+def check_type(value: object, types: type | tuple[type, ...], *, expected: str) -> None:
+    """Raise UsageError (ARGUMENT) for an argument of another type, before an attribute that it lacks is asked for.
+
+    >>> check_type([], dict, expected="counts by name")
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected counts by name, got list
+    """
+    if not isinstance(value, types):
+        raise refused(expected, type(value).__name__)

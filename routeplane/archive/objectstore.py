@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from routeplane.errors import ErrorKind, MissingExtraError, StoreError, UsageError
+from routeplane.errors import ErrorKind, MissingExtraError, StoreError, UsageError, refused
 
 try:
     import obstore
@@ -41,9 +41,7 @@ class ObjectFolder:
         try:
             self._store = from_url(self._url, **options)
         except (BaseError, ValueError, TypeError) as error:
-            raise UsageError(
-                f"expected a URL that obstore knows, got {url} ({_short(error)})", kind=ErrorKind.ARGUMENT
-            ) from error
+            raise refused("a URL that obstore knows", f"{url} ({_short(error)})") from error
 
     @property
     def where(self) -> str:
@@ -118,10 +116,7 @@ class ObjectFolder:
 
     def _ask(self, request: Callable[[], T], key: str) -> T:
         if os.getpid() != self._process:
-            raise UsageError(
-                f"expected the process that opened {self._url}, got a fork of it: start workers with 'spawn'",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused(f"the process that opened {self._url}", "a fork of it: start workers with 'spawn'")
         try:
             return request()
         except AlreadyExistsError:

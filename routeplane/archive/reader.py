@@ -71,14 +71,13 @@ __all__ = [
     "Piece",
     "Run",
     "beside_readers",
-    "build",
     "check_root",
     "commit_numbers",
     "newest",
-    "read_beside",
     "read_commit",
     "read_record",
     "route_ranges",
+    "without_rows",
 ]
 
 ROUTES, TOKENS, LOGPROBS = "routes", "token_ids", "logprobs"
@@ -387,10 +386,7 @@ class Piece:
         """The whole record, or a range of its tokens, under the rules of ``RouteRecord.slice``. Raises UsageError."""
         start, stop = (0, row.num_tokens) if tokens is None else tokens
         if not 0 <= start < stop <= row.num_tokens:
-            raise UsageError(
-                f"expected 0 <= start < stop <= {row.num_tokens}, got [{start}, {stop}) @ sample {row.key}",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused(f"0 <= start < stop <= {row.num_tokens}", f"[{start}, {stop}) @ sample {row.key}")
         if 0 < start < row.routes_start:
             raise UsageError(
                 f"expected rows from {start} on, got rows only from {row.routes_start}: those before stand in another "
@@ -691,6 +687,8 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         return read_rows(run, row, tokens=tokens, layers=layer_ids)
 
     def _locate(self, key: tuple[str, int, int]) -> tuple[Run, Row]:
+        if not isinstance(key, tuple) or len(key) != len(RecordKey._fields):
+            raise refused("a key (sample_id, attempt, segment)", f"{key!r:.80}")
         number = self.catalog.find(RecordKey(*key))
         if number is None:
             raise KeyError(RecordKey(*key))
@@ -761,7 +759,7 @@ class ArchiveReader(RecordReader):
         self, run: Run, row: Row, error: DataError | FormatError, *, tokens: tuple[int, int] | None, index: int
     ) -> RouteRecord | None:
         """Count, and give what can stand in: the record without its rows, or nothing."""
-        kept = _without_rows(run, row, tokens=tokens, layers=self._layer_ids)
+        kept = without_rows(run, row, tokens=tokens, layers=self._layer_ids)
         reason = (
             error
             if isinstance(error, DataError)
@@ -771,7 +769,7 @@ class ArchiveReader(RecordReader):
         return kept
 
 
-def _without_rows(
+def without_rows(
     run: Run, row: Row, *, tokens: tuple[int, int] | None, layers: Sequence[int] | None
 ) -> RouteRecord | None:
     """The tokens with every row MISSING and marked ``lost``; None where they are damaged too."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.batch.columns import CHANGED_LOGITS, NO_STATE, USES, MaskCounts, count_states, settle_states
-from routeplane.batch.layouts import Fill, StackLayout, balanced_rows, check_fill, read_layout, take_rows
+from routeplane.batch.layouts import Fill, StackLayout, read_layout, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.slots import ContextLayout, RankOf, Shard
-from routeplane.errors import DataError, ErrorKind, MissingExtraError, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, MissingExtraError, refused
 from routeplane.record.aligned import ColumnType
 from routeplane.record.counts import html_table
 from routeplane.record.spans import STATES, Coverage
@@ -379,9 +379,7 @@ class RouteBatch:
             uneven=uneven,
         )
         if shard.cuts_rows and self.fill != "missing":
-            raise UsageError(
-                "expected padding to be filled after the last cut, got a filled batch to cut", kind=ErrorKind.ARGUMENT
-            )
+            raise refused("padding to be filled after the last cut", "a filled batch to cut")
         spec = self.spec if shard.layers is None else self.spec.select(shard.layers)
         plan = self.plan.cut(shard)
         rows = torch.from_numpy(self.plan.shard_rows(shard)).to(self.routes.device)
@@ -441,19 +439,6 @@ class RouteBatch:
             "column_parts": MappingProxyType(parts),
             "column_types": MappingProxyType(types),
         }
-
-    def fill_padding(self, *, expert_parallel: int = 1) -> RouteBatch:
-        """The batch with balanced ids at padding (``layout.balanced_rows``), in routes of its own.
-
-        For gates or engines that cannot run live rows, after the last cut: padding is numbered as this rank has it.
-        Real MISSING rows stay MISSING, and ``pad_mask`` still says what is padding. Raises UsageError (ARGUMENT).
-        """
-        check_fill("balanced", self.spec, expert_parallel=expert_parallel)
-        routes = self.routes.clone()
-        pads = self.pad_mask
-        filler = balanced_rows(int(pads.sum()), self.spec, expert_parallel=expert_parallel)
-        routes[pads] = torch.from_numpy(filler).to(routes.device)
-        return replace(self, routes=routes, fill="balanced")
 
     def with_routes(self, routes_NLK: torch.Tensor, /) -> RouteBatch:
         """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.
@@ -666,9 +651,7 @@ def pinned_bytes(size: int) -> NDArray[np.uint8]:
     Raises UsageError (ARGUMENT) where torch sees no accelerator to lock it for.
     """
     if not torch.accelerator.is_available():
-        raise UsageError(
-            "expected an accelerator that pinned memory is for, got none in this process", kind=ErrorKind.ARGUMENT
-        )
+        raise refused("an accelerator that pinned memory is for", "none in this process")
     pinned: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return pinned
 

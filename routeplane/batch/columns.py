@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.errors import DataError, ErrorKind, UsageError, check_type, refused
 from routeplane.record.aligned import BFLOAT16_NAN, MASK_STATES, AlignedColumn, ColumnType, read_column
 from routeplane.record.counts import Counts
+from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES, Coverage, partial_states
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.record import RouteRecord
     from routeplane.record.spans import Sampling
     from routeplane.record.spec import RouteSpec
 
@@ -60,10 +60,7 @@ NO_STATE = -1
 def check_pad_token(pad_token_id: object) -> None:
     """Raise UsageError (ARGUMENT) unless this is a token id."""
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int) or not 0 <= pad_token_id < 2**31:
-        raise UsageError(
-            f"expected pad_token_id as a token id, got {pad_token_id!r} (labels are the trainer's)",
-            kind=ErrorKind.ARGUMENT,
-        )
+        raise refused("pad_token_id as a token id", f"{pad_token_id!r} (labels are the trainer's)")
 
 
 def check_fits(record: RouteRecord, *, limit: int | None, what: str) -> None:
@@ -165,6 +162,7 @@ def prompt_tokens(record: RouteRecord) -> int:
     >>> prompt_tokens(record) == min(span.start for span in record.spans if span.kind == "generation")
     True
     """
+    check_type(record, RouteRecord, expected="a RouteRecord")
     return min((span.start for span in record.spans if span.kind == "generation"), default=record.num_tokens)
 
 

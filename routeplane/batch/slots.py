@@ -180,15 +180,11 @@ def check_lengths(lengths: Any, *, least: int = 1) -> NDArray[np.int64]:
     if given.size == 0:
         raise UsageError("expected at least one sequence, got an empty batch", kind=ErrorKind.ARGUMENT)
     if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise UsageError(
-            f"expected lengths as whole numbers [B], got {given.dtype} {list(given.shape)}", kind=ErrorKind.ARGUMENT
-        )
+        raise refused("lengths as whole numbers [B]", f"{given.dtype} {list(given.shape)}")
     shortest, longest = int(given.argmin()), int(given.argmax())
     if given[shortest] < least:
         amount = "at least one token" if least == 1 else f"at least {least} tokens"
-        raise UsageError(
-            f"expected sequences of {amount}, got {given[shortest]} @ sequence {shortest}", kind=ErrorKind.ARGUMENT
-        )
+        raise refused(f"sequences of {amount}", f"{given[shortest]} @ sequence {shortest}")
     if given[longest] > MAX_ROWS:
         raise UsageError(
             f"expected sequences of at most {MAX_ROWS} tokens, got {given[longest]} @ sequence {longest}",

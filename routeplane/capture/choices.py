@@ -19,7 +19,7 @@ import numpy as np
 from routeplane.capture.layers import LayerAxis, rows_from_axis
 from routeplane.capture.recorder import record_of_call
 from routeplane.capture.wire import WireForm, decode
-from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, UsageError, refused
+from routeplane.errors import CaptureError, DataError, ErrorKind, SpecError, refused
 from routeplane.record.aligned import mask_columns
 from routeplane.record.calls import ModelCall, RowLoss, VersionSpan
 from routeplane.record.interfaces import RouteTicket
@@ -315,9 +315,7 @@ def call_of_choice(
     2
     """
     if choice.finish_reason is None:
-        raise UsageError(
-            f"expected a finished choice, got one that goes on @ call {choice.call_id}", kind=ErrorKind.ARGUMENT
-        )
+        raise refused("a finished choice", f"one that goes on @ call {choice.call_id}")
     prompt_P = as_integers(list(choice.prompt_ids), np.int32, what="prompt ids", ndim=1)
     generation_G = as_integers(list(choice.generation_ids), np.int32, what="generation ids", ndim=1)
     token_S = np.concatenate([prompt_P, generation_G])

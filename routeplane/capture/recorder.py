@@ -1,10 +1,7 @@
-"""Records of calls: of one call at once, of a sample whose calls go on, and records that an engine goes on with.
+"""Records of calls: of one call, of the calls of one sample, and records that an engine goes on with.
 
-Rows are kept by absolute position. An engine sends rows when it likes: the prompt's at once, then one per token, or all
-with the last token; a trimmed request leaves out what is held already. Here each row has a place from the moment it
-comes: a gap is refused, rows that come twice within a call must be the same, and two calls that bring the same token
-follow ``overlap`` and are counted. ``assemble`` joins the calls; this module adds which weights sampled what, where
-they changed under way.
+A recorder keeps the calls of a sample and says which rows the next one must bring. ``assemble`` joins them; this module
+adds which weights sampled what, where they changed under way.
 
 An engine that follows routes takes a record's tokens as the beginning of a request, and its rows for the gates
 (``FollowedRows``); ``extend`` makes the record longer by what comes back. Knows no engine.
@@ -24,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from routeplane.capture.wire import decode, encode
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, check_type, refused
 from routeplane.record.aligned import AlignedColumn, concatenate_columns
 from routeplane.record.assembly import Assembly, assemble
-from routeplane.record.calls import ModelCall, RowLoss
-from routeplane.record.parse import as_integers, check_optional_int64
+from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, CaptureState, RecordKey, Span
 from routeplane.record.spec import MISSING, RouteSpec
@@ -83,6 +79,7 @@ def record_of_call(
     >>> record_of_call(call, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), sample_id="s").routes.tolist()
     [[[3, 1]], [[0, 5]], [[-1, -1]]]
     """
+    check_type(call, ModelCall, expected="a ModelCall")
     routes_RLK = call.routes
     whole = routes_RLK is not None and call.layer_ids in (None, spec.layer_ids) and routes_RLK.size > 0
     # rows of another shape are assemble's to refuse: one layer would be broadcast to all of them
@@ -152,7 +149,7 @@ def _logprobs_of_call(call: ModelCall) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Calls that go on
+# The calls of one sample
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -168,88 +165,20 @@ class WeightsChange:
     weights_version: int | None
 
 
-class _Rows:
-    """The rows ``[first, stop)`` of one call, in an array that grows by doubling: a row is copied twice at most."""
-
-    def __init__(self, spec: RouteSpec) -> None:
-        self._buffer_RLK: NDArray[np.int16] = np.empty((0, *spec.row_shape), dtype=np.int16)
-        self.first: int | None = None
-        self.repeated = 0
-        self._count = 0
-
-    @property
-    def stop(self) -> int:
-        return (self.first or 0) + self._count
-
-    def add(self, rows_RLK: NDArray[np.int16], *, at: int, call: str) -> None:
-        if self.first is None:
-            self.first = at
-        if not self.first <= at <= self.stop:
-            raise DataError(
-                f"expected rows from token {self.stop} on, or some of [{self.first}, {self.stop}) again, got "
-                f"[{at}, {at + len(rows_RLK)}) @ call {call}",
-                kind=ErrorKind.ROW_COUNT,
-            )
-        known = min(self.stop - at, len(rows_RLK))
-        self._compare(rows_RLK[:known], at=at, call=call)
-        self._append(rows_RLK[known:])
-
-    def _compare(self, rows_RLK: NDArray[np.int16], *, at: int, call: str) -> None:
-        start = at - (self.first or 0)
-        held_RLK = self._buffer_RLK[start : start + len(rows_RLK)]
-        # the order within a row is the engine's and carries no meaning
-        differs_R = (np.sort(held_RLK, axis=2) != np.sort(rows_RLK, axis=2)).any(axis=(1, 2))
-        if differs_R.any():
-            row = int(differs_R.argmax())
-            raise DataError(
-                f"expected the row {held_RLK[row].tolist()} that this call brought before, got "
-                f"{rows_RLK[row].tolist()} @ call {call}, token {at + row}",
-                kind=ErrorKind.ROW_CONFLICT,
-            )
-        self.repeated += len(rows_RLK)
-
-    def _append(self, rows_RLK: NDArray[np.int16]) -> None:
-        needed = self._count + len(rows_RLK)
-        if needed > len(self._buffer_RLK):
-            grown = np.empty((max(needed, 2 * len(self._buffer_RLK)), *self._buffer_RLK.shape[1:]), dtype=np.int16)
-            grown[: self._count] = self._buffer_RLK[: self._count]
-            self._buffer_RLK = grown
-        self._buffer_RLK[self._count : needed] = rows_RLK
-        self._count = needed
-
-    def take(self) -> NDArray[np.int16] | None:
-        return None if self.first is None else self._buffer_RLK[: self._count]
-
-
-class _OpenCall:
-    """A call that goes on."""
-
-    def __init__(self, spec: RouteSpec, prompt_P: NDArray[np.int32], *, call_id: str, media: tuple[str, ...]) -> None:
-        self.prompt_P, self.call_id, self.media = prompt_P, call_id, media
-        self.rows = _Rows(spec)
-        self.generated: list[int] = []
-        self.logprobs: list[float] | None = None
-        self.changes: list[WeightsChange] = []
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_P) + len(self.generated)
-
-
 class RouteRecorder:
     """The calls of one sample, one after the other, until ``assembly`` makes records of them.
 
     ``overlap``, ``on_break``, ``on_missing`` and ``attributes`` are those of ``assemble``. Not safe for several
-    threads. Rows are copied as they come; memory is that of all rows, each once.
+    threads. Holds the calls.
 
-    >>> from routeplane import RouteSpec
-    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
-    >>> recorder = RouteRecorder(spec, sample_id="s")
-    >>> recorder.begin([5, 6], call_id="c", weights_version=4)
-    >>> recorder.add_tokens([7])
-    >>> recorder.add_rows(np.asarray([[[3, 1]], [[0, 5]]]), first_row=0)
-    >>> recorder.end().rows_stop
-    2
+    >>> from routeplane import ModelCall, RouteSpec
+    >>> recorder = RouteRecorder(RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), sample_id="s")
+    >>> rows = np.asarray([[[3, 1]], [[0, 5]]])
+    >>> recorder.add_call(
+    ...     ModelCall(prompt_ids=[5, 6], generation_ids=[7], routes=rows, weights_version=4, call_id="c")
+    ... )
+    >>> recorder.next_row([5, 6, 7, 8]), recorder.assembly().records[0].num_tokens
+    (2, 3)
     """
 
     def __init__(
@@ -275,19 +204,12 @@ class RouteRecorder:
         }
         self._calls: list[ModelCall] = []
         self._changes: dict[str, tuple[WeightsChange, ...]] = {}
-        self._open: _OpenCall | None = None
-        self._repeated = 0
         self._held = 0  # rows [0, held) of the present context are here
 
     @property
     def calls(self) -> tuple[ModelCall, ...]:
-        """The calls that have ended."""
+        """The calls so far."""
         return tuple(self._calls)
-
-    @property
-    def repeated_rows(self) -> int:
-        """Rows that came again within their call, and were the same."""
-        return self._repeated + (0 if self._open is None else self._open.rows.repeated)
 
     def next_row(self, prompt_ids: Sequence[int] | NDArray[Any], *, media: Sequence[str] = ()) -> int:
         """The first row that a call with this prompt and these media must bring: what to ask the engine to begin with.
@@ -305,99 +227,9 @@ class RouteRecorder:
         same_media = tuple(media)[: len(last_media)] == last_media
         return same_media and len(prompt_P) >= len(last_S) and np.array_equal(prompt_P[: len(last_S)], last_S)
 
-    def begin(
-        self,
-        prompt_ids: Sequence[int] | NDArray[Any],
-        *,
-        call_id: str,
-        weights_version: int | None,
-        media: Sequence[str] = (),
-    ) -> None:
-        """A call starts. Raises UsageError while another one goes on, DataError for bad token ids."""
-        if self._open is not None:
-            raise UsageError(
-                f"expected call {self._open.call_id} to end before {call_id} begins", kind=ErrorKind.ARGUMENT
-            )
-        prompt_P = as_integers(np.asarray(prompt_ids, dtype=np.int64), np.int32, what="prompt_ids", ndim=1)
-        self._open = _OpenCall(self._spec, prompt_P, call_id=call_id, media=tuple(media))
-        self.change_weights(weights_version)
-
-    def add_tokens(self, token_ids: Sequence[int], *, logprobs: Sequence[float] | None = None) -> None:
-        """Sampled tokens, in order. ``logprobs``: one each; a call has them for all of its tokens or for none."""
-        call = self._going_on()
-        if call.generated and (call.logprobs is None) != (logprobs is None):
-            raise DataError(
-                f"expected log-probabilities for all tokens or none @ call {call.call_id}", kind=ErrorKind.SHAPE
-            )
-        if logprobs is not None:
-            if len(logprobs) != len(token_ids):
-                raise DataError(
-                    f"expected {len(token_ids)} log-probabilities, got {len(logprobs)} @ call {call.call_id}",
-                    kind=ErrorKind.SHAPE,
-                )
-            if call.logprobs is None:
-                call.logprobs = []
-            call.logprobs.extend(map(float, logprobs))
-        call.generated.extend(map(int, token_ids))
-
-    def add_rows(self, rows: NDArray[Any], *, first_row: int) -> None:
-        """Rows ``[R, L, K]`` of tokens ``[first_row, first_row + R)``, on the spec's layers, any integer type; copied.
-
-        Raises DataError: ROW_COUNT where they do not follow what the call brought (a gap), ROW_CONFLICT where a row
-        that came before comes as another set of experts, SHAPE or VALUE_RANGE for rows that do not fit this spec.
-        """
-        call = self._going_on()
-        rows_RLK = as_integers(rows, np.int16, what=f"routes of call {call.call_id}", ndim=3)
-        if rows_RLK.shape[1:] != self._spec.row_shape:
-            raise DataError(
-                f"expected rows {list(self._spec.row_shape)}, got {list(rows_RLK.shape[1:])} @ call {call.call_id}",
-                kind=ErrorKind.SHAPE,
-            )
-        call.rows.add(rows_RLK, at=first_row, call=call.call_id)
-
-    def change_weights(self, weights_version: int | None, *, token: int | None = None) -> None:
-        """Tokens from ``token`` on (None: from the next one on) are sampled by these weights; None: by unknown ones."""
-        call = self._going_on()
-        at = call.num_tokens if token is None else token
-        check_optional_int64(weights_version, "weights_version")
-        if call.changes and at < call.changes[-1].token:
-            raise UsageError(
-                f"expected weights to change at token {call.changes[-1].token} or later, got {at} "
-                f"@ call {call.call_id}",
-                kind=ErrorKind.ARGUMENT,
-            )
-        call.changes.append(WeightsChange(token=at, weights_version=weights_version))
-
-    def end(self, *, cached: int = 0, loss: RowLoss | None = None) -> ModelCall:
-        """The call is over. ``cached`` and ``loss`` are ``ModelCall``'s. Raises DataError where rows are missing and no
-        loss is declared; the call goes on then, so that it can be ended with one."""
-        call = self._going_on()
-        rows_RLK = call.rows.take()
-        if rows_RLK is None and loss is None:
-            raise DataError(
-                f"expected rows, or the reason why none came, got neither @ call {call.call_id}",
-                kind=ErrorKind.ROUTES_MISSING,
-            )
-        ended = ModelCall(
-            prompt_ids=call.prompt_P,
-            generation_ids=np.asarray(call.generated, dtype=np.int64),
-            routes=rows_RLK,
-            first_row=call.rows.first or 0,
-            layer_ids=self._spec.layer_ids,
-            weights_version=call.changes[0].weights_version,
-            call_id=call.call_id,
-            logprobs=None if call.logprobs is None else np.asarray(call.logprobs, dtype=np.float32),
-            media=call.media,
-            cached=0 if rows_RLK is None else min(cached, call.rows.stop),
-            loss=loss,
-        )
-        self.add_call(ended, changes=call.changes[1:])
-        self._repeated += call.rows.repeated
-        self._open = None
-        return ended
-
     def add_call(self, call: ModelCall, *, changes: Iterable[WeightsChange] = ()) -> None:
-        """A whole call at once. ``changes``: where its weights changed under way, in order."""
+        """Take the next call. ``changes``: where its weights changed under way, in order."""
+        check_type(call, ModelCall, expected="a ModelCall")
         held = self._held if self._extends(call.prompt_ids, call.media) else 0
         self._held = held + self._whole_rows(call, start=held)
         self._calls.append(call)
@@ -415,9 +247,7 @@ class RouteRecorder:
 
     def assembly(self, *, attributes: Mapping[str, str] | None = None) -> Assembly:
         """Records of all calls, one per unbroken context, and the counts. ``attributes``: besides the constructor's.
-        Errors as in ``assemble``; UsageError while a call goes on."""
-        if self._open is not None:
-            raise UsageError(f"expected call {self._open.call_id} to end first", kind=ErrorKind.ARGUMENT)
+        Errors as in ``assemble``."""
         named = {**(self._options["attributes"] or {}), **(attributes or {})}
         found = assemble(self._calls, self._spec, **{**self._options, "attributes": named})
         if not self._changes:
@@ -425,11 +255,6 @@ class RouteRecorder:
         prompts = {call.call_id: len(call.prompt_ids) for call in self._calls}
         records = tuple(split_versions(record, self._changes, prompts=prompts) for record in found.records)
         return replace(found, records=records)
-
-    def _going_on(self) -> _OpenCall:
-        if self._open is None:
-            raise UsageError("expected a call that goes on, got none: begin one", kind=ErrorKind.ARGUMENT)
-        return self._open
 
 
 def split_versions(

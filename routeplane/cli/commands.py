@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeplane.batch.layouts import LAYOUTS
-from routeplane.cli.output import Progress, problem_document, problem_line, show
+from routeplane.cli.output import Progress, problem_line, show
 from routeplane.errors import ErrorKind, MissingExtraError, Problem, refused
 from routeplane.inspect.audit import OWN_LAYOUT, audit_batch, load_batch
 from routeplane.inspect.inputs import find_sources
@@ -77,8 +77,6 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         command.add_argument(
             "--samples", action="append", metavar="SAMPLE", help="only this sample; repeat for more of them"
         )
-    for command in (stats, report):
-        command.add_argument("--ray", action="store_true", help="count the sources as tasks of a Ray cluster")
     return [info, validate, stats, diff, explain, report]
 
 
@@ -103,11 +101,10 @@ def _validate(options: argparse.Namespace) -> int:
     from routeplane.inspect.look import check
 
     found = check(options.source)
-    document = {**found.to_dict(), "problems": [problem_document(problem) for problem in found.problems]}
     coverage = ", ".join(f"{state} {count:,}" for state, count in found.coverage.rows.items() if count)
     lines = [problem_line(problem) for problem in found.problems]
     counts = f"{found.records:,} records, {found.tokens:,} tokens ({coverage or 'no rows'})"
-    show(options, document, lines=[*lines, f"{counts}: {found.verdict}"])
+    show(options, found.to_dict(), lines=[*lines, f"{counts}: {found.verdict}"])
     failing = [problem for problem in found.problems if problem.severity == "error" or options.alarms == "fail"]
     return 1 if failing else 0
 
@@ -132,16 +129,11 @@ def _stats(options: argparse.Namespace) -> int:
     from routeplane.inspect.diagnose import find_findings
     from routeplane.inspect.statistics import collect
 
-    count_on_ray = _ray() if options.ray else None
     sources = _sources(options.sources, options)
-    damage: Sequence[tuple[str, Problem]] = ()
-    if count_on_ray is not None:
-        found = count_on_ray(sources, options)
-    else:
-        records = sources.records(layer_ids=options.layer, samples=options.samples)
-        with Progress("stats") as progress:
-            found = collect(progress.watch(records), _spec(sources, options))
-        damage = records.damage
+    records = sources.records(layer_ids=options.layer, samples=options.samples)
+    with Progress("stats") as progress:
+        found = collect(progress.watch(records), _spec(sources, options))
+    damage = records.damage
     _require_samples(found.coverage.records, options)
     findings = find_findings(found)
     document = {
@@ -210,7 +202,6 @@ def write_comparison(source: str, against: str, *, out: Path) -> None:
             png=None,
             layer=None,
             samples=None,
-            ray=False,
             on_corrupt="raise",
             on_truncated="raise",
         )
@@ -229,19 +220,12 @@ def require_report() -> Any:
 
 
 def _write_report(options: argparse.Namespace) -> tuple[list[Path], list[tuple[str, Problem]], Overview]:
-    from routeplane.inspect.overview import Overview
-
     if options.attribute and options.against is None:
         raise refused("--against with --attribute, the side that scored with and without", "none")
     report = require_report()
-    count_on_ray = _ray() if options.ray else None
     sources = _sources(options.sources, options)
     against = _sources([options.against], options) if options.against else None
-    damage: list[tuple[str, Problem]] = []
-    if count_on_ray is not None and against is None:
-        overview = Overview.of(count_on_ray(sources, options))
-    else:
-        overview, damage = _survey(sources, against, options)
+    overview, damage = _survey(sources, against, options)
     _require_samples(overview.statistics.coverage.records, options)
     page = report.render_report(
         overview,
@@ -309,22 +293,6 @@ def _spec(sources: SourceSet, options: argparse.Namespace) -> RouteSpec:
     return sources.spec.select(options.layer) if options.layer else sources.spec
 
 
-def _ray() -> Any:
-    """What counts on a cluster; asked for before anything is read. Raises MissingExtraError."""
-    try:
-        from routeplane.inspect.ray_data import collect_on_ray, joined_cluster
-    except MissingExtraError:
-        raise
-    except ImportError as error:
-        raise _missing("ray", error) from error
-
-    def count(sources: SourceSet, options: argparse.Namespace) -> Any:
-        with joined_cluster():
-            return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
-
-    return count
-
-
 def _require_samples(records: int, options: argparse.Namespace) -> None:
     """Of samples that are nowhere, every number is 0 and nothing differs: a mistyped name is not that."""
     if options.samples and not records:
@@ -336,7 +304,7 @@ def _damage_lines(damage: Sequence[tuple[str, Problem]]) -> list[str]:
 
 
 def _damage_documents(damage: Sequence[tuple[str, Problem]]) -> list[dict[str, Any]]:
-    return [{"source": source, **problem_document(problem)} for source, problem in damage]
+    return [{"source": source, **problem.to_dict()} for source, problem in damage]
 
 
 def _few(paths: Sequence[str]) -> str:

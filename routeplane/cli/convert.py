@@ -1,22 +1,19 @@
-"""From one container to another: streams, archives and Parquet, chosen by suffix; goes on where it was stopped.
+"""From one container to another: streams, archives and Parquet, chosen by suffix.
 
-What is done is kept in parts, each whole and published on its own, and each saying which records of which source it
-holds: runs of an archive, or files beside the target that are joined at the end. A second call finds them, and begins
-behind them. Every record is verified on the way in; its checksum comes along unchanged.
+A file appears when it is complete. An archive gets runs, each saying which records of which source it holds: a second
+call finds them, and begins behind them. Every record is verified on the way in; its checksum comes along unchanged.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from routeplane.errors import ErrorKind, FormatError, Problem, refused
+from routeplane.errors import ErrorKind, FormatError, Problem, naming_stream, refused
 from routeplane.inspect.export import Form, ParquetWriter, write_tables
 from routeplane.inspect.inputs import LOOK, Kind, Source, find_sources
 from routeplane.record.policy import ReadPolicy
@@ -40,17 +37,16 @@ __all__ = [
     "open_any",
 ]
 
-#: Payload of one part. A stopped conversion loses at most so much work; an archive gets runs of this size.
+#: Payload of one run of an archive. A stopped conversion into one loses at most so much work.
 DEFAULT_PART_BYTES = 2**30
 
-_PART = re.compile(r"([0-9]{12})-([0-9]{12})\.[a-z]+")
 #: Told after each record: how many are done, those of an earlier attempt included, and how many there are, if known.
 Progress = Callable[[int, int | None], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What was done. ``resumed``: records that an earlier attempt had converted; ``damaged``: problems passed over."""
+    """What was done. ``resumed``: records that an archive had of an earlier call; ``damaged``: problems passed over."""
 
     records: int
     resumed: int
@@ -71,17 +67,17 @@ def convert(
 ) -> Conversion:
     """Copy all records of ``source`` into ``target``: ``.arrows`` streams, ``.zarr`` archives, ``.parquet`` files.
 
-    A file appears when it is complete, and one that is there is kept unless ``overwrite``. An archive is
-    appended to, part by part, so its first records can be read while the rest is copied. Where an earlier call with the
-    same source was stopped, however, this one goes on; a source whose content has no digest before its end (a pipe,
-    several files) begins from the start. Records are held one batch at a time.
+    A file appears when it is complete, and one that is there is kept unless ``overwrite``. An archive is appended to,
+    run by run, so its first records can be read while the rest is copied; where an earlier call with the same source
+    was stopped, this one goes on. A source whose content has no digest before its end (a pipe, several files) begins
+    from the start. Records are held one batch at a time.
 
     Args:
         source: As in ``inspect.find_sources``.
         target: A path, chosen by suffix; an archive may be a URL.
         encoding: Of a stream or Parquet file.
         overwrite: Replace a file that is there.
-        part_bytes: Payload of one part.
+        part_bytes: Payload of one run of an archive.
         on_corrupt: As in ``open_stream``, as ``on_truncated``; what is passed over is counted.
         progress: Told after each record how many are done, and how many there are, if known.
 
@@ -107,9 +103,7 @@ def convert(
     if into_archive:
         done = _into_archive(opened, places[1], part_bytes=part_bytes, tell=tell)
     else:
-        done = _into_file(
-            opened, Path(os.path.realpath(places[1])), encoding=encoding, part_bytes=part_bytes, tell=tell
-        )
+        done = _into_file(opened, os.path.realpath(places[1]), encoding=encoding, tell=tell)
     return replace(done, damaged=len(opened.damage))
 
 
@@ -134,6 +128,17 @@ def export(
     records = _told(opened.records(skip=0), done=0, total=opened.total, tell=progress or _silent)
     count = write_tables(records, place, form=form)
     return Conversion(records=count, resumed=0, bytes=os.stat(place).st_size)
+
+
+def _into_file(
+    opened: SourceContent, target: str, *, encoding: Literal["plain", "narrow", "auto"], tell: Progress
+) -> Conversion:
+    count = 0
+    with make_file(target, opened.spec, encoding=encoding) as sink:
+        for record in _told(opened.records(skip=0), done=0, total=opened.total, tell=tell):
+            sink.write(record)
+            count += 1
+    return Conversion(records=count, resumed=0, bytes=os.stat(target).st_size)
 
 
 def _silent(done: int, total: int | None) -> None:
@@ -168,7 +173,7 @@ class _Part:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# An archive: parts are its runs
+# An archive, run by run
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -217,81 +222,6 @@ def _converted_runs(target: str, digest: str | None) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A file: parts lie beside it until all are there
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def _into_file(
-    opened: SourceContent,
-    target: Path,
-    *,
-    encoding: Literal["plain", "narrow", "auto"],
-    part_bytes: int,
-    tell: Progress,
-) -> Conversion:
-    folder = target.with_name(f".{target.name}.{opened.digest or 'unknown'}.{encoding}.parts")
-    if opened.digest is None:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(exist_ok=True)
-    parts = _whole_parts(folder)
-    done = resumed = parts[-1][1] if parts else 0
-    records = _told(opened.records(skip=done), done=done, total=opened.total, tell=tell)
-    while True:
-        part = _Part(records, limit=part_bytes)
-        if part.first is None and parts:
-            break
-        made = folder / f"unfinished{target.suffix}"
-        _write(part, made, opened.spec, encoding=encoding)
-        path = folder / f"{done:012d}-{done + part.count:012d}{target.suffix}"
-        os.replace(made, path)
-        done += part.count
-        parts.append((path, done))
-        if part.first is None:
-            break
-    _join([path for path, _ in parts], target, made=folder / f"unfinished{target.suffix}", encoding=encoding)
-    shutil.rmtree(folder)
-    return Conversion(records=done, resumed=resumed, bytes=target.stat().st_size)
-
-
-def _whole_parts(folder: Path) -> list[tuple[Path, int]]:
-    """Parts that follow each other from record 0, with the count of records behind each; others are deleted."""
-    parts: list[tuple[Path, int]] = []
-    for path in sorted(folder.iterdir()):
-        found = _PART.fullmatch(path.name)
-        if found and int(found[1]) == (parts[-1][1] if parts else 0):
-            parts.append((path, int(found[2])))
-        else:
-            path.unlink()
-    return parts
-
-
-def _write(
-    records: Iterable[RouteRecord], path: Path, spec: RouteSpec, *, encoding: Literal["plain", "narrow", "auto"]
-) -> None:
-    with make_file(str(path), spec, encoding=encoding) as sink:
-        for record in records:
-            sink.write(record)
-
-
-def _join(parts: list[Path], target: Path, *, made: Path, encoding: Literal["plain", "narrow", "auto"]) -> None:
-    """One part becomes the target; several are copied into it, which happens once, at the end. So is one into what is
-    no regular file, such as a FIFO: a rename would put a file in its place."""
-    in_place = target.exists() and not target.is_file()
-    if len(parts) > 1 or in_place:
-        records = chain.from_iterable(open_any(str(path)).records(skip=0) for path in parts)
-        # among the parts, where the next call deletes what a killed one left
-        _write(records, target if in_place else made, open_any(str(parts[0])).spec, encoding=encoding)
-    if in_place:
-        return
-    os.replace(made if len(parts) > 1 else parts[0], target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the parts are deleted next
-    finally:
-        os.close(folder)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Containers, by suffix
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -326,7 +256,7 @@ class SourceContent:
             archive = source.archive(policy=self._policy)
             self.digest, self.total = archive.digest, len(archive)
             return
-        with source.open(policy=self._policy) as reader:
+        with naming_stream(source.name), source.open(policy=self._policy) as reader:
             self.digest = reader.digest
             self.total = getattr(reader, "total_records", None)
 
@@ -335,7 +265,8 @@ class SourceContent:
         [first, *rest] = self._set.sources
         if first.kind == "archive" and not rest:
             archive = first.archive(policy=self._policy)
-            yield from archive.select(records=(min(skip, len(archive)), len(archive)))
+            with naming_stream(first.name):
+                yield from archive.select(records=(min(skip, len(archive)), len(archive)))
             return
         read = self._set.records()
         yield from islice(read, skip, None)

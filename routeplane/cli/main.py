@@ -28,7 +28,7 @@ _EPILOG = """examples:
   routeplane diff run.arrows other.arrows what differs, where, and what most likely caused it
   routeplane explain run.arrows s-17 96   every hop of one token's rows
   routeplane report run.arrows            one interactive HTML file: what is wrong first
-  routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet; goes on where it stopped
+  routeplane convert run.arrows run.zarr  copy into an archive, a stream or Parquet
   routeplane archive add blocks run.zarr  take the sealed blocks of a folder, each record once
   routeplane probe http://127.0.0.1:8000 --model config.json   whether a server's rows are those of its tokens
   routeplane demo --engine vllm           record, stream and replay a small MoE's routes
@@ -64,7 +64,8 @@ def main(*, arguments: Sequence[str] | None = None) -> int:
         flush()
         return 2
     except KeyboardInterrupt:
-        again = "; the same command goes on where it stopped" if given[:1] in (["convert"], ["archive"]) else ""
+        adds = given[:1] == ["archive"] or (given[:1] == ["convert"] and any(".zarr" in place for place in given[2:]))
+        again = "; the same command goes on where it stopped" if adds else ""
         print(f"routeplane: interrupted{again}", file=sys.stderr)
         return _INTERRUPTED
     return status

@@ -114,9 +114,7 @@ class EnvironmentWorker:
         """
         module, _, attribute = self._factory.partition(":")
         if not module or not attribute:
-            raise UsageError(
-                f"expected a factory like package.module:function, got {self._factory!r}", kind=ErrorKind.ARGUMENT
-            )
+            raise refused("a factory like package.module:function", f"{self._factory!r}")
         self._environment = self._ours("making the environment", self._make, module, attribute)
         if tokenizer is not None and not hasattr(self._environment, "set_tokenizer"):
             raise refused("an environment with set_tokenizer, since a tokenizer is given", f"{self._factory}")

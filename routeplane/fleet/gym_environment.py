@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from routeplane.capture.wire import decode
-from routeplane.errors import DataError, ErrorKind, FleetError, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, FleetError, refused
 from routeplane.fleet.environment import ALL_KEYS, EnvironmentConfig
 from routeplane.fleet.teardown import Process, children_of, end_processes
 from routeplane.record.spec import MISSING
@@ -68,10 +68,7 @@ def gym_config(config: EnvironmentConfig) -> dict[str, Any]:
         raise refused("keys that NeMo Gym reads", f"{', '.join(unread)}, which NeMo RL's own actor reads")
     built = {key: copy.deepcopy(value) for key, value in config.settings.items() if key not in _OWN_KEYS}
     if "policy_base_url" in built:
-        raise UsageError(
-            f"expected the engine's URLs from its endpoints alone, got policy_base_url {built['policy_base_url']!r}",
-            kind=ErrorKind.ARGUMENT,
-        )
+        raise refused("the engine's URLs from its endpoints alone", f"policy_base_url {built['policy_base_url']!r}")
     built["policy_base_url"] = list(config.endpoints.urls)
     built.setdefault("policy_api_key", "none")
     if config.require_routes:
@@ -129,9 +126,7 @@ class GymEnvironment:
         """
         agent = str((example.get("agent_ref") or {}).get("name"))
         if agent not in self._urls:
-            raise UsageError(
-                f"expected agent_ref.name among {', '.join(sorted(self._urls))}, got {agent!r}", kind=ErrorKind.ARGUMENT
-            )
+            raise refused(f"agent_ref.name among {', '.join(sorted(self._urls))}", f"{agent!r}")
         answer = self._post(f"{self._urls[agent]}/run", example)
         if self._require_routes:
             check_routes(answer)

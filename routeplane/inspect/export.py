@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, refused
 from routeplane.record.batches import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchRecords, BatchWriter, Trailer, TrailerCounter
 from routeplane.record.policy import ReadPolicy
-from routeplane.record.record import RouteRecord
+from routeplane.record.record import RouteRecord, checked_records
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.spec import MISSING
 from routeplane.record.transfer import RecordReader
@@ -115,7 +115,7 @@ def tables(records: Iterable[RouteRecord], *, form: Form) -> Iterator[pa.Table]:
     if form not in ("nested", "flat"):
         raise refused("form of ('nested', 'flat')", repr(form))
     make = _nested if form == "nested" else _flat
-    return (_with_columns(make(record), record, form) for record in records)
+    return (_with_columns(make(record), record, form) for record in checked_records(records))
 
 
 def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat") -> pa.Table:

@@ -39,7 +39,8 @@ from routeplane.record.counts import html_table
 from routeplane.record.policy import Quarantine, QuarantineEntry, ReadPolicy, StreamReport
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.validate import find_problems
-from routeplane.stream import open_stream
+from routeplane.stream.files import frames_of
+from routeplane.stream.ipc import IpcReader
 
 if TYPE_CHECKING:
     from routeplane.archive import Archive
@@ -56,7 +57,6 @@ __all__ = [
     "SourceSet",
     "damage_of",
     "find_sources",
-    "is_archive",
     "is_wanted",
     "parse_sample",
     "resolve",
@@ -117,13 +117,9 @@ class Source:
     def _file_reader(self, policy: ReadPolicy) -> RecordReader:
         if self.kind == "parquet":
             return ParquetReader(self.path, policy=policy)
-        return open_stream(
-            self.path,
-            on_truncated=policy.on_truncated,
-            on_corrupt=policy.on_corrupt,
-            on_alarm=policy.on_alarm,
-            verify=policy.verify,
-        )
+        # unlike those of ``open_stream``, its errors do not name the path: the caller names the source, or lists it
+        frames, walkable = frames_of(self.path, salvage=policy.on_corrupt == "quarantine")
+        return IpcReader(frames, policy, walkable=walkable)
 
 
 def resolve(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Source, ...]:
@@ -205,11 +201,6 @@ def _copied(name: str, opening: Callable[[], Any]) -> Source:
         shutil.copyfileobj(file, copy)
     copy.flush()
     return Source(name=name, path=copy.name, kind=_file_kind(copy.name), copy=copy)
-
-
-def is_archive(path: str) -> bool:
-    """Whether a path names an archive: a URL, or a folder without blocks."""
-    return "://" in path or (Path(path).is_dir() and not any(Path(path).rglob("*.arrows")))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -318,14 +309,9 @@ class SourceSet:
             found.append(record)
             if len(found) > 1:
                 keys = " and ".join("/".join(str(part) for part in each.key) for each in found)
-                raise UsageError(
-                    f"expected one record of sample {sample!r}, got {keys}: give attempt and segment too",
-                    kind=ErrorKind.ARGUMENT,
-                )
+                raise refused(f"one record of sample {sample!r}", f"{keys}: give attempt and segment too")
         if not found:
-            raise UsageError(
-                f"expected a record of sample {sample!r} in {', '.join(self.paths)}, got none", kind=ErrorKind.ARGUMENT
-            )
+            raise refused(f"a record of sample {sample!r} in {', '.join(self.paths)}", "none")
         return found[0]
 
     def lookup(self) -> Archive | None:
@@ -355,10 +341,9 @@ class SourceRecords:
 
     def __iter__(self) -> Iterator[RouteRecord]:
         for source in self._sources:
-            if source.kind == "archive" and self._wanted is not None:
-                yield from self._looked_up(source)
-                continue
-            yield from self._read_through(source)
+            looks_up = source.kind == "archive" and self._wanted is not None
+            with naming_stream(source.name):
+                yield from self._looked_up(source) if looks_up else self._read_through(source)
 
     def _read_through(self, source: Source) -> Iterator[RouteRecord]:
         salvages = self._policy.on_corrupt == "quarantine"

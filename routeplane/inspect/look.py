@@ -7,11 +7,11 @@ problems with sample, token and layer. ``explain`` follows one token of one reco
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, naming_stream
+from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, check_type, naming_stream, refused
 from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
 from routeplane.record.policy import StreamReport
@@ -188,17 +188,7 @@ class StreamCheck:
             "records": self.records,
             "tokens": self.tokens,
             "coverage": {state: count for state, count in self.coverage.rows.items() if count},
-            "problems": [
-                {
-                    "severity": problem.severity,
-                    "kind": str(problem.kind),
-                    "message": problem.message,
-                    "sample": problem.sample,
-                    "token": problem.token,
-                    "layer": problem.layer,
-                }
-                for problem in self.problems
-            ],
+            "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
@@ -440,16 +430,7 @@ class Explanation:
             "logprob": self.logprob,
             "columns": self.columns,
             "attributes": self.attributes,
-            "layers": [
-                {
-                    "layer": rows.layer,
-                    "before": rows.before,
-                    "row": rows.row,
-                    "after": rows.after,
-                    "kept_from_before": rows.kept_from_before,
-                }
-                for rows in self.layers
-            ],
+            "layers": [asdict(rows) for rows in self.layers],
         }
 
 
@@ -465,11 +446,9 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
     >>> hop.capture.state, [rows.layer for rows in hop.layers]
     ('captured', [1, 2])
     """
+    check_type(record, RouteRecord, expected="a RouteRecord")
     if not 0 <= token < record.num_tokens:
-        raise UsageError(
-            f"expected a token in [0, {record.num_tokens}), got {token} @ sample {record.sample_id}",
-            kind=ErrorKind.ARGUMENT,
-        )
+        raise refused(f"a token in [0, {record.num_tokens})", f"{token} @ sample {record.sample_id}")
     chosen = record.spec.layer_ids if layer_ids is None else layer_ids
     own = token - record.tokens_start
     if own < 0:

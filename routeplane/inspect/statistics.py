@@ -2,7 +2,7 @@
 
 ``RouteStatistics`` is a value: tables of counts, made in one pass by ``collect``, added up by ``merge`` across files,
 ranks and workers, so that every partition of the data gives the same numbers. Memory does not grow with the data: the
-tables (L * E int64 for each kind and weights version, L * E * E for pairs) and one record. Knows no file.
+tables (L * E int64 for each kind and weights version) and one record. Knows no file.
 
 Rows are counted by functions that add to tables in place; compiled loops do it where numba is installed, numpy says
 the same. Measures use natural logarithms. Layers of fewer experts than the widest are padded with experts that do not
@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from routeplane.errors import ErrorKind, UsageError, refused
+from routeplane.errors import ErrorKind, UsageError, check_type
 from routeplane.record.counts import Counts, add_by_key, rule
-from routeplane.record.record import RecordKey
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import PRESENT_STATES, Capture, Coverage, Span, SpanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "collect",
     "count_load",
     "count_overlap",
-    "count_pairs",
     "dead_experts",
     "divergence",
     "effective_experts",
@@ -58,7 +56,6 @@ __all__ = [
     "imbalance",
     "plain_load",
     "plain_overlap",
-    "plain_pairs",
     "plain_shared",
     "shared_ids",
     "shares",
@@ -75,15 +72,6 @@ def count_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], *, row
     """
     kernel = _kernel()
     (plain_load if kernel is None else kernel.count_load)(routes_SLK, load_LE, rows_L=rows_L)
-
-
-def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> None:
-    """Add to ``pairs_LEE[l, i, j]`` the rows of layer l that hold i in an earlier slot than j, in place.
-
-    Add the transpose for unordered pairs.
-    """
-    kernel = _kernel()
-    (plain_pairs if kernel is None else kernel.count_pairs)(routes_SLK, pairs_LEE)
 
 
 def count_overlap(
@@ -132,18 +120,6 @@ def plain_load(routes_SLK: NDArray[np.int16], load_LE: NDArray[np.int64], *, row
     for layer in range(routes_SLK.shape[1]):
         ids = routes_SLK[present_SL[:, layer], layer].ravel()
         load_LE[layer] += np.bincount(ids, minlength=load_LE.shape[1])
-
-
-def plain_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> None:
-    """``count_pairs`` in numpy."""
-    present_SL = routes_SLK[:, :, 0] >= 0
-    width = pairs_LEE.shape[1]
-    for layer in range(routes_SLK.shape[1]):
-        rows_NK = routes_SLK[present_SL[:, layer], layer].astype(np.int64)
-        for slot in range(rows_NK.shape[1]):
-            for other in range(slot):
-                cells = rows_NK[:, other] * width + rows_NK[:, slot]
-                pairs_LEE[layer] += np.bincount(cells, minlength=width * width).reshape(width, width)
 
 
 def plain_overlap(
@@ -268,10 +244,9 @@ class RouteStatistics(Counts):
     """Counts over records of one spec. ``collect`` makes it; arrays are its own and read-only.
 
     ``load``: for each kind and weights version int64 ``[L, E]``, how often each expert was chosen; ``rows``: int64
-    ``[L]``, of how many present rows. ``states``: for each kind rows by capture state, in tokens. ``pairs_LEE``: int64,
-    how often two experts stand in one row, symmetric with a zero diagonal, counted on every ``pairs_every``-th token of
-    a record; empty where it is 0. ``shared_L`` of ``neighbours_L * K`` ids: of neighbouring rows, those that the row
-    before holds too, counted on every ``OVERLAP_EVERY``-th token. ``runs_H[h]``: runs of equal rows in all layers of a
+    ``[L]``, of how many present rows. ``states``: for each kind rows by capture state, in tokens. ``shared_L`` of
+    ``neighbours_L * K`` ids: of neighbouring rows, those that the row before holds too, counted on every
+    ``OVERLAP_EVERY``-th token. ``runs_H[h]``: runs of equal rows in all layers of a
     length in ``[2**h, 2**(h+1))``, from 2 on. ``positions_P2``: tokens with all their rows, and fed ones without, by
     absolute position.
 
@@ -295,8 +270,6 @@ class RouteStatistics(Counts):
     rows: Mapping[GroupKey, NDArray[np.int64]] = field(
         metadata=rule(scalar=None, merge=_add_arrays), default_factory=_empty
     )
-    pairs_every: int = field(metadata=SAME, default=0)
-    pairs_LEE: NDArray[np.int64] = field(metadata=TABLE)
     shared_L: NDArray[np.int64] = field(metadata=TABLE)
     neighbours_L: NDArray[np.int64] = field(metadata=TABLE)
     runs_H: NDArray[np.int64] = field(metadata=TABLE)
@@ -341,25 +314,6 @@ class RouteStatistics(Counts):
             )
             for before, after in itertools.pairwise(versions)
         )
-
-    def partners(self, layer_id: int, *, limit: int = 8) -> tuple[tuple[int, int, float], ...]:
-        """Pairs of experts of a layer that are chosen together most, relative to chance: ``(i, j, lift)``, i < j.
-
-        Lift is the pair's count over what independent choices of the two would give; 1.0 is chance. Pairs seen fewer
-        than 8 times are left out, as chance alone lifts them. Raises SpecError for a layer that is not there.
-        """
-        slot = self.spec.slot(layer_id)
-        if self.pairs_LEE.size == 0:
-            return ()
-        pairs_EE = self.pairs_LEE[slot]
-        row_sums = pairs_EE.sum(axis=1)
-        total = max(int(pairs_EE.sum()), 1)
-        expected = row_sums[:, None] * row_sums[None, :] / total
-        lift = np.where((pairs_EE >= 8) & (expected > 0), pairs_EE / np.where(expected > 0, expected, 1.0), 0.0)
-        upper = np.triu(lift, k=1)
-        best = np.argsort(upper, axis=None)[::-1][:limit]
-        cells = [divmod(int(cell), upper.shape[1]) for cell in best]
-        return tuple((i, j, float(upper[i, j])) for i, j in cells if upper[i, j] > 0)
 
     def __repr__(self) -> str:
         counts = f"{self.coverage.records} records, {self.coverage.total} tokens"
@@ -410,24 +364,9 @@ class RouteStatistics(Counts):
             ],
             "equal_rows": {
                 "runs_from": {str(2**power): int(count) for power, count in enumerate(self.runs_H) if count},
-                "longest": None
-                if self.longest_run is None
-                else {
-                    "length": self.longest_run.length,
-                    "sample": self.longest_run.sample,
-                    "token": self.longest_run.token,
-                },
+                "longest": None if self.longest_run is None else asdict(self.longest_run),
             },
-            "worst": [
-                {
-                    "key": list(worst.key),
-                    "missing": worst.missing,
-                    "tokens": worst.tokens,
-                    "token": worst.token,
-                    "stop": worst.stop,
-                }
-                for worst in self.worst
-            ],
+            "worst": [{**asdict(worst), "key": list(worst.key)} for worst in self.worst],
         }
 
     def derived(self) -> dict[str, float]:
@@ -448,20 +387,14 @@ class RouteStatistics(Counts):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Bytes of the table of pairs beyond which it is left out unless asked for: 48 layers of 256 experts stay below.
-MAX_PAIRS_BYTES = 64 << 20
-#: Every how many tokens pairs are counted: K * (K - 1) / 2 counts a row make them the dearest statistic by far.
-PAIRS_EVERY = 64
 #: Every how many tokens the overlap with the row before is counted, which costs more than reading the row does.
 OVERLAP_EVERY = 4
 
 
-def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int | None = None) -> RouteStatistics:
+def collect(records: Iterable[RouteRecord], spec: RouteSpec) -> RouteStatistics:
     """Statistics of ``records``, any iterable of them: a reader, an archive's values, a list.
 
-    ``spec``: theirs. ``pairs_every``: count pairs of experts on every n-th token of a record, 0 for not at all; the
-    default is PAIRS_EVERY, or 0 where the table would pass MAX_PAIRS_BYTES. Raises SpecError for a record of another
-    spec, UsageError, and what the iteration raises.
+    ``spec``: theirs. Raises SpecError for a record of another spec, and what the iteration raises.
 
     >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
     >>> spec = watermarked_spec(layers=(1, 2))
@@ -470,7 +403,7 @@ def collect(records: Iterable[RouteRecord], spec: RouteSpec, *, pairs_every: int
     >>> found.coverage.records, found.overlap_L.shape
     (3, (2,))
     """
-    collector = Collector(spec, pairs_every=pairs_every)
+    collector = Collector(spec)
     for record in records:
         collector.add(record)
     return collector.result()
@@ -489,21 +422,13 @@ class Collector:
     24
     """
 
-    def __init__(self, spec: RouteSpec, *, pairs_every: int | None = None) -> None:
-        width = max(spec.experts_per_layer)
-        if pairs_every is None:
-            pairs_every = PAIRS_EVERY if spec.num_layers * width * width * 8 <= MAX_PAIRS_BYTES else 0
-        if pairs_every < 0:
-            raise refused("pairs_every of at least 0", f"{pairs_every}")
+    def __init__(self, spec: RouteSpec) -> None:
         self._spec = spec
-        self._width = width
-        self._pairs_every = pairs_every
+        self._width = max(spec.experts_per_layer)
         self._coverage = Coverage()
         self._states: dict[SpanKind, dict[str, int]] = {}
         self._load: dict[GroupKey, NDArray[np.int64]] = {}
         self._rows: dict[GroupKey, NDArray[np.int64]] = {}
-        pairs_shape = (spec.num_layers, width, width) if pairs_every else (0, width, width)
-        self._pairs_LEE = np.zeros(pairs_shape, dtype=np.int64)
         self._shared_L = np.zeros(spec.num_layers, dtype=np.int64)
         self._neighbours_L = np.zeros(spec.num_layers, dtype=np.int64)
         self._runs_H = np.zeros(64, dtype=np.int64)
@@ -513,6 +438,7 @@ class Collector:
 
     def add(self, record: RouteRecord) -> None:
         """Count one record; rows that stand in another record (``prefix``) are counted there. Raises SpecError."""
+        check_type(record, RouteRecord, expected="a RouteRecord")
         self._spec.require_same_geometry(record.spec, where=f"sample {record.sample_id}")
         start = record.routes_start
         for begin, end, span, capture in _pieces(record):
@@ -521,9 +447,6 @@ class Collector:
             key = (span.kind, capture.weights_version)
             load_LE, rows_L = self._tables(key)
             count_load(record.routes[begin - start : end - start], load_LE, rows_L=rows_L)
-        if self._pairs_every:
-            first = -start % self._pairs_every  # by absolute position, however the record is cut
-            count_pairs(np.ascontiguousarray(record.routes[first :: self._pairs_every]), self._pairs_LEE)
         self._count_overlap(record)
         coverage = record.coverage()
         self._coverage = self._coverage.merge(coverage)
@@ -538,8 +461,6 @@ class Collector:
             states={kind: dict(counts) for kind, counts in self._states.items()},
             load={key: _frozen(load_LE) for key, load_LE in self._load.items()},
             rows={key: _frozen(rows_L) for key, rows_L in self._rows.items()},
-            pairs_every=self._pairs_every,
-            pairs_LEE=_frozen(self._pairs_LEE + self._pairs_LEE.transpose(0, 2, 1)),
             shared_L=_frozen(self._shared_L),
             neighbours_L=_frozen(self._neighbours_L),
             runs_H=_frozen(self._runs_H),

@@ -15,7 +15,7 @@ from routeplane.record.kernels.vectors import compiled
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["count_load", "count_overlap", "count_pairs", "shared_ids"]
+__all__ = ["count_load", "count_overlap", "shared_ids"]
 
 # Tokens that are counted in one layer before the next layer's turn: 512 rows of one layer lie 512 * L * K * 2 bytes
 # apart from end to end (400 KB for 48 layers and 8 slots), so that a block is read from memory once for all layers.
@@ -41,11 +41,6 @@ def count_overlap(
     _count_overlap(routes_SLK, shared_L, neighbours_L, repeats_S, mark_E, first, every)
 
 
-def count_pairs(routes_SLK: NDArray[np.int16], pairs_LEE: NDArray[np.int64]) -> None:
-    """Add co-activations to ``pairs_LEE``, in place; see ``tally``."""
-    _count_pairs(routes_SLK, pairs_LEE)
-
-
 @compiled
 def _count_load(routes_SLK: Any, load_LE: Any, rows_L: Any) -> None:
     tokens, layers, slots = routes_SLK.shape
@@ -58,20 +53,6 @@ def _count_load(routes_SLK: Any, load_LE: Any, rows_L: Any) -> None:
                     rows_L[layer] += 1
                     for slot in range(slots):
                         load_E[np.uint64(row_K[slot])] += 1  # unsigned: no look at indices from the end
-
-
-@compiled
-def _count_pairs(routes_SLK: Any, pairs_LEE: Any) -> None:
-    tokens, layers, slots = routes_SLK.shape
-    for begin in range(0, tokens, _BLOCK_TOKENS):
-        for layer in range(layers):
-            for token in range(begin, min(begin + _BLOCK_TOKENS, tokens)):
-                row_K = routes_SLK[token, layer]
-                if row_K[0] >= 0:
-                    for slot in range(slots):
-                        chosen = np.uint64(row_K[slot])
-                        for other in range(slot):
-                            pairs_LEE[layer, np.uint64(row_K[other]), chosen] += 1
 
 
 @compiled

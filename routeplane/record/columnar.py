@@ -136,7 +136,10 @@ class Aligned:
         elif kind.shape:
             width = int(np.prod(kind.shape))
             inner = storage.values.slice(storage.offset * width, len(storage) * width)
-            self._values = _plain_values(_without_nulls(inner)).reshape(-1, *kind.shape)
+            _without_nulls(
+                storage.flatten()
+            )  # of the entries that are there: Parquet's readers mark null ones inside too
+            self._values = _plain_values(inner).reshape(-1, *kind.shape)
         else:
             self._values = _plain_values(storage)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from routeplane.errors import ErrorKind, SpecError, UsageError
+from routeplane.errors import ErrorKind, SpecError, UsageError, refused
 from routeplane.record.families import FAMILIES, MOST, NEUTRAL, Config, Family, find, pick, refusal, whole
 
 __all__ = ["Geometry", "gate_paths", "geometry_from_hf_config", "geometry_from_model"]
@@ -56,10 +56,7 @@ def geometry_from_hf_config(config: object) -> Geometry:
     """
     document = _mapping(config)
     if document is None:
-        raise UsageError(
-            f"expected a configuration (a mapping, or an object with to_dict), got {type(config).__name__}",
-            kind=ErrorKind.ARGUMENT,
-        )
+        raise refused("a configuration (a mapping, or an object with to_dict)", f"{type(config).__name__}")
     try:
         return _from_table(document)
     except SpecError as error:

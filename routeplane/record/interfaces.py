@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
 from routeplane.record.checksum import digest_of
 from routeplane.record.parse import check_count, check_text
 from routeplane.record.record import RecordKey, RouteRecord
@@ -275,9 +275,7 @@ class Position:
                 for producer, number in document["next"].items()
             }
         except (AttributeError, DataError, RecursionError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"expected a position as JSON, got {str(text)[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
-            ) from None
+            raise refused("a position as JSON", f"{str(text)[:80]!r} ({error})") from None
         return cls(place=place, next=numbers, last=last, keys=keys)
 
 
@@ -361,10 +359,7 @@ class RouteTicket:
             raise UsageError(f"expected start <= stop, got [{self.start}, {self.stop})", kind=ErrorKind.ARGUMENT)
         size = len(self.to_json().encode())
         if size > MAX_TICKET_BYTES:
-            raise UsageError(
-                f"expected a ticket of at most {MAX_TICKET_BYTES} bytes, got {size} @ call {self.call_id}",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused(f"a ticket of at most {MAX_TICKET_BYTES} bytes", f"{size} @ call {self.call_id}")
 
     def to_json(self) -> str:
         """Compact JSON with sorted keys; the checksum as 16 hex digits (JSON numbers lose 64-bit integers)."""
@@ -384,14 +379,10 @@ class RouteTicket:
         try:
             document: Any = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(
-                f"expected a ticket as JSON, got {str(text)[:80]!r} ({error})", kind=ErrorKind.ARGUMENT
-            ) from None
+            raise refused("a ticket as JSON", f"{str(text)[:80]!r} ({error})") from None
         keys = {"call", "checksum", "key", "start", "stop", "stream"}
         if not isinstance(document, dict) or set(document) != keys or not _is_key(document["key"]):
-            raise UsageError(
-                f"expected a ticket with the keys {sorted(keys)}, got {text[:80]!r}", kind=ErrorKind.ARGUMENT
-            )
+            raise refused(f"a ticket with the keys {sorted(keys)}", f"{text[:80]!r}")
         digits = document["checksum"]
         if not isinstance(digits, str) or not _CHECKSUM.fullmatch(digits):
             raise UsageError(f"expected a checksum of 16 hex digits, got {digits!r}", kind=ErrorKind.ARGUMENT)

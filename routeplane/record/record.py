@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, UsageError, check_type, refused
 from routeplane.record.aligned import (
     AlignedColumn,
     aligned_columns,
@@ -57,6 +57,7 @@ __all__ = [
     "RecordKey",
     "RecordSource",
     "RouteRecord",
+    "checked_records",
     "cut_record",
     "read_record",
     "text_map",
@@ -459,10 +460,7 @@ class RouteRecord:
     def _interval(self, start: int, stop: int) -> tuple[int, int]:
         start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start < stop <= self.num_tokens:
-            raise UsageError(
-                f"expected 0 <= start < stop <= {self.num_tokens}, got [{start}, {stop}) @ sample {self.sample_id}",
-                kind=ErrorKind.ARGUMENT,
-            )
+            raise refused(f"0 <= start < stop <= {self.num_tokens}", f"[{start}, {stop}) @ sample {self.sample_id}")
         if 0 < start < self.routes_start:
             raise UsageError(
                 f"expected a resolved record to slice from {start}, got rows only from {self.routes_start} "
@@ -577,6 +575,13 @@ def view_record(
 
 
 _NO_COLUMNS: Mapping[str, AlignedColumn] = MappingProxyType({})
+
+
+def checked_records(records: Iterable[RouteRecord]) -> Iterator[RouteRecord]:
+    """Yield what a caller gave as records. Raises UsageError (ARGUMENT) for one that is none."""
+    for record in records:
+        check_type(record, RouteRecord, expected="a RouteRecord")
+        yield record
 
 
 def cut_record(

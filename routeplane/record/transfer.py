@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, check_type, naming_stream
 from routeplane.record.alarms import find_alarms
 from routeplane.record.counts import html_table
 from routeplane.record.interfaces import Admission, admit
@@ -18,8 +18,6 @@ from routeplane.record.policy import Quarantine, ReadPolicy, RecordCounts, Strea
 from routeplane.record.record import RecordKey, RouteRecord, cut_record
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["RecordReader", "RecordWriter", "check_max_bytes"]
@@ -60,6 +58,7 @@ class RecordWriter(ABC):
         """
         if not self._open:
             raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
+        check_type(record, RouteRecord, expected="a RouteRecord")
         self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
         if record.spec != self._spec:
             raise SpecError(
@@ -122,9 +121,7 @@ class RecordWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -134,12 +131,15 @@ class RecordWriter(ABC):
 class RecordReader(ABC):
     """Base of RouteSources. Iterate once; ``close`` (or ``with``) closes the source.
 
-    ``quarantine`` holds what was quarantined, and gives the bytes of a record again.
+    ``quarantine`` holds what was quarantined, and gives the bytes of a record again. ``name``: what errors call the
+    source that is read.
     """
 
-    def __init__(self, spec: RouteSpec, policy: ReadPolicy, *, quarantine: Quarantine | None = None) -> None:
+    def __init__(
+        self, spec: RouteSpec, policy: ReadPolicy, *, quarantine: Quarantine | None = None, name: str | None = None
+    ) -> None:
         self._whole_spec = self._spec = spec
-        self._policy = policy
+        self._policy, self._name = policy, name
         self.quarantine = quarantine or Quarantine(policy.quarantine)
         self._counts = RecordCounts()
         self._report = StreamReport()  # all but what is counted
@@ -223,12 +223,13 @@ class RecordReader(ABC):
         return self._selected()
 
     def _selected(self) -> Iterator[RouteRecord]:
-        for record in self._arrive():
-            self._counts.add(record)
-            self._watch(record)
-            cut = self._cut(record)
-            if cut is not None:
-                yield cut
+        with naming_stream(self._name):
+            for record in self._arrive():
+                self._counts.add(record)
+                self._watch(record)
+                cut = self._cut(record)
+                if cut is not None:
+                    yield cut
 
     def _watch(self, record: RouteRecord) -> None:
         """Look for statistics that a healthy capture does not show; count them, or raise by choice."""
@@ -246,6 +247,10 @@ class RecordReader(ABC):
             raise DataError.from_problems(found, what="alarms")
         self._report = self._report.with_alarms(found)
 
+    def _count(self, **more: int) -> None:
+        """Add to counts of the report, by name."""
+        self._report = replace(self._report, **{name: getattr(self._report, name) + n for name, n in more.items()})
+
     @abstractmethod
     def _arrive(self) -> Iterator[RouteRecord]:
         """Whole, checked records in the producer's order; raises where the stream ends otherwise than it should."""
@@ -254,7 +259,7 @@ class RecordReader(ABC):
         if self._tokens is not None:
             start, stop = self._tokens[0], min(self._tokens[1], record.num_tokens)
             if start >= stop:
-                self._report = replace(self._report, outside=self._report.outside + 1)
+                self._count(outside=1)
                 return None
             record = cut_record(record, tokens=(start, stop))
         return record if self._layer_ids is None else cut_record(record, spec=self._spec)
@@ -274,7 +279,5 @@ class RecordReader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, Problem, UsageError
+from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
 from routeplane.record.spec import MISSING, NARROW_MISSING
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def find_problems(
     ['duplicate_id']
     """
     if limit < 1:
-        raise UsageError(
-            f"expected a limit of at least 1, got {limit}: no findings must mean legal", kind=ErrorKind.ARGUMENT
-        )
+        raise refused("a limit of at least 1", f"{limit}: no findings must mean legal")
     shape_problem = _shape_problem(routes, spec, sample)
     if shape_problem is not None:
         return [shape_problem]

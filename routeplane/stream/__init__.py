@@ -6,10 +6,11 @@ producers and groups, are ``stream.folder`` and its siblings.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from routeplane.errors import refused
+from routeplane.errors import naming_stream, refused
 from routeplane.record.batches import DEFAULT_MAX_BYTES
 from routeplane.record.interfaces import BlockName, RouteSink
 from routeplane.record.policy import QuarantineOptions, ReadPolicy, StreamReport
@@ -108,7 +109,7 @@ def open_stream(
         timeout_s: longest wait for the other side of a socket or a MemoryStream (None: no bound); refused elsewhere.
 
     Raises FormatError (TruncatedError) for what is not a whole stream of a known version, DataError for a bad record,
-    TransportError where the other side is gone, UsageError.
+    TransportError where the other side is gone, UsageError. Errors name the path, where there is one.
 
     >>> import io
     >>> from routeplane import new_stream, open_stream
@@ -137,8 +138,10 @@ def open_stream(
         with Listener(source) as listener:
             return listener.open_source(policy, timeout_s=timeout_s)
     _refuse_timeout(timeout_s, source)
-    frames, walkable = frames_of(source, salvage=on_corrupt == "quarantine")
-    return IpcReader(frames, policy, walkable=walkable)
+    name = os.fsdecode(source) if isinstance(source, str | os.PathLike) else None
+    with naming_stream(name):
+        frames, walkable = frames_of(source, salvage=on_corrupt == "quarantine")
+        return IpcReader(frames, policy, walkable=walkable, name=name)
 
 
 def _place_of(place: Any) -> Any:

@@ -10,6 +10,7 @@ its block's trailer names the blocks that it leans on. Those are kept for as lon
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -40,6 +41,7 @@ __all__ = [
     "DEFAULT_OPTIONS",
     "DEFAULT_POLICY",
     "LEANS_KEY",
+    "WARN_AFTER_S",
     "BlockLimits",
     "BlockState",
     "BlockWriter",
@@ -71,6 +73,8 @@ _BASE_BYTES = 2**27
 _LEAN_SHARE = 8
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.02
+#: After how long a reader logs that its place is not there; engines take minutes to start, a mistyped name never comes.
+WARN_AFTER_S = 10.0
 
 _Found = TypeVar("_Found")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -222,16 +226,29 @@ class Manifest:
 # -- what carriers wait for and refuse ---------------------------------------------------------------------------------
 
 
-def wait_until(ready: Callable[[], _Found | None], timeout_s: float | None, *, expected: Callable[[], str]) -> _Found:
+def wait_until(
+    ready: Callable[[], _Found | None],
+    timeout_s: float | None,
+    *,
+    expected: Callable[[], str],
+    warn_after_s: float | None = None,
+) -> _Found:
     """Ask until an answer is true, less and less often, and return it. Raises TransportError (TIMED_OUT).
+
+    ``warn_after_s``: when a wait that goes on is logged, once, for what may never come (a place that was mistyped).
 
     >>> wait_until(lambda: "here", 0.0, expected=lambda: "the truth")
     'here'
     """
-    end, wait = None if timeout_s is None else time.monotonic() + timeout_s, _FIRST_WAIT_S
+    start, wait = time.monotonic(), _FIRST_WAIT_S
     while not (found := ready()):
-        if end is not None and time.monotonic() >= end:
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited >= timeout_s:
             raise TransportError(f"expected {expected()} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
+        if warn_after_s is not None and waited >= warn_after_s:
+            warn_after_s = None
+            bound = "without a bound" if timeout_s is None else f"up to {timeout_s} s"
+            logging.getLogger(__name__).warning("expected %s, got none yet; waiting %s", expected(), bound)
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT_S)
     return found
@@ -343,30 +360,27 @@ class Retention:
         """Whether a block fits now; one that is larger than the bound goes alone."""
         return not self.sizes or sum(self.sizes.values()) + size <= self.max_bytes
 
-    def next_to_delete(self, *, below: int, leans: Iterable[int] | None) -> int | None:
-        """The oldest block that all groups acknowledged (those before ``below``) and that no other needs.
-
-        ``leans``: what the block that waits for space leans on.
-        """
-        needed = self.all_leans({*(number for number in self.sizes if number >= below), *(leans or ())})
-        return next((number for number in sorted(self.sizes) if number < below and number not in needed), None)
-
     def make_space(
         self, size: int, leans: Iterable[int] | None, *, below: int, delete: Callable[[int], object]
     ) -> bool:
-        """Delete what may go until a block of ``size`` bytes fits; return whether it does now."""
-        while not self.has_space(size):
-            number = self.next_to_delete(below=below, leans=leans)
-            if number is None:
-                return False
+        """Delete the oldest blocks until one of ``size`` bytes, which leans on ``leans``, fits; return whether it does.
+
+        Those stay that not all groups acknowledged (from ``below`` on), and those that another one needs.
+        """
+        needed = self.all_leans({*(number for number in self.sizes if number >= below), *(leans or ())})
+        for number in sorted(self.sizes.keys() - needed):
+            if self.has_space(size):
+                break
             delete(number)
             self.drop(number)
-        return True
+        return self.has_space(size)
 
 
 class ProducerSlot(ABC):
     """One producer's place to publish blocks; held by one living writer. Carriers implement it."""
 
+    #: What the place declares.
+    manifest: Manifest
     #: What is there, so that the writer knows which blocks its records may lean on.
     retention: Retention
 
@@ -441,21 +455,19 @@ class BlockWriter(RecordWriter):
     def _without_known_rows(self, record: RouteRecord) -> RouteRecord:
         """The record as it is to be stored, and noted as the one that the next of its group may refer to."""
         name = record.sample_id if record.group is None else record.group
-        base, stored = self._bases.get(name), record
-        if base is not None and (base.number is None or self._slot.retention.may_lean([base.number])):
-            stored = verified_delta(record, base.whole, stored=base.stored)
-        if base is not None and stored is not record:
-            self._leans = self._leans or set()
-            self._leans |= set() if base.number is None else self._slot.retention.all_leans([base.number])
-        self._note(name, _Base(whole=record, stored=stored))
-        return stored
-
-    def _note(self, name: str, base: _Base) -> None:
-        old = self._bases.pop(name, None)
-        self._base_bytes += base.whole.nbytes - (0 if old is None else old.whole.nbytes)
-        self._bases[name] = base
+        base, stored = self._bases.pop(name, None), record
+        if base is not None:
+            self._base_bytes -= base.whole.nbytes
+            leans = set() if base.number is None else self._slot.retention.all_leans([base.number])
+            if base.number is None or self._slot.retention.may_lean([base.number]):
+                stored = verified_delta(record, base.whole, stored=base.stored)
+            if stored is not record:
+                self._leans = leans.union(self._leans or ())
+        self._bases[name] = _Base(whole=record, stored=stored)
+        self._base_bytes += record.nbytes
         while self._base_bytes > _BASE_BYTES:
             self._base_bytes -= self._bases.popitem(last=False)[1].whole.nbytes
+        return stored
 
     def _seal(self) -> BlockName | None:
         if self._pid != os.getpid():

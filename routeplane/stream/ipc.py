@@ -87,13 +87,19 @@ class IpcReader(RecordReader):
     """
 
     def __init__(
-        self, frames: Iterator[Frame], policy: ReadPolicy, *, walkable: bool, quarantine: Quarantine | None = None
+        self,
+        frames: Iterator[Frame],
+        policy: ReadPolicy,
+        *,
+        walkable: bool,
+        quarantine: Quarantine | None = None,
+        name: str | None = None,
     ) -> None:
         first = next(frames, None)
         if first is None:
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
         self._schema, self._header = parse_schema_frame(first)
-        super().__init__(self._header.spec, policy, quarantine=quarantine)
+        super().__init__(self._header.spec, policy, quarantine=quarantine, name=name)
         self._frames, self._is_cut = frames, False
         self._last: Frame | None = None
         if walkable:  # what the schema says comes first: a foreign stream is not merely a cut one

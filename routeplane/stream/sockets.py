@@ -23,7 +23,15 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
-from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, refused
+from routeplane.errors import (
+    ErrorKind,
+    FormatError,
+    RouteplaneError,
+    TransportError,
+    TruncatedError,
+    check_type,
+    refused,
+)
 from routeplane.record.schema import Encoding, choose_encoding
 from routeplane.stream.files import BufferPool, WholeWrites
 from routeplane.stream.frames import Frame, frames_of_buffer, frames_received
@@ -78,6 +86,7 @@ def parse_address(text: str) -> Address:
     >>> str(parse_address("tcp://:4000"))
     'tcp://127.0.0.1:4000'
     """
+    check_type(text, str, expected="tcp://host:port or unix:///path")
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "127.0.0.1", parts.port

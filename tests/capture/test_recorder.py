@@ -1,11 +1,10 @@
-"""RouteRecorder against a plain reference: dictionaries by token, filled one row at a time.
+"""RouteRecorder: what the next call must bring, and which weights sampled and routed each token.
 
 Axes: S token positions, R rows, L captured layers, K top-k slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routeplane.capture.recorder import RouteRecorder, WeightsChange
-from routeplane.errors import DataError, ErrorKind, RouteplaneError, UsageError
+from routeplane.errors import DataError, ErrorKind
 from routeplane.record.assembly import assemble
+from routeplane.record.calls import ModelCall
 from routeplane.testing.builders import watermark, watermarked_spec
 from routeplane.testing.strategies import Rollout, rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -35,112 +35,14 @@ def rows_of(start: int, stop: int, *, sample: int = 0) -> NDArray[np.int16]:
     return watermark(sample, token[:, None, None], layer=layer[None, :, None], k=k[None, None, :])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Arrival: however rows are cut and repeated, each stands at its token
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """A call of ``prompt + generated`` tokens whose rows from ``first_row`` on come in ``pieces`` ``[start, stop)``."""
-
-    prompt: int
-    generated: int
-    first_row: int
-    pieces: tuple[tuple[int, int], ...]
-
-
-@st.composite
-def arrivals(draw: st.DrawFn) -> Arrival:
-    """Pieces that follow each other, each beginning anywhere in what came before."""
-    prompt, generated = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    first_row = draw(st.integers(0, prompt))
-    pieces, at, end = [], first_row, prompt + generated - 1
-    while at < end:
-        start, stop = draw(st.integers(first_row, at)), draw(st.integers(at + 1, end))
-        pieces.append((start, stop))
-        at = stop
-    return Arrival(prompt=prompt, generated=generated, first_row=first_row, pieces=tuple(pieces))
-
-
-@given(arrivals(), st.randoms(use_true_random=False))
-def test_rows_stand_at_their_token_however_they_come(arrival: Arrival, random: Any) -> None:
-    """Pieces with identical overlaps, in any order of ids within a row, give the rows of one whole array."""
-    total, tokens = arrival.prompt + arrival.generated, list(range(100, 100 + arrival.prompt + arrival.generated))
-    recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin(tokens[: arrival.prompt], call_id="c", weights_version=3)
-    recorder.add_tokens(tokens[arrival.prompt :], logprobs=[-0.5] * arrival.generated)
-    held: dict[int, NDArray[np.int16]] = {}
-    repeated = 0
-    for start, stop in arrival.pieces:
-        piece_RLK = rows_of(start, stop)
-        if random.random() < 0.5:
-            piece_RLK = piece_RLK[:, :, ::-1]
-        for token in range(start, stop):
-            repeated += token in held
-            held.setdefault(token, piece_RLK[token - start])
-        recorder.add_rows(piece_RLK.astype(random.choice(["<i4", "<i2", ">i8"])), first_row=start)
-    recorder.end(loss="not_captured" if not held else None)
-    [record] = recorder.assembly().records
-
-    missing = np.full(SPEC.row_shape, -1)
-    assert [held.get(token, missing).tolist() for token in range(total)] == record.routes.tolist()
-    assert repeated == recorder.repeated_rows
-    assert tokens == record.token_ids.tolist()
-
-
-@given(arrivals(), st.data())
-def test_a_gap_is_refused_and_changes_nothing(arrival: Arrival, data: st.DataObject) -> None:
-    """Rows that begin after what came, or before the first that came, are refused with call and range."""
-    recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin(range(100), call_id="c", weights_version=None)
-    recorder.add_rows(rows_of(10, 20), first_row=10)
-    start = data.draw(st.one_of(st.integers(21, 40), st.integers(0, 9)))
-
-    with pytest.raises(DataError, match=rf"rows from token 20 on, .*\[{start}, {start + 2}\) @ call c") as caught:
-        recorder.add_rows(rows_of(start, start + 2), first_row=start)
-    assert ErrorKind.ROW_COUNT == caught.value.kind
-    recorder.add_rows(rows_of(20, 99), first_row=20)
-    assert (10, 99) == (recorder.end(loss="not_captured").first_row, recorder.calls[0].rows_stop)
-
-
-@given(st.integers(0, 9), st.integers(0, 1), st.integers(0, 2))
-def test_a_conflict_within_a_call_is_named(token: int, slot: int, k: int) -> None:
-    """One other id in a row that came before is an error with the token; the row that came first stays."""
-    recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin(range(10), call_id="c", weights_version=None)
-    recorder.add_rows(rows_of(0, 10), first_row=0)
-    other_RLK = rows_of(0, 10).copy()
-    other_RLK[token, slot, k] = 32_700
-
-    with pytest.raises(DataError, match=f"call c, token {token}") as caught:
-        recorder.add_rows(other_RLK, first_row=0)
-    assert ErrorKind.ROW_CONFLICT == caught.value.kind
-    np.testing.assert_array_equal(rows_of(0, 10), recorder.end().routes)
-
-
-def test_rows_are_copied_as_they_come() -> None:
-    """An engine may overwrite its buffer once ``add_rows`` has returned (vllm-ascend#10717)."""
-    recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin([1, 2, 3], call_id="c", weights_version=None)
-    buffer_RLK = rows_of(0, 3).copy()
-    recorder.add_rows(buffer_RLK, first_row=0)
-    buffer_RLK[:] = 0
-
-    np.testing.assert_array_equal(rows_of(0, 3), recorder.end().routes)
-
-
-def test_a_longer_snapshot_replaces_none_of_a_shorter_one() -> None:
-    """Of two snapshots the longer one is taken if the shorter is its beginning, and refused if not (vllm#39568)."""
-    recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin(range(6), call_id="c", weights_version=None)
-    recorder.add_rows(rows_of(0, 4), first_row=0)
-    with pytest.raises(DataError) as caught:
-        recorder.add_rows(rows_of(0, 6, sample=1), first_row=0)
-    assert ErrorKind.ROW_CONFLICT == caught.value.kind
-    recorder.add_rows(rows_of(0, 6), first_row=0)
-
-    assert (6, 4) == (recorder.end().rows_stop, recorder.repeated_rows)
+def call_of(
+    prompt: Sequence[int], generated: Sequence[int] = (), *, rows: NDArray[Any] | None, **given: Any
+) -> ModelCall:
+    """A call of these tokens; ``first_row`` and what else a call takes are given by name."""
+    how = {"call_id": "c", "weights_version": None, "layer_ids": SPEC.layer_ids, **given}
+    return ModelCall(
+        prompt_ids=np.asarray(prompt), generation_ids=np.asarray(generated, dtype=np.int64), routes=rows, **how
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -171,11 +73,9 @@ def test_a_conversation_needs_each_row_once(turns: list[tuple[int, int]]) -> Non
         prompt = [*tokens, *range(len(tokens), len(tokens) + said)]
         tokens = list(range(len(prompt) + answered))
         start = recorder.next_row(prompt)
-        recorder.begin(prompt, call_id=f"c{number}", weights_version=number)
-        recorder.add_rows(rows_of(start, len(tokens) - 1), first_row=start)
-        moved += len(tokens) - 1 - start
-        recorder.add_tokens(tokens[len(prompt) :])
-        recorder.end()
+        rows_RLK = rows_of(start, len(tokens) - 1)
+        moved += len(rows_RLK)
+        recorder.add_call(call_of(prompt, tokens[len(prompt) :], rows=rows_RLK, first_row=start, call_id=f"c{number}"))
     made = recorder.assembly()
 
     np.testing.assert_array_equal(rows_of(0, len(tokens) - 1), made.records[0].routes[:-1])
@@ -188,10 +88,8 @@ def test_a_prompt_that_breaks_the_context_starts_another_segment() -> None:
     recorder = RouteRecorder(SPEC, sample_id="s", on_break="split")
     for number, (prompt, start) in enumerate((([1, 2], 0), ([1, 2, 9, 3], 2), ([7, 8, 6], 0), ([7, 8, 6, 9, 5], 3))):
         assert start == recorder.next_row(prompt)
-        recorder.begin(prompt, call_id=f"c{number}", weights_version=None)
-        recorder.add_tokens([9])
-        recorder.add_rows(rows_of(start, len(prompt)), first_row=start)
-        recorder.end()
+        rows_RLK = rows_of(start, len(prompt))
+        recorder.add_call(call_of(prompt, [9], rows=rows_RLK, first_row=start, call_id=f"c{number}"))
 
     assert [("s", 0, 0), ("s", 0, 1)] == [record.key for record in recorder.assembly().records]
 
@@ -199,9 +97,7 @@ def test_a_prompt_that_breaks_the_context_starts_another_segment() -> None:
 def test_lost_rows_are_asked_for_again() -> None:
     """After a call whose rows were lost the next one is to bring them."""
     recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin([1, 2, 3], call_id="a", weights_version=None)
-    recorder.add_tokens([4, 5])
-    recorder.end(loss="lost")
+    recorder.add_call(call_of([1, 2, 3], [4, 5], rows=None, loss="lost"))
 
     assert 0 == recorder.next_row([1, 2, 3, 4, 5, 6])
 
@@ -212,10 +108,8 @@ def test_the_same_placeholders_with_other_media_need_their_own_rows(media: tuple
     recorder = RouteRecorder(SPEC, sample_id="s", on_break="split")
     for number, (prompt, seen) in enumerate((([1, 7, 7], ("one",)), ([1, 7, 7, 9, 2], media))):
         start = recorder.next_row(prompt, media=seen)
-        recorder.begin(prompt, call_id=f"c{number}", weights_version=None, media=seen)
-        recorder.add_tokens([9])
-        recorder.add_rows(rows_of(start, len(prompt), sample=number), first_row=start)
-        recorder.end()
+        rows_RLK = rows_of(start, len(prompt), sample=number)
+        recorder.add_call(call_of(prompt, [9], rows=rows_RLK, first_row=start, call_id=f"c{number}", media=seen))
 
     records = recorder.assembly().records
     assert [3, 5] == [record.coverage().count("captured") for record in records]
@@ -225,9 +119,7 @@ def test_the_same_placeholders_with_other_media_need_their_own_rows(media: tuple
 def test_media_that_go_on_need_no_row_twice() -> None:
     """A turn that adds an image behind those so far extends the context."""
     recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin([1, 7, 7], call_id="a", weights_version=None, media=("one",))
-    recorder.add_rows(rows_of(0, 3), first_row=0)
-    recorder.end()
+    recorder.add_call(call_of([1, 7, 7], rows=rows_of(0, 3), media=("one",)))
 
     assert 3 == recorder.next_row([1, 7, 7, 8], media=("one", "two"))
 
@@ -245,9 +137,7 @@ def test_a_row_that_came_without_its_ids_is_asked_for_again(data: st.DataObject)
         for token in data.draw(st.sets(st.integers(start, 11), min_size=1)) if number == 0 else ():
             rows_RLK[token - start, data.draw(st.integers(0, 1))] = -1
         whole |= {start + row for row in range(len(rows_RLK)) if (rows_RLK[row] >= 0).all()}
-        recorder.begin(tokens, call_id=f"c{number}", weights_version=None)
-        recorder.add_rows(rows_RLK, first_row=start)
-        recorder.end()
+        recorder.add_call(call_of(tokens, rows=rows_RLK, first_row=start, call_id=f"c{number}"))
 
     np.testing.assert_array_equal(rows_of(0, 12), recorder.assembly().records[0].routes)
 
@@ -265,12 +155,7 @@ def versions(record: RouteRecord, of: str) -> list[tuple[int, int, int | None]]:
 def call_with_changes(*changes: WeightsChange) -> RouteRecord:
     """3 prompt and 5 generated tokens, sampled from version 1 on, with rows for all but the last."""
     recorder = RouteRecorder(SPEC, sample_id="s")
-    recorder.begin([1, 2, 3], call_id="c", weights_version=1)
-    recorder.add_rows(rows_of(0, 7), first_row=0)
-    recorder.add_tokens([4, 5, 6, 7, 8])
-    for change in changes:
-        recorder.change_weights(change.weights_version, token=change.token)
-    recorder.end()
+    recorder.add_call(call_of([1, 2, 3], [4, 5, 6, 7, 8], rows=rows_of(0, 7), weights_version=1), changes=changes)
     return recorder.assembly().records[0]
 
 
@@ -310,83 +195,8 @@ def test_weights_that_change_before_the_first_token_leave_the_prompt_unknown() -
     assert [(0, 3, None), (3, 7, 2), (7, 8, None)] == versions(record, "captures")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Refusals
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def fresh(*, begun: bool = True) -> RouteRecorder:
-    """A recorder, by default within a call of three prompt tokens."""
-    recorder = RouteRecorder(SPEC, sample_id="s")
-    if begun:
-        recorder.begin([1, 2, 3], call_id="c", weights_version=1)
-    return recorder
-
-
-def tokens_with_and_without_logprobs(recorder: RouteRecorder) -> None:
-    """Two tokens, of which only one has a log-probability."""
-    recorder.add_tokens([1], logprobs=[-1.0])
-    recorder.add_tokens([2])
-
-
-BAD: dict[str, tuple[Callable[[], object], type[RouteplaneError], ErrorKind]] = {
-    "tokens of no call": (lambda: fresh(begun=False).add_tokens([1]), UsageError, ErrorKind.ARGUMENT),
-    "rows of no call": (
-        lambda: fresh(begun=False).add_rows(rows_of(0, 1), first_row=0),
-        UsageError,
-        ErrorKind.ARGUMENT,
-    ),
-    "the end of no call": (lambda: fresh(begun=False).end(), UsageError, ErrorKind.ARGUMENT),
-    "a call within a call": (
-        lambda: fresh().begin([1], call_id="d", weights_version=None),
-        UsageError,
-        ErrorKind.ARGUMENT,
-    ),
-    "records of a call that goes on": (lambda: fresh().assembly(), UsageError, ErrorKind.ARGUMENT),
-    "records of nothing": (lambda: fresh(begun=False).assembly(), DataError, ErrorKind.ROUTES_MISSING),
-    "log-probabilities of some": (
-        lambda: tokens_with_and_without_logprobs(fresh()),
-        DataError,
-        ErrorKind.SHAPE,
-    ),
-    "log-probabilities too many": (lambda: fresh().add_tokens([1], logprobs=[-1.0, -2.0]), DataError, ErrorKind.SHAPE),
-    "other layers": (lambda: fresh().add_rows(rows_of(0, 3)[:, :1], first_row=0), DataError, ErrorKind.SHAPE),
-    "other slots": (lambda: fresh().add_rows(rows_of(0, 3)[:, :, :1], first_row=0), DataError, ErrorKind.SHAPE),
-    "ids beyond int16": (
-        lambda: fresh().add_rows(rows_of(0, 3).astype(np.int32) + 40_000, first_row=0),
-        DataError,
-        ErrorKind.VALUE_RANGE,
-    ),
-    "rows that are missing unsaid": (lambda: fresh().end(), DataError, ErrorKind.ROUTES_MISSING),
-    "weights that change back in time": (
-        lambda: fresh().change_weights(2, token=1),
-        UsageError,
-        ErrorKind.ARGUMENT,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_use_is_refused(name: str) -> None:
-    """Each misuse has its class and kind."""
-    act, error, kind = BAD[name]
-
-    with pytest.raises(error) as caught:
-        act()
-    assert kind == caught.value.kind
-
-
-def test_a_call_that_lacks_rows_can_be_ended_with_the_reason() -> None:
-    """A refused end leaves the call open; with a loss declared it ends."""
-    recorder = fresh()
-    recorder.add_tokens([4, 5])
-    recorder.add_rows(rows_of(0, 2), first_row=0)
+def test_records_of_nothing_are_refused() -> None:
+    """A sample has a call."""
     with pytest.raises(DataError) as caught:
-        recorder.end()
-    assert ErrorKind.ROW_COUNT == caught.value.kind
-    recorder.end(loss="aborted")
-    [record] = recorder.assembly().records
-
-    states = [(one.start, one.stop, one.state) for one in record.captures]
-    assert [(0, 2, "captured"), (2, 4, "aborted"), (4, 5, "not_fed")] == states
-    assert replace(record, checksum=None).checksum == record.checksum
+        RouteRecorder(SPEC, sample_id="s").assembly()
+    assert ErrorKind.ROUTES_MISSING == caught.value.kind

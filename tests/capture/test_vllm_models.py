@@ -21,7 +21,7 @@ from routeplane.capture.transformers import taping
 from routeplane.capture.vllm import generate_records, probe, spec_from_vllm, start_engine
 from routeplane.errors import ErrorKind, SpecError
 from routeplane.record.spec import RouteSpec
-from tests.capture.vllm_engine import FAMILY_SIZES
+from tests.capture.vllm_engine import FAMILY_SIZES, PLAIN_ROPE
 
 pytestmark = pytest.mark.vllm
 
@@ -90,14 +90,13 @@ FAMILIES: tuple[Family, ...] = (
             "topk_method": "greedy",
             "n_group": 1,
             "topk_group": 1,
+            "initializer_range": 0.3,  # or all tokens choose the same experts, which the engine refuses
         },
         experts=8,
         top_k=2,
         layers=(1, 2),
         # vLLM warns that its attention may be wrong without; no prompt here is long enough to be cut
-        options={"enable_chunked_prefill": True},
-        # the CPU's latent attention is not Transformers': log-probabilities differ by 0.1 too, in float32
-        equal=0.7,
+        options={"enable_chunked_prefill": True, **PLAIN_ROPE},
     ),
 )
 PROMPTS = [[11 + (37 * position) % 480 for position in range(start, start + 24)] for start in (0, 50, 90)]
@@ -134,7 +133,7 @@ def test_rows_of_a_family_are_those_of_transformers(
     share = float(np.concatenate(same).mean())
     record_testsuite_property(f"equal rows, {family.name} {family.dtype}", f"{share:.2%}")
     assert family.equal <= share
-    # the engine against itself, token generated and token read; where the attentions differ, so do these (6 rows of 8)
+    # the engine against itself, token generated and token read
     assert (0.5 if family.equal < 1.0 else 1.0) <= probe(llm, spec).agreement
 
 

@@ -37,7 +37,7 @@ from routeplane.stream import open_stream
 from tests.capture.test_vllm_forced import PLAIN as PLAIN_ENGINE
 from tests.capture.test_vllm_forced import UNFIT, WORKER, namespace, random_record
 from tests.capture.test_vllm_forced import runner as engine_runner
-from tests.capture.vllm_engine import FAMILY_SIZES, LONG, QWEN3_MOE, SHORT
+from tests.capture.vllm_engine import FAMILY_SIZES, LONG, PLAIN_ROPE, QWEN3_MOE, SHORT
 
 pytestmark = pytest.mark.vllm
 
@@ -281,6 +281,34 @@ def glm4() -> Any:
     return model
 
 
+def deepseek_v3() -> Any:
+    """The same router behind latent attention."""
+    config: dict[str, Any] = {
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",  # what real checkpoints say, and vLLM reads; Transformers has no such key
+        "topk_method": "noaux_tc",
+        "initializer_range": 0.15,  # or too few tokens choose other experts than their neighbours
+        "kv_lora_rank": 512,  # with the next, the one size of the CPU's kernel for latent attention
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_key_value_heads": 4,
+    }
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**FAMILY_SIZES, **config}))
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.copy_(0.1 * torch.randn(16))
+    return model
+
+
 def llama4() -> Any:
     """Sigmoid of the one that is chosen, multiplied before the expert; every second layer."""
     config: dict[str, Any] = {
@@ -299,10 +327,13 @@ def llama4() -> Any:
     return model
 
 
-FAMILIES: dict[str, tuple[Callable[[], Any], WeightsMeaning]] = {
-    "mixtral": (mixtral, PLAIN),
-    "glm4_moe": (glm4, dataclasses.replace(PLAIN, score="sigmoid", scaling="out", factor=2.5)),
-    "llama4": (llama4, dataclasses.replace(PLAIN, score="sigmoid", renormalised=False, multiplied="before")),
+GROUPS = dataclasses.replace(PLAIN, score="sigmoid", scaling="out", factor=2.5)
+FAMILIES: dict[str, tuple[Callable[[], Any], WeightsMeaning, dict[str, Any]]] = {
+    "mixtral": (mixtral, PLAIN, {}),
+    "glm4_moe": (glm4, GROUPS, {}),
+    # on a CPU vLLM turns chunks and the cache of prefixes off for latent attention
+    "deepseek_v3": (deepseek_v3, GROUPS, {"max_num_batched_tokens": 256, **PLAIN_ROPE}),
+    "llama4": (llama4, dataclasses.replace(PLAIN, score="sigmoid", renormalised=False, multiplied="before"), {}),
 }
 
 
@@ -314,17 +345,17 @@ def test_weights_of_a_family(
     name: str, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     """In a batch with chunks, decoded, and behind a prefix from the cache."""
-    build, meaning = FAMILIES[name]
+    build, meaning, options = FAMILIES[name]
     torch.manual_seed(1)
     with torch.no_grad():
         model = build()
         model.model.embed_tokens.weight.mul_(20)  # or most tokens choose the same experts, which the engine refuses
-    running = start(tmp_path, model)
+    running = start(tmp_path, model, **options)
     try:
         prompt = [11 + (37 * at) % 480 for at in range(100)]
         running.ask(prompt, SHORT)
         [again] = running.ask(prompt)
-        assert again.num_cached_tokens == 96
+        assert again.num_cached_tokens == (0 if options else 96)
         for record in running.newest(3):
             assert meaning == meaning_of(record)
             apart_by = assert_weighed(record, running.model)

@@ -28,6 +28,7 @@ from routeplane.record.spec import RouteSpec
 __all__ = [
     "FAMILY_SIZES",
     "LONG",
+    "PLAIN_ROPE",
     "SHORT",
     "SPEC",
     "VOCABULARY",
@@ -60,6 +61,10 @@ FAMILY_SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 3,
 }
+
+#: Options of an engine with latent attention on a CPU. vLLM's compiled rotary embedding takes the heads of a view for
+#: dense ones there, and turns other values than it was given; the same embedding in PyTorch is right.
+PLAIN_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 QWEN3_MOE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

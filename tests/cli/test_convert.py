@@ -1,4 +1,4 @@
-"""Streams, archives and Parquet hold the same records; a conversion that was stopped goes on."""
+"""Streams, archives and Parquet hold the same records; a conversion into an archive that was stopped goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from routeplane.cli.main import main
 from routeplane.errors import DataError, ErrorKind, FormatError, RouteplaneError, UsageError
 from routeplane.inspect.export import ParquetReader
 from routeplane.inspect.look import summarise
+from routeplane.record.aligned import AlignedColumn
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
@@ -82,6 +84,20 @@ def test_parquet_holds_any_records(drawn: tuple[RouteSpec, list[RouteRecord]]) -
         assert contents(records) == contents(read(place))
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_unknown_entries_of_a_shaped_column_are_held(tmp_path: Path, suffix: str) -> None:
+    """An unknown entry of three values is one null, though readers of Parquet call its values null too."""
+    values = np.arange(5 * 3, dtype=np.int8).reshape(5, 3)
+    known = np.asarray([True, False, True, False, False])
+    column = AlignedColumn.of(values, aligned="fed", axes=("feature",), valid=known)
+    held = replace(sized([5])[0], columns={"score": column}, checksum=None)
+
+    (found,) = read(made(tmp_path / f"a{suffix}", [held]))
+
+    assert [values[0].tolist(), None, values[2].tolist(), None, None] == found.columns["score"].tolist()
+    assert held.checksum == found.verify().checksum
+
+
 def test_parquet_is_one_row_per_record(tmp_path: Path) -> None:
     """Other readers see the columns of a stream."""
     records = sized([5, 6])
@@ -125,39 +141,21 @@ def stopping(after: int) -> Callable[[int, int | None], None]:
 
 @pytest.mark.parametrize(("start", "end"), WAYS, ids=["".join(way) for way in WAYS])
 def test_a_stopped_conversion_goes_on(tmp_path: Path, start: str, end: str) -> None:
-    """What was finished is not done again, what was begun is; the result is as if it had never stopped."""
+    """Into an archive, runs that are there are not made again; the result is as if it had never stopped."""
     records = sized([50] * 9)
     source, target = made(tmp_path / f"a{start}", records), tmp_path / f"b{end}"
     part = 2 * records[0].nbytes
     for after in (3, 6):
         with pytest.raises(Stop):
             convert(source, target, part_bytes=part, progress=stopping(after))
-    assert (end == ".zarr") == target.exists()
+    assert (end == ".zarr") == target.exists()  # a file appears when it is complete
     seen: list[int] = []
     done = convert(source, target, part_bytes=part, progress=lambda count, total: seen.append(count))
 
     assert (9, done.resumed) == (done.records, seen[0])
-    assert done.resumed in (4, 5, 6)
+    assert done.resumed in ((4, 5, 6) if end == ".zarr" else (0,))
     assert contents(records) == contents(read(target))
     assert sorted([f"a{start}", f"b{end}"]) == sorted(path.name for path in tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("renames", [6, 7], ids=["joining", "joined"])
-def test_killed_while_joining_leaves_nothing_behind(tmp_path: Path, renames: int) -> None:
-    """Three parts take two renames each; what they were joined to is as large as all of them, and is not forgotten."""
-    records = sized([5, 6, 7])
-    source, target = made(tmp_path / "a.arrows", records), tmp_path / "b.arrows"
-    program = (
-        "import os; from routeplane.cli.convert import convert\n"
-        f"rename, left = os.replace, iter(range({renames}))\n"
-        "os.replace = lambda *paths: os._exit(9) if next(left, None) is None else rename(*paths)\n"
-        f"convert({str(source)!r}, {str(target)!r}, part_bytes=1)"
-    )
-    assert 9 == subprocess.run([sys.executable, "-c", program], check=False).returncode
-    assert not target.exists()
-    assert 3 == convert(source, target, part_bytes=1).resumed
-    assert contents(records) == contents(read(target))
-    assert ["a.arrows", "b.arrows"] == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_a_killed_conversion_goes_on(tmp_path: Path) -> None:
@@ -193,19 +191,6 @@ def test_a_finished_conversion_into_an_archive_is_done(tmp_path: Path) -> None:
     assert contents([*first, *second]) == contents(open_archive(target).values())
 
 
-def test_a_source_that_changed_begins_from_the_start(tmp_path: Path) -> None:
-    """Parts of another content are not mixed in."""
-    source, target = made(tmp_path / "a.arrows", sized([50] * 5)), tmp_path / "b.parquet"
-    with pytest.raises(Stop):
-        convert(source, target, part_bytes=1, progress=stopping(3))
-    source.unlink()
-    other = sized([60] * 5, first=9)
-    made(source, other)
-
-    assert 0 == convert(source, target).resumed
-    assert contents(other) == contents(read(target))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Refused
 # ----------------------------------------------------------------------------------------------------------------------
@@ -233,7 +218,7 @@ def test_paths_that_cannot_be_served(tmp_path: Path, source: str, target: str) -
 
 @pytest.mark.parametrize("end", SUFFIXES)
 def test_a_damaged_source_leaves_no_file(tmp_path: Path, end: str) -> None:
-    """Its error comes, and whatever part was whole stays aside; nothing is taken for the result."""
+    """Its error comes, and nothing is taken for the result."""
     source = made(tmp_path / "a.arrows", sized([50, 60, 70]))
     data = bytearray(source.read_bytes())
     row = sized([50, 60, 70])[2].routes[3].astype(np.uint8).tobytes()
@@ -243,6 +228,7 @@ def test_a_damaged_source_leaves_no_file(tmp_path: Path, end: str) -> None:
     with pytest.raises(DataError) as caught:
         convert(source, tmp_path / f"b{end}")
     assert ErrorKind.CHECKSUM == caught.value.kind
+    assert 1 == str(caught.value).count(f"stream {source}")
     if end != ".zarr":
         assert not (tmp_path / f"b{end}").exists()
 
@@ -320,8 +306,7 @@ def test_streams_and_parquet_need_no_zarr(tmp_path: Path) -> None:
     assert "[]\n" == done.stdout
 
 
-@pytest.mark.parametrize("part_bytes", [1, 2**30], ids=["many parts", "one part"])
-def test_a_fifo_is_written_and_stays_one(tmp_path: Path, part_bytes: int) -> None:
+def test_a_fifo_is_written_and_stays_one(tmp_path: Path) -> None:
     """As by a new stream: renamed into its place, a file would leave its reader waiting."""
     records = sized([5, 6])
     source, target = made(tmp_path / "a.zarr", records), tmp_path / "b.arrows"
@@ -329,7 +314,7 @@ def test_a_fifo_is_written_and_stays_one(tmp_path: Path, part_bytes: int) -> Non
     # opening does not wait for a peer: this descriptor has both ends, and the pipe's buffer takes all of it
     end = os.open(target, os.O_RDWR)
     try:
-        convert(source, target, overwrite=True, part_bytes=part_bytes)
+        convert(source, target, overwrite=True)
         came = os.read(end, 1 << 16)
     finally:
         os.close(end)

@@ -174,7 +174,7 @@ def test_names_from_the_data_cannot_forge_output(routeplane: Program, tmp_path: 
 def test_ctrl_c_leaves_one_line_and_status_130(
     routeplane: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No trace; ``convert`` says that it can go on."""
+    """No trace; ``convert`` into an archive says that it can go on."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -16,7 +16,6 @@ class Plain:
     """Counts by readable keys."""
 
     load: Counter[tuple[str, int | None, int, int]] = field(default_factory=Counter)
-    pairs: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     shared: Counter[int] = field(default_factory=Counter)
     neighbours: Counter[int] = field(default_factory=Counter)
     runs: Counter[int] = field(default_factory=Counter)
@@ -29,7 +28,7 @@ def at(intervals: Sequence[Span] | Sequence[Capture], token: int) -> Span | Capt
     return next(item for item in intervals if item.start <= token < item.stop)
 
 
-def count_plainly(records: Sequence[RouteRecord], *, pairs_every: int, position_bin: int) -> Plain:
+def count_plainly(records: Sequence[RouteRecord], *, position_bin: int) -> Plain:
     """Look at every id by itself."""
     plain = Plain()
     for record in records:
@@ -49,11 +48,6 @@ def count_plainly(records: Sequence[RouteRecord], *, pairs_every: int, position_
                 if present:
                     for expert in row:
                         plain.load[span.kind, capture.weights_version, layer, expert] += 1
-                    if token % pairs_every == 0:
-                        for one in row:
-                            for other in row:
-                                if one != other:
-                                    plain.pairs[layer, one, other] += 1
                 if before is not None and present and before[layer][0] >= 0:
                     if token % OVERLAP_EVERY == 0:
                         plain.neighbours[layer] += 1

@@ -59,7 +59,7 @@ def record_of(rows: list[list[list[int]]], *, sample: str = "a", versions: tuple
 
 def equal(left: RouteStatistics, right: RouteStatistics) -> bool:
     """Whether all counts are the same."""
-    tables = ("pairs_LEE", "shared_L", "neighbours_L", "runs_H", "positions_P2")
+    tables = ("shared_L", "neighbours_L", "runs_H", "positions_P2")
     same = all((getattr(left, name) == getattr(right, name)).all() for name in tables)
     loads = {key: table.tolist() for key, table in left.load.items()}
     return (
@@ -75,11 +75,11 @@ def equal(left: RouteStatistics, right: RouteStatistics) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@given(records=runs_of_records(), every=st.integers(1, 3))
-def test_every_table_is_what_counting_by_hand_gives(records: list[RouteRecord], every: int) -> None:
-    """Loads, pairs, overlaps, runs, states and positions of any records, MISSING rows and prefixes included."""
-    found = collect(records, records[0].spec, pairs_every=every)
-    plain = count_plainly(records, pairs_every=every, position_bin=POSITION_BIN)
+@given(records=runs_of_records())
+def test_every_table_is_what_counting_by_hand_gives(records: list[RouteRecord]) -> None:
+    """Loads, overlaps, runs, states and positions of any records, MISSING rows and prefixes included."""
+    found = collect(records, records[0].spec)
+    plain = count_plainly(records, position_bin=POSITION_BIN)
     load = Counter(
         {
             (kind, version, int(layer), int(expert)): int(table[layer, expert])
@@ -88,8 +88,6 @@ def test_every_table_is_what_counting_by_hand_gives(records: list[RouteRecord], 
         }
     )
     assert plain.load == load
-    cells = {tuple(cell): int(found.pairs_LEE[tuple(cell)]) for cell in np.argwhere(found.pairs_LEE).tolist()}
-    assert plain.pairs == cells
     layers = range(records[0].spec.num_layers)
     assert [plain.neighbours[layer] for layer in layers] == found.neighbours_L.tolist()
     assert [plain.shared[layer] for layer in layers] == found.shared_L.tolist()
@@ -128,13 +126,11 @@ def test_compiled_loops_count_what_numpy_counts(data: st.DataObject) -> None:
     width, layers = max(spec.experts_per_layer), spec.num_layers
 
     def tables() -> tuple[NDArray[np.int64], ...]:
-        return tuple(np.zeros(shape, dtype=np.int64) for shape in ((layers, width), (layers,), (layers, width, width)))
+        return tuple(np.zeros(shape, dtype=np.int64) for shape in ((layers, width), (layers,)))
 
     compiled, plain = tables(), tables()
     tally.count_load(routes_SLK, compiled[0], rows_L=compiled[1])
     tally.plain_load(routes_SLK, plain[0], rows_L=plain[1])
-    tally.count_pairs(routes_SLK, compiled[2])
-    tally.plain_pairs(routes_SLK, plain[2])
     overlaps = []
     first, every = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4))
     for count in (tally.count_overlap, tally.plain_overlap):
@@ -211,27 +207,9 @@ def test_samples_with_the_most_missing_rows_are_named() -> None:
     assert 19 == found.worst[0].missing
 
 
-def test_partners_are_pairs_above_chance() -> None:
-    """Two experts that only come together stand first, with their lift."""
-    others = [[2, 3], [2, 4], [2, 5], [3, 4], [3, 5], [4, 5]]
-    rows = [[[0, 1], [0, 1]] if token % 2 else [others[token // 2 % 6], [0, 1]] for token in range(192)]
-    found = collect([record_of(rows)], SPEC, pairs_every=1)
-    (one, other, lift), *_ = found.partners(1)
-    assert (0, 1) == (one, other)
-    assert 4.0 == lift  # 96 times together, and 96 * 96 / 384 by chance
-    assert () == collect([record_of(rows)], SPEC, pairs_every=0).partners(1)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Bounds and refusals
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_pairs_is_left_out_where_it_would_be_large() -> None:
-    """32,749 experts would need 25 GB: nothing is allocated, and the value says so."""
-    spec = watermarked_spec()
-    found = collect([watermarked_record(0, num_tokens=9, spec=spec)], spec)
-    assert (0, 0) == (found.pairs_every, found.pairs_LEE.size)
 
 
 def test_statistics_of_nothing_are_zeros() -> None:
@@ -250,14 +228,10 @@ def test_a_record_of_another_spec_is_refused() -> None:
 
 
 def test_statistics_of_two_specs_do_not_merge() -> None:
-    """Nor do those that counted pairs on other shares of the tokens."""
+    """Counts of two geometries never share a table."""
     with pytest.raises(UsageError) as caught:
         collect([], SPEC).merge(collect([], watermarked_spec()))
     assert ErrorKind.ARGUMENT == caught.value.kind
-    with pytest.raises(UsageError):
-        collect([], SPEC, pairs_every=1).merge(collect([], SPEC, pairs_every=2))
-    with pytest.raises(UsageError):
-        Collector(SPEC, pairs_every=-1)
 
 
 def test_results_are_read_only_and_stay_when_counting_goes_on() -> None:

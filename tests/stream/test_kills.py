@@ -139,7 +139,7 @@ def test_blocks_that_disappear_are_expired_also_the_last(tmp_path: Path) -> None
         path.unlink()
     with folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits) as again:
         again.write(sample(3))
-    store = folder.FolderStore(folder.BlockFiles(place), group="default")
+    store = folder.FolderStore(place, group="default")
     assert ["expired"] * 3 + ["sealed", "closed"] == [store.state(BlockName("p", number)) for number in range(5)]
     store.release()
 

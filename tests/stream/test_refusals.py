@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def written(place: Path, count: int = 1) -> Path:
 
 def raw(path: Path) -> folder.FolderStore:
     """The place as its default group sees it."""
-    return folder.FolderStore(folder.BlockFiles(path), group="default")
+    return folder.FolderStore(path, group="default")
 
 
 def closed_writer(place: Path) -> Any:
@@ -185,6 +186,97 @@ def test_it_is_refused_with_its_kind_and_place(what: str, tmp_path: Path) -> Non
     assert isinstance(caught.value, RouteplaneError)
     assert kind == caught.value.kind
     assert text in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is waited for, and what is named
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Making(logging.Handler):
+    """Keeps what was logged, and makes the place that a reader said it was waiting for."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        super().__init__()
+        self.make, self.said = make, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One warning."""
+        self.said.append(record.getMessage())
+        self.make()
+
+
+@pytest.mark.parametrize("carrier", ["folder", "flight"])
+def test_a_reader_that_waits_for_its_place_logs_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carrier: str
+) -> None:
+    """A mistyped path never comes: the wait is logged with the path and what of it exists, and goes on."""
+    monkeypatch.setattr(blocks, "WARN_AFTER_S", 0.0)
+    place = tmp_path / "runs" / "one"
+    handler = Making(lambda: written(place))
+    logger = logging.getLogger("routeplane.stream.blocks")
+    logger.addHandler(handler)
+    try:
+        with flight.Server(place) as server:
+            if carrier == "folder":
+                reader = folder.open_reader(place, producers=1)
+            else:
+                reader = flight.open_reader(server.place, producers=1)
+            with reader:
+                found = list(reader)
+            named = f"the place {place}, of which {tmp_path} exists" if carrier == "folder" else server.place
+    finally:
+        logger.removeHandler(handler)
+
+    assert [sample(0).checksum] == [record.checksum for record in found]
+    (said,) = handler.said
+    assert named in said
+    assert said.endswith("got none yet; waiting without a bound")
+
+
+def test_a_place_that_did_not_come_in_time_is_named(tmp_path: Path) -> None:
+    """The folder, and whether it is there."""
+    with pytest.raises(TransportError, match=f"the place {tmp_path}, which holds no place within 0.0 s"):
+        folder.open_reader(tmp_path, producers=1, follow=False)
+
+
+def cut(data: bytes) -> bytes:
+    """Without its trailer."""
+    return data[: 3 * len(data) // 4]
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit of a row changed."""
+    changed = bytearray(data)
+    changed[data.index(sample(0).routes.tobytes()) + 1] ^= 0x40
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("damage", "policy"),
+    [
+        (lambda _: b"", {}),
+        (lambda _: b"no stream", {}),
+        (cut, {}),
+        (flipped, {}),
+        (lambda data: data, {"max_missing": -1.0}),
+    ],
+    ids=["empty", "foreign", "cut", "flipped", "policy"],
+)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_errors_of_a_path_name_it(
+    tmp_path: Path, damage: Callable[[bytes], bytes], policy: dict[str, Any], kind: type
+) -> None:
+    """At opening and while reading; what is wrong with the call alone names no path."""
+    path = tmp_path / "run.arrows"
+    with new_stream(path, SPEC, encoding="plain") as sink:
+        sink.write(sample(0))
+    path.write_bytes(damage(path.read_bytes()))
+
+    with pytest.raises(RouteplaneError) as caught, open_stream(kind(path), **policy) as reader:
+        list(reader)
+
+    assert (0 if policy else 1) == str(caught.value).count(f"stream {path}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

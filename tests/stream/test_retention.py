@@ -19,10 +19,8 @@ def test_what_is_needed_stays(data: st.DataObject, count: int) -> None:
         held.add(number, 10, leans=tuple(leans[number]))
     below = data.draw(st.integers(0, count))
     waiting = data.draw(st.sets(st.integers(0, count - 1)))
-    gone = []
-    while (found := held.next_to_delete(below=below, leans=waiting)) is not None:
-        held.drop(found)
-        gone.append(found)
+    gone: list[int] = []
+    held.make_space(1, waiting, below=below, delete=gone.append)
     needed = set(range(below, count)) | waiting | {base for n in (*range(below, count), *waiting) for base in leans[n]}
     assert needed == set(held.sizes)
     assert sorted(gone) == gone

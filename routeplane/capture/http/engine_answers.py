@@ -14,7 +14,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import refused
 
 __all__ = ["EngineAnswers", "EventStream"]
 
@@ -41,10 +41,8 @@ class EngineAnswers:
         state = getattr(app, "state", None)
         config = getattr(getattr(state, "vllm_config", None), "additional_config", None)
         if not isinstance(config, Mapping) or _KEY not in config:
-            raise UsageError(
-                "expected a server whose engine writes (--scheduler-cls routeplane.capture.vllm.RouteScheduler), got "
-                "one without",
-                kind=ErrorKind.ARGUMENT,
+            raise refused(
+                "a server whose engine writes (--scheduler-cls routeplane.capture.vllm.RouteScheduler)", "one without"
             )
         self._client: Any = getattr(state, "engine_client", None)
 
@@ -104,10 +102,7 @@ class EngineAnswers:
             elif choice["finish_reason"] not in ("abort", "error"):
                 said = document.get("kv_transfer_params") or {}
                 why = said.get(f"{_KEY}_error", said.get(f"{_KEY}_pending", "the engine has no record of it"))
-                raise UsageError(
-                    f"expected a ticket for choice {at}, got none: {why} @ call {document.get('id')}",
-                    kind=ErrorKind.ARGUMENT,
-                )
+                raise refused(f"a ticket for choice {at}", f"none: {why} @ call {document.get('id')}")
         return len(ended)
 
 
