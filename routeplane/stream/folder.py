@@ -340,16 +340,16 @@ class FolderSlot(blocks.ProducerSlot):
         # the number is stored before the block is committed: a writer that died in between left it prepared
         if self._next and self._files.is_unfinished(self._name(self._next - 1)):
             self._void.append(self._next - 1)
-        self._store_number(self._next)
+        self._store_number()
         for left in self._home.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self._home / "end.json").unlink(missing_ok=True)
         if self._limits.sync:
             fsync(self._home)
 
-    def _store_number(self, number: int, leans: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
-        known = {str(held): list(others) for held, others in {**self.retention.leans, **leans}.items()}
-        document = {"next": number, "void": self._void, "leans": known}
+    def _store_number(self) -> None:
+        leans = {str(number): others for number, others in self.retention.leans.items()}
+        document = {"next": self._next, "void": self._void, "leans": leans}
         _store(self._home / "number.json", document, sync=self._limits.sync)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
@@ -364,10 +364,10 @@ class FolderSlot(blocks.ProducerSlot):
         except OSError as error:
             self._files.prepared(name).unlink(missing_ok=True)
             raise _full(error, self._home) from error
-        self._store_number(name.number + 1, {} if not block.leans else {name.number: block.leans})
-        self._files.commit(name)
-        self._next = name.number + 1
         self.retention.add(name.number, size, leans=block.leans)
+        self._next += 1
+        self._store_number()  # before readers see the block: the number is never used again
+        self._files.commit(name)
         return name
 
     def _prepared(self, name: BlockName, block: blocks.SealedBlock) -> int:
