@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -54,23 +55,20 @@ class IpcWriter(BatchWriter):
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
         self._scattered = target.scattered
-        self._ipc: Any = None
+
+    @cached_property
+    def _ipc(self) -> Any:
+        return pa.ipc.new_stream(self._target, self._schema())  # the first record says the columns
 
     def _send(self, batch: pa.RecordBatch) -> None:
-        self._writer().write_batch(batch)
+        self._ipc.write_batch(batch)
         self._target.scattered.clear()
-
-    def _writer(self) -> Any:
-        if self._ipc is None:
-            self._ipc = pa.ipc.new_stream(self._target, self._schema())
-        return self._ipc
 
     def _finish(self) -> None:
         self._flush()
-        writer = self._writer()
         trailer = self._counter.trailer().to_json()
-        writer.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
-        writer.close()
+        self._ipc.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
+        self._ipc.close()
         self._target.publish()
 
     def _discard(self) -> None:
