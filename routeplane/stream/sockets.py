@@ -287,17 +287,12 @@ class Listener:
         self._selector = selectors.DefaultSelector()  # a peer's handshake is the data of its key
         self._selector.register(self._server, selectors.EVENT_READ)
         self._pool = BufferPool()
+        place = self._server.getsockname()
+        #: Where producers connect, with the port that the system chose where 0 was asked for.
+        self.address = str(Address(place=place if isinstance(place, str) else place[:2]))
         #: Peers that were disconnected before a stream began.
         self.disconnected = 0
         self._last_error = ""
-
-    @property
-    def address(self) -> str:
-        """Where producers connect, with the port that the system chose where 0 was asked for."""
-        if isinstance(self._asked.place, str):
-            return str(self._asked)
-        host, port = self._server.getsockname()[:2]
-        return str(Address(place=(host, port)))
 
     def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> SocketReader:
         """Return the next stream. Raises TransportError (TIMED_OUT)."""
