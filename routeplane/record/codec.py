@@ -360,7 +360,7 @@ def _own_rows(row: dict[str, Any], tokens: int) -> int | None:
 
 def _lost_captures(entries: list[dict[str, Any]], routes_start: int) -> list[dict[str, Any]]:
     try:
-        captures = lose_rows(_entries(entries, Capture), routes_start)
+        captures = lose_rows(_entries(entries, Capture), start=routes_start)
     except DataError:
         return entries  # unreadable here, and refused with its reason where the record is built
     return [_entry(capture, _names(CAPTURE_TYPE), CAPTURE_TYPE) for capture in captures]

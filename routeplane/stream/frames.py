@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,7 +62,9 @@ def frames_of_buffer(buffer: pa.Buffer, *, salvage: bool = False) -> Iterator[Fr
             stop = at + len(head) + frame.body_length
             if stop > len(view):
                 raise _truncated(f"a body of {frame.body_length} bytes", len(view) - at - len(head))
-            if salvage and _hides_a_batch(view, at, stop):
+            # a length is damaged where no message begins behind it, and one begins inside of it
+            unmarked = salvage and stop < len(view) and bytes(view[stop : stop + 4]) != _MARK
+            if unmarked and _next_batch(view, at + 8) < stop:
                 raise FormatError(f"expected a message of another length at byte {at}", kind=ErrorKind.NOT_ARROW)
         except FormatError as error:
             stop = _next_batch(view, at + 8) if salvage and at > 0 else len(view)
@@ -101,29 +104,18 @@ def frames_of_file(source: Any) -> Iterator[Frame]:
     return frames_received(fill, take)
 
 
-def _hides_a_batch(view: memoryview, at: int, stop: int) -> bool:
-    """Whether a message's length is damaged: no message begins where it ends, and one begins inside of it."""
-    return bytes(view[stop : stop + 4]) != _MARK and stop < len(view) and _next_batch(view, at + 8) < stop
-
-
 def _next_batch(view: memoryview, at: int) -> int:
     """Where the next whole record batch begins at or behind ``at``; the end of the view where there is none."""
     data = np.frombuffer(view, dtype="<u4", count=len(view) // 8 * 2).reshape(-1, 2)
     first = -(-at // 8)
-    marks = first + np.flatnonzero((data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES))
-    for mark in marks.tolist():
-        if _is_batch(view, 8 * mark):
-            return int(8 * mark)
+    found = (data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES)
+    for place in (8 * (first + np.flatnonzero(found))).tolist():
+        with suppress(FormatError):
+            body = place + 8 + int(data[place // 8, 1])
+            header = parse_metadata(bytes(view[place + 8 : body]))
+            if header.kind == "batch" and body + header.body_length <= len(view):
+                return int(place)
     return len(view)
-
-
-def _is_batch(view: memoryview, at: int) -> bool:
-    length = int.from_bytes(view[at + 4 : at + 8], "little")
-    try:
-        header = parse_metadata(bytes(view[at + 8 : at + 8 + length]))
-    except FormatError:
-        return False
-    return header.kind == "batch" and at + 8 + length + header.body_length <= len(view)
 
 
 def frames_received(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -54,23 +55,20 @@ class IpcWriter(BatchWriter):
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
         self._scattered = target.scattered
-        self._ipc: Any = None
+
+    @cached_property
+    def _ipc(self) -> Any:
+        return pa.ipc.new_stream(self._target, self._schema())  # the first record says the columns
 
     def _send(self, batch: pa.RecordBatch) -> None:
-        self._writer().write_batch(batch)
+        self._ipc.write_batch(batch)
         self._target.scattered.clear()
-
-    def _writer(self) -> Any:
-        if self._ipc is None:
-            self._ipc = pa.ipc.new_stream(self._target, self._schema())
-        return self._ipc
 
     def _finish(self) -> None:
         self._flush()
-        writer = self._writer()
         trailer = self._counter.trailer().to_json()
-        writer.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
-        writer.close()
+        self._ipc.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
+        self._ipc.close()
         self._target.publish()
 
     def _discard(self) -> None:
@@ -98,21 +96,17 @@ class IpcReader(RecordReader):
         first = next(frames, None)
         if first is None:
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
-        self._schema, self._header = parse_schema_frame(first)
-        super().__init__(self._header.spec, policy, quarantine=quarantine, name=name)
+        #: ``header``: spec, encoding, version and token columns as the schema gives them.
+        self._schema, self.header = parse_schema_frame(first)
+        super().__init__(self.header.spec, policy, quarantine=quarantine, name=name)
         self._frames, self._is_cut = frames, False
         self._last: Frame | None = None
         if walkable:  # what the schema says comes first: a foreign stream is not merely a cut one
             self._walk()
         # one batch that is not compressed says that the stream is not: another that claims to be is damaged
         self._uncompressed = self._last is not None and self._last.kind == "batch" and not self._last.compressed
-        self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
-        self._checked = BatchRecords(self._header, policy=policy, quarantine=self.quarantine)
-
-    @property
-    def header(self) -> StreamHeader:
-        """Spec, encoding, version and token columns as the schema gives them."""
-        return self._header
+        self._counter = TrailerCounter(self.header.spec, self.header.encoding, version=self.header.version)
+        self._checked = BatchRecords(self.header, policy=policy, quarantine=self.quarantine)
 
     @property
     def digest(self) -> str | None:

@@ -146,15 +146,11 @@ def connect(
     Over TCP the default encoding is ``auto``, over a Unix socket ``plain``.
     """
     chosen = choose_encoding(encoding or ("plain" if address.family == socket.AF_UNIX else "auto"), spec)
-    return SocketWriter(_connected(address, timeout_s), spec, encoding=chosen, max_bytes=max_bytes)
-
-
-def _connected(address: Address, timeout_s: float | None) -> socket.socket:
     end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     with _typed(timeout_s):
         while True:
             try:
-                return _connect_once(address, timeout_s)
+                return SocketWriter(_connected(address, timeout_s), spec, encoding=chosen, max_bytes=max_bytes)
             except (ConnectionRefusedError, FileNotFoundError, TimeoutError, BlockingIOError) as error:
                 if time.monotonic() + _RETRY_S > end:
                     raise TransportError(
@@ -165,7 +161,7 @@ def _connected(address: Address, timeout_s: float | None) -> socket.socket:
                 time.sleep(_RETRY_S)
 
 
-def _connect_once(address: Address, timeout_s: float | None) -> socket.socket:
+def _connected(address: Address, timeout_s: float | None) -> socket.socket:
     if not isinstance(address.place, str):
         connection = socket.create_connection(address.place, timeout=timeout_s)
         _tune(connection)
@@ -227,14 +223,11 @@ class SocketReader(IpcReader):
             if self._report.complete:
                 with suppress(OSError):
                     self._socket.sendall(_ANSWER.pack(_ANSWER_MARK, self._counter.trailer().digest))
-            self._disconnect()
+            self.close()
 
     def close(self) -> None:
         """Close the connection; a writer that has not heard the answer raises TransportError."""
         super().close()
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         # unread bytes in a closed socket make it reset the connection, and a reset may swallow the answer on its way
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -250,35 +243,29 @@ class _Handshake:
         self._came = bytearray()
 
     def receive(self) -> Frame:
-        """The schema when all of it came, else BlockingIOError.
+        """The schema when all of it came, else BlockingIOError; what came is kept for the next call.
 
         Raises FormatError or OSError for a peer that must be disconnected.
         """
-        while (absent := self._size() - len(self._came)) > 0:
-            part = self.connection.recv(absent)
-            if not part:
-                raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
-            self._came += part
-        frame = next(frames_of_buffer(pa.py_buffer(bytes(self._came[len(GREETING) :]))))
+        start, stop = len(GREETING), len(GREETING) + 8
+        if (came := self._first(start)) != GREETING:
+            raise FormatError(f"expected a producer's greeting, got {came!r}", kind=ErrorKind.NOT_ARROW)
+        self.greeted, self.deadline = True, float("inf")
+        prefix = self._first(stop)[start:]
+        mark, length = struct.unpack("<II", prefix)
+        if mark != 0xFFFFFFFF or not 0 < length <= _MAX_SCHEMA_BYTES:
+            raise FormatError(f"expected a schema message, got {prefix.hex()}", kind=ErrorKind.NOT_ARROW)
+        frame = next(frames_of_buffer(pa.py_buffer(self._first(stop + length)[start:])))
         parse_schema_frame(frame)
         return frame
 
-    def _size(self) -> int:
-        """Of greeting and schema, as far as those bytes tell that came."""
-        came, prefix_stop = bytes(self._came), len(GREETING) + 8
-        if len(came) < len(GREETING):
-            return len(GREETING)
-        if not came.startswith(GREETING):
-            raise FormatError(f"expected a producer's greeting, got {came!r}", kind=ErrorKind.NOT_ARROW)
-        self.greeted, self.deadline = True, float("inf")
-        if len(came) < prefix_stop:
-            return prefix_stop
-        mark, length = struct.unpack_from("<II", came, len(GREETING))
-        if mark != 0xFFFFFFFF or not 0 < length <= _MAX_SCHEMA_BYTES:
-            raise FormatError(
-                f"expected a schema message, got {came[len(GREETING) : prefix_stop].hex()}", kind=ErrorKind.NOT_ARROW
-            )
-        return prefix_stop + int(length)
+    def _first(self, size: int) -> bytes:
+        while len(self._came) < size:
+            part = self.connection.recv(size - len(self._came))
+            if not part:
+                raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
+            self._came += part
+        return bytes(self._came[:size])
 
 
 class Listener:
@@ -300,17 +287,12 @@ class Listener:
         self._selector = selectors.DefaultSelector()  # a peer's handshake is the data of its key
         self._selector.register(self._server, selectors.EVENT_READ)
         self._pool = BufferPool()
+        place = self._server.getsockname()
+        #: Where producers connect, with the port that the system chose where 0 was asked for.
+        self.address = str(Address(place=place if isinstance(place, str) else place[:2]))
         #: Peers that were disconnected before a stream began.
         self.disconnected = 0
         self._last_error = ""
-
-    @property
-    def address(self) -> str:
-        """Where producers connect, with the port that the system chose where 0 was asked for."""
-        if isinstance(self._asked.place, str):
-            return str(self._asked)
-        host, port = self._server.getsockname()[:2]
-        return str(Address(place=(host, port)))
 
     def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> SocketReader:
         """Return the next stream. Raises TransportError (TIMED_OUT)."""
