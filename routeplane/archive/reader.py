@@ -778,7 +778,7 @@ def without_rows(
         missing_SLK = run.spec.missing_rows(piece.last_row - piece.first_row)
         beside = read_beside(run, row, piece=piece)
         beside["columns"] = blank_weights(beside["columns"], own=len(missing_SLK))
-        lost = replace(row, captures=lose_rows(row.captures, row.routes_start))
+        lost = replace(row, captures=lose_rows(row.captures, start=row.routes_start))
         record = build(run, lost, piece=piece, beside=beside, stored=missing_SLK, changes={"checksum": None})
         record = replace(record, attributes={**record.attributes, "quarantined": "true"}, checksum=None)
         return record if layers is None else record.select(layers)

@@ -39,17 +39,7 @@ __all__ = [
 class StreamSummary:
     """The header and counts of a stream or Parquet file. ``damage``: what ended the reading; empty for nothing.
 
-    >>> import tempfile
-    >>> from routeplane import new_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
-    ...     sink.write(record)
-    >>> [each.complete for each in summarise(folder.name + "/a.arrows")]
-    [True]
-    >>> folder.cleanup()
+    Example: see ``summarise``.
     """
 
     path: str
@@ -87,17 +77,7 @@ class StreamSummary:
 class ArchiveSummary:
     """An archive's newest commit and its counts. ``runs``: records of each run, in order of saving.
 
-    >>> import tempfile
-    >>> from routeplane.archive import open_archive, save_archive
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> _ = save_archive([record], folder.name + "/a", spec=spec, run="first")
-    >>> archive = open_archive(folder.name + "/a")
-    >>> [each.runs for each in summarise(folder.name + "/a")]
-    [(('first', 1),)]
-    >>> folder.cleanup()
+    Example: see ``summarise``.
     """
 
     path: str
@@ -156,17 +136,7 @@ class StreamCheck:
 
     Damaged records count as records. A stream's count as tokens too, their rows as ``lost``; an archive's do not.
 
-    >>> import tempfile
-    >>> from routeplane import new_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
-    ...     sink.write(record)
-    >>> check(folder.name + "/a.arrows").verdict
-    'valid'
-    >>> folder.cleanup()
+    Example: see ``check``.
     """
 
     problems: tuple[Problem, ...]

@@ -230,7 +230,7 @@ def write_report(path: str | os.PathLike[str], text: str) -> None:
     target = PublishedPath(path)
     with contextlib.ExitStack() as undo:
         undo.callback(target.discard)
-        target.file.write(text.encode())
+        target.write(text.encode())
         target.publish()
         undo.pop_all()
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["Assembly", "AssemblyReport", "UnfedTokens", "assemble"]
+__all__ = ["Assembly", "AssemblyReport", "UnfedTokens", "assemble", "beside_rows"]
 
 _CODE: dict[CaptureState, int] = {state: code for code, state in enumerate(STATES)}
 _UNKNOWN = len(STATES)
@@ -163,12 +163,10 @@ def assemble(
                 group=group,
                 token_ids=_tokens(segment, unfed),
                 routes=fill.routes_SLK,
-                spans=_spans(segment, unfed),
                 captures=captures,
                 spec=spec,
-                logprobs=_logprobs(segment, unfed),
-                attributes=_attributes(segment, attributes),
                 columns=fill.columns(),
+                **beside_rows(segment, unfed, attributes=attributes),
             )
             records.append(record)
             stale = _stale_kv_rows(segment, captures)
@@ -459,6 +457,18 @@ def _refuse_missing(captures: Iterable[Capture]) -> None:
             )
 
 
+def beside_rows(
+    segment: Sequence[ModelCall], unfed: UnfedTokens | None, *, attributes: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """What the record of some calls holds beside its rows: its spans, log-probabilities and attributes."""
+    media = segment[-1].media
+    return {
+        "spans": _spans(segment, unfed),
+        "logprobs": _logprobs(segment, unfed),
+        "attributes": {**(attributes or {}), **({"media": json.dumps(list(media))} if media else {})},
+    }
+
+
 def _spans(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> tuple[Span, ...]:
     spans: list[Span] = []
     at = 0
@@ -495,11 +505,6 @@ def _logprobs(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> NDArra
         if call.logprobs is not None:
             logprobs_S[len(call.prompt_ids) : call.num_tokens] = call.logprobs
     return logprobs_S
-
-
-def _attributes(segment: Sequence[ModelCall], given: Mapping[str, str] | None) -> dict[str, str]:
-    media = segment[-1].media
-    return {**(given or {}), **({"media": json.dumps(list(media))} if media else {})}
 
 
 def _check_columns(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> None:

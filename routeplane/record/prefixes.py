@@ -15,7 +15,7 @@ from routeplane.errors import DataError, ErrorKind, check_type
 from routeplane.record.aligned import concatenate_columns
 from routeplane.record.counts import Counts, rule
 from routeplane.record.record import Prefix, RecordKey, RouteRecord, checked_records
-from routeplane.record.spans import lose_first_rows
+from routeplane.record.spans import lose_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,9 +136,7 @@ def join_prefix(record: RouteRecord, *, stored: RouteRecord, whole: RouteRecord)
         return _joined(record, {whole.key: whole})
     if whole.routes_start or whole.num_tokens < record.routes_start:
         raise DataError(f"expected {whole.key} whole, got what was left of it @ {record.key}", kind=ErrorKind.PREFIX)
-    joined = _joined(
-        replace(record, captures=lose_first_rows(record.captures, record.routes_start)), {whole.key: whole}
-    )
+    joined = _joined(replace(record, captures=lose_rows(record.captures, stop=record.routes_start)), {whole.key: whole})
     return replace(joined, attributes={**joined.attributes, "quarantined": "true"}, checksum=None)
 
 

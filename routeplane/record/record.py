@@ -452,7 +452,7 @@ class RouteRecord:
         return replace(
             self,
             routes=self.spec.missing_rows(rows),
-            captures=lose_rows(self.captures, self.routes_start),
+            captures=lose_rows(self.captures, start=self.routes_start),
             columns=blank_weights(self.columns, own=rows),
             checksum=None,
         )
