@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.stream import ray as carrier
+from routeplane.stream.blocks import BlockLimits
 from routeplane.testing.builders import watermarked_record, watermarked_spec
 
 RECORDS, TOKENS, ROUNDS = 32, 1_024, 5
@@ -63,7 +64,9 @@ def rounds() -> dict[str, list[float]]:
     columns = {name: [torch.tensor(getattr(record, name)) for record in base] for name in ("routes", "token_ids")}
     fields = TensorDict({name: jagged(parts) for name, parts in columns.items()}, batch_size=RECORDS)
     found: dict[str, list[float]] = {"ray": [], "queue": []}
-    with carrier.open_writer("bench", SPEC, run="bench", producer="p", encoding="plain") as writer:
+    # a block a step, as the other side's message is
+    limits = BlockLimits(block_bytes=2**25)
+    with carrier.open_writer("bench", SPEC, run="bench", producer="p", encoding="plain", limits=limits) as writer:
         with carrier.open_reader("bench", producers=1, policy=ReadPolicy(on_alarm="ignore")) as reader:
             records = iter(reader)
             for number in range(ROUNDS + 1):

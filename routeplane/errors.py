@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Literal, Self
 
@@ -42,6 +42,7 @@ __all__ = [
     "TransportError",
     "TruncatedError",
     "UsageError",
+    "check_type",
     "naming_stream",
     "refused",
 ]
@@ -162,6 +163,10 @@ class Problem:
     token: int | None = None
     layer: int | None = None
     severity: Literal["error", "alarm"] = "error"
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {**asdict(self), "kind": str(self.kind)}
 
     def __str__(self) -> str:
         where = [
@@ -295,3 +300,14 @@ class MissingExtraError(RouteplaneError, ImportError):
 def refused(expected: str, got: str) -> UsageError:
     """The UsageError (ARGUMENT) for an argument that cannot be served; for ``raise``."""
     return UsageError(f"expected {expected}, got {got}", kind=ErrorKind.ARGUMENT)
+
+
+def check_type(value: object, types: type | tuple[type, ...], *, expected: str) -> None:
+    """Raise UsageError (ARGUMENT) for an argument of another type, before an attribute that it lacks is asked for.
+
+    >>> check_type([], dict, expected="counts by name")
+    Traceback (most recent call last):
+    routeplane.errors.UsageError: expected counts by name, got list
+    """
+    if not isinstance(value, types):
+        raise refused(expected, type(value).__name__)

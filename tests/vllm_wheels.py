@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from routeplane.capture.vllm.interface import FIELDS, FUNCTIONS, find_drift
+from routeplane.capture.vllm.interface import NAMES, find_drift
 
 __all__ = ["SIGNATURES", "drift_of", "read_wheel"]
 
@@ -27,11 +27,12 @@ def read_wheel(path: Path) -> tuple[str, dict[str, list[str] | None]]:
     with zipfile.ZipFile(path) as wheel:
         files = set(wheel.namelist())
         found: dict[str, list[str] | None] = {}
-        for name in (*FUNCTIONS, *FIELDS):
-            tree = _module(wheel, files, name.partition(":")[0])
-            there = None if tree is None else _lookup(tree, name.partition(":")[2])
+        for name, used in NAMES.items():
+            module, _, place = name.partition(":")
+            tree = _module(wheel, files, module)
+            there = None if tree is None else _lookup(tree, place)
             # of a class only what is used: the file is read by people
-            found[name] = there if there is None or name in FUNCTIONS else sorted({*FIELDS[name]} & {*there})
+            found[name] = there if there is None or "." in place else sorted({*used} & {*there})
     return version, found
 
 
@@ -72,7 +73,7 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
 
 def drift_of(found: Mapping[str, list[str] | None]) -> list[str]:
     """What of one version differs from what the writer uses."""
-    return find_drift(found.get, found.get)
+    return find_drift(found.get)
 
 
 def main(paths: list[str]) -> None:

@@ -180,6 +180,8 @@ def add_blocks(
     """
     if blocks_per_run < 1:
         raise refused("blocks_per_run of at least 1", str(blocks_per_run))
+    if not hasattr(source, "acknowledge"):
+        raise refused("a reader of blocks (open_reader of a carrier makes one)", type(source).__name__)
     return add_from(
         _place(store, options), source, blocks_per_run=blocks_per_run, shard_bytes=shard_bytes, progress=progress
     )

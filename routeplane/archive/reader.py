@@ -687,6 +687,8 @@ class Archive(Mapping[RecordKey, RouteRecord]):
         return read_rows(run, row, tokens=tokens, layers=layer_ids)
 
     def _locate(self, key: tuple[str, int, int]) -> tuple[Run, Row]:
+        if not isinstance(key, tuple) or len(key) != len(RecordKey._fields):
+            raise refused("a key (sample_id, attempt, segment)", f"{key!r:.80}")
         number = self.catalog.find(RecordKey(*key))
         if number is None:
             raise KeyError(RecordKey(*key))
@@ -776,7 +778,7 @@ def without_rows(
         missing_SLK = run.spec.missing_rows(piece.last_row - piece.first_row)
         beside = read_beside(run, row, piece=piece)
         beside["columns"] = blank_weights(beside["columns"], own=len(missing_SLK))
-        lost = replace(row, captures=lose_rows(row.captures, row.routes_start))
+        lost = replace(row, captures=lose_rows(row.captures, start=row.routes_start))
         record = build(run, lost, piece=piece, beside=beside, stored=missing_SLK, changes={"checksum": None})
         record = replace(record, attributes={**record.attributes, "quarantined": "true"}, checksum=None)
         return record if layers is None else record.select(layers)

@@ -312,16 +312,7 @@ class ArchiveWriter(RecordWriter):
 
     Made by ``new_run``. A record whose key the archive has already is refused.
 
-    >>> import tempfile
-    >>> from routeplane.archive import new_run, open_archive
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with new_run(folder + "/a", spec, run="first") as run:
-    ...         run.write(record)
-    ...     [each.name for each in open_archive(folder + "/a").runs]
-    ['first']
+    Example: see ``new_run``.
     """
 
     def __init__(

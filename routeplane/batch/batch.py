@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routeplane.batch.columns import CHANGED_LOGITS, NO_STATE, USES, MaskCounts, count_states, settle_states
-from routeplane.batch.layouts import Fill, StackLayout, balanced_rows, check_fill, read_layout, take_rows
+from routeplane.batch.layouts import Fill, StackLayout, read_layout, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.slots import ContextLayout, RankOf, Shard
@@ -439,19 +439,6 @@ class RouteBatch:
             "column_parts": MappingProxyType(parts),
             "column_types": MappingProxyType(types),
         }
-
-    def fill_padding(self, *, expert_parallel: int = 1) -> RouteBatch:
-        """The batch with balanced ids at padding (``layout.balanced_rows``), in routes of its own.
-
-        For gates or engines that cannot run live rows, after the last cut: padding is numbered as this rank has it.
-        Real MISSING rows stay MISSING, and ``pad_mask`` still says what is padding. Raises UsageError (ARGUMENT).
-        """
-        check_fill("balanced", self.spec, expert_parallel=expert_parallel)
-        routes = self.routes.clone()
-        pads = self.pad_mask
-        filler = balanced_rows(int(pads.sum()), self.spec, expert_parallel=expert_parallel)
-        routes[pads] = torch.from_numpy(filler).to(routes.device)
-        return replace(self, routes=routes, fill="balanced")
 
     def with_routes(self, routes_NLK: torch.Tensor, /) -> RouteBatch:
         """The batch with other routes, such as the trainer's own: int16 ``[N, L, K]`` in gate order, on any device.

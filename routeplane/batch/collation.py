@@ -48,6 +48,7 @@ from routeplane.batch.plan import PADDING, Layout, PlanOptions, RankCounts, Toke
 from routeplane.batch.slots import RankOf, Shard, records_of_rank, require_positive
 from routeplane.errors import ErrorKind, UsageError, refused
 from routeplane.record.aligned import AlignedColumn, ColumnType
+from routeplane.record.record import checked_records
 from routeplane.record.spec import RouteSpec
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ class BatchOptions(PlanOptions):
     ``seq_len``, ``pad_to_multiple_of``, ``pad_total_to_multiple_of``, ``padding_side``, ``max_length``, ``truncate``:
     as in PlanOptions.
     ``pad_token_id``: the token id at padding. ``fill``: what ``routes`` hold at padding: MISSING, or ``"balanced"``
-    ids, which ``RouteBatch.fill_padding`` explains and spreads over ``expert_parallel`` ranks. ``buffers``: the pool
-    whose memory the batch is written into until it is released there; default fresh memory.
+    ids, spread over ``expert_parallel`` ranks, for gates or engines that cannot run live rows: real MISSING rows stay
+    MISSING, ``pad_mask`` still says what is padding, and such a batch is not cut again. ``buffers``: the pool whose
+    memory the batch is written into until it is released there; default fresh memory.
 
     ``labels``: whether ``columns`` hold what each row's logits are scored on, moved to that row before any cut:
     ``labels`` (int64, the next token; -100 where there is none), ``label_mask`` (bool, whether a policy sampled it),
@@ -162,7 +164,7 @@ def collate(
     (torch.Size([1, 4]), [[False, False, False, True]])
     """
     target = _Target.of(spec, layout, options, shard)
-    given = tuple(records)
+    given = tuple(checked_records(records))
     if not given:
         raise refused("at least one record", "none")
     given = tuple(given[index] for index in records_of_rank(len(given), rank=target.shard.data_parallel))

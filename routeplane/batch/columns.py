@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, UsageError, check_type, refused
 from routeplane.record.aligned import BFLOAT16_NAN, MASK_STATES, AlignedColumn, ColumnType, read_column
 from routeplane.record.counts import Counts
+from routeplane.record.record import RouteRecord
 from routeplane.record.spans import STATES, Coverage, partial_states
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.record import RouteRecord
     from routeplane.record.spans import Sampling
     from routeplane.record.spec import RouteSpec
 
@@ -162,6 +162,7 @@ def prompt_tokens(record: RouteRecord) -> int:
     >>> prompt_tokens(record) == min(span.start for span in record.spans if span.kind == "generation")
     True
     """
+    check_type(record, RouteRecord, expected="a RouteRecord")
     return min((span.start for span in record.spans if span.kind == "generation"), default=record.num_tokens)
 
 

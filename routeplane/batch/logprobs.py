@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from routeplane.batch.batch import RouteBatch
 from routeplane.batch.columns import CHANGED_LOGITS, NO_LABEL, USES
-from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.errors import DataError, ErrorKind, check_type, refused
 
 __all__ = ["VocabShard", "label_logprobs", "token_entropy", "token_logprobs"]
 
@@ -70,6 +70,7 @@ def token_logprobs(
     >>> [round(value, 3) for value in found[0].tolist()]
     [nan, -11.09, -11.09]
     """
+    _check_arguments(logits, batch)
     before_N = torch.from_numpy(batch.plan.predecessors()).to(logits.device)
     rows = torch.nonzero(before_N >= 0)[:, 0]
     if "labels" in batch.columns:
@@ -192,9 +193,13 @@ class _Work:
         return every[rest]
 
 
+def _check_arguments(logits: torch.Tensor, batch: RouteBatch) -> None:
+    check_type(logits, torch.Tensor, expected="logits as a tensor")
+    check_type(batch, RouteBatch, expected="a RouteBatch")
+
+
 def _flat(logits: torch.Tensor, batch: RouteBatch) -> torch.Tensor:
-    if not isinstance(logits, torch.Tensor):
-        raise refused("logits as a tensor", type(logits).__name__)
+    _check_arguments(logits, batch)
     shape = [size for size in batch.token_ids.shape if size != 1]
     rows = [size for size in logits.shape[:-1] if size != 1]
     if logits.ndim < 2 or rows not in (shape, [size for size in [batch.num_rows] if size != 1]):

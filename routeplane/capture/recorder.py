@@ -12,7 +12,6 @@ Axes: S token positions, R rows that came or that travel, L captured layers, K t
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -21,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from routeplane.capture.wire import decode, encode
-from routeplane.errors import DataError, ErrorKind, refused
+from routeplane.errors import DataError, ErrorKind, check_type, refused
 from routeplane.record.aligned import AlignedColumn, concatenate_columns
-from routeplane.record.assembly import Assembly, assemble
+from routeplane.record.assembly import Assembly, assemble, beside_rows
 from routeplane.record.calls import ModelCall
 from routeplane.record.record import RouteRecord
 from routeplane.record.spans import Capture, CaptureState, RecordKey, Span
@@ -79,6 +78,7 @@ def record_of_call(
     >>> record_of_call(call, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)), sample_id="s").routes.tolist()
     [[[3, 1]], [[0, 5]], [[-1, -1]]]
     """
+    check_type(call, ModelCall, expected="a ModelCall")
     routes_RLK = call.routes
     whole = routes_RLK is not None and call.layer_ids in (None, spec.layer_ids) and routes_RLK.size > 0
     # rows of another shape are assemble's to refuse: one layer would be broadcast to all of them
@@ -93,32 +93,11 @@ def record_of_call(
         group=group,
         token_ids=call.token_ids,
         routes=routes_SLK,
-        spans=_spans_of_call(call),
         captures=_captures_of_call(call),
         spec=spec,
-        logprobs=_logprobs_of_call(call),
-        attributes={**(attributes or {}), **({"media": json.dumps(list(call.media))} if call.media else {})},
         columns={name: values.copy() for name, values in call.columns.items()},
+        **beside_rows([call], None, attributes=attributes),
     )
-
-
-def _spans_of_call(call: ModelCall) -> tuple[Span, ...]:
-    prompt = len(call.prompt_ids)
-    spans = []
-    if prompt:
-        spans.append(Span(start=0, stop=prompt, kind="prompt", call=call.call_id, weights_version=None))
-    spans += [
-        Span(
-            start=start,
-            stop=stop,
-            kind="generation",
-            call=call.call_id,
-            weights_version=version,
-            sampling=call.sampling,
-        )
-        for start, stop, version in call.version_spans()
-    ]
-    return tuple(spans)
 
 
 def _captures_of_call(call: ModelCall) -> tuple[Capture, ...]:
@@ -137,14 +116,6 @@ def _captures_of_call(call: ModelCall) -> tuple[Capture, ...]:
             captures.append(Capture(start=at, stop=stop, call=call.call_id, weights_version=version, state=state))
             at = stop
     return tuple(captures)
-
-
-def _logprobs_of_call(call: ModelCall) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
-    if call.logprobs is None:
-        return None
-    logprobs_S = np.full(call.num_tokens, np.nan, dtype=np.float32)
-    logprobs_S[len(call.prompt_ids) :] = call.logprobs
-    return logprobs_S
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,6 +199,7 @@ class RouteRecorder:
 
     def add_call(self, call: ModelCall, *, changes: Iterable[WeightsChange] = ()) -> None:
         """Take the next call. ``changes``: where its weights changed under way, in order."""
+        check_type(call, ModelCall, expected="a ModelCall")
         held = self._held if self._extends(call.prompt_ids, call.media) else 0
         self._held = held + self._whole_rows(call, start=held)
         self._calls.append(call)

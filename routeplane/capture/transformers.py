@@ -28,7 +28,7 @@ from routeplane.capture.gates import find_gates
 from routeplane.capture.recorder import extend, require_resumable
 from routeplane.capture.selection import Gate, SelectionMode
 from routeplane.capture.weights import WeightSite, find_weights, meaning_of
-from routeplane.errors import CaptureError, ErrorKind, refused
+from routeplane.errors import CaptureError, ErrorKind, check_type, refused
 from routeplane.record import spans
 from routeplane.record.aligned import AlignedColumn, mask_columns, weights_column
 from routeplane.record.assembly import assemble
@@ -227,6 +227,7 @@ def taping(
     Raises ReplayError (NO_SEAM) for a router whose selection cannot be read, or whose weights cannot be told, SpecError
     where the model's gates are not the spec's (layers, E, K).
     """
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     gates = find_gates(model, leave_live=leave_live)
     spec.require_same_geometry(_spec_of(gates, spec), where="the model's gates")
     tape = GateTape(spec, follow=follow)
@@ -444,6 +445,7 @@ def _generate(
     sampling: Sampling,
     names: Sequence[str],
 ) -> list[_Answer]:
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     if model.training:
         raise refused(
             "a model in evaluation mode",

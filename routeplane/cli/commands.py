@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routeplane.batch.layouts import LAYOUTS
-from routeplane.cli.output import Progress, problem_document, problem_line, show
+from routeplane.cli.output import Progress, problem_line, show
 from routeplane.errors import ErrorKind, MissingExtraError, Problem, refused
 from routeplane.inspect.audit import OWN_LAYOUT, audit_batch, load_batch
 from routeplane.inspect.inputs import find_sources
@@ -101,11 +101,10 @@ def _validate(options: argparse.Namespace) -> int:
     from routeplane.inspect.look import check
 
     found = check(options.source)
-    document = {**found.to_dict(), "problems": [problem_document(problem) for problem in found.problems]}
     coverage = ", ".join(f"{state} {count:,}" for state, count in found.coverage.rows.items() if count)
     lines = [problem_line(problem) for problem in found.problems]
     counts = f"{found.records:,} records, {found.tokens:,} tokens ({coverage or 'no rows'})"
-    show(options, document, lines=[*lines, f"{counts}: {found.verdict}"])
+    show(options, found.to_dict(), lines=[*lines, f"{counts}: {found.verdict}"])
     failing = [problem for problem in found.problems if problem.severity == "error" or options.alarms == "fail"]
     return 1 if failing else 0
 
@@ -305,7 +304,7 @@ def _damage_lines(damage: Sequence[tuple[str, Problem]]) -> list[str]:
 
 
 def _damage_documents(damage: Sequence[tuple[str, Problem]]) -> list[dict[str, Any]]:
-    return [{"source": source, **problem_document(problem)} for source, problem in damage]
+    return [{"source": source, **problem.to_dict()} for source, problem in damage]
 
 
 def _few(paths: Sequence[str]) -> str:

@@ -29,7 +29,6 @@ __all__ = [
     "format_statistics",
     "format_table",
     "printable",
-    "problem_document",
     "problem_line",
     "rounded",
     "show",
@@ -66,19 +65,7 @@ def _text(error: Exception) -> str:
 def _document(error: Exception) -> dict[str, Any]:
     kind = str(error.kind) if isinstance(error, RouteplaneError) else type(error).__name__
     problems = error.problems if isinstance(error, RouteplaneError) else ()
-    return {"kind": kind, "message": str(error), "problems": [problem_document(problem) for problem in problems]}
-
-
-def problem_document(problem: Problem) -> dict[str, Any]:
-    """A problem as JSON."""
-    return {
-        "severity": problem.severity,
-        "kind": str(problem.kind),
-        "message": problem.message,
-        "sample": problem.sample,
-        "token": problem.token,
-        "layer": problem.layer,
-    }
+    return {"kind": kind, "message": str(error), "problems": [problem.to_dict() for problem in problems]}
 
 
 def problem_line(problem: Problem, *, source: str | None = None) -> str:

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from routeplane.errors import ErrorKind, FleetError, refused
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 __all__ = [
     "WILDCARDS",
@@ -64,8 +64,8 @@ WILDCARDS = ("0.0.0.0", "::")
 class ServerState(StrEnum):
     """What stands behind an endpoint.
 
-    >>> Endpoints.of(["http://127.0.0.1:21000/v1"]).with_state(0, ServerState.SERVING).degraded
-    ()
+    >>> Endpoints.of(["http://127.0.0.1:21000/v1"]).states[0].state
+    <ServerState.RESERVED: 'reserved'>
     """
 
     RESERVED = "reserved"  # the port is ours; requests get 503
@@ -129,18 +129,6 @@ class Endpoints:
     def urls(self) -> tuple[str, ...]:
         """Every shard's URL, whatever its state."""
         return tuple(state.url for state in self.states)
-
-    @property
-    def degraded(self) -> tuple[int, ...]:
-        """Shards that do not serve at present."""
-        return tuple(state.shard for state in self.states if state.state is not ServerState.SERVING)
-
-    def with_state(self, shard: int, state: ServerState) -> Endpoints:
-        """The same endpoints, one shard in another state. Raises UsageError for a shard that is not there."""
-        if not 0 <= shard < len(self.states):
-            raise refused(f"a shard below {len(self.states)}", f"{shard}")
-        changed = EndpointState(shard=shard, url=self.states[shard].url, state=state)
-        return Endpoints(states=(*self.states[:shard], changed, *self.states[shard + 1 :]))
 
 
 def _check_url(url: object) -> None:
@@ -225,7 +213,6 @@ class Endpoint:
         self.port: int = listening.getsockname()[1]
         self.url = f"http://{bracketed}:{self.port}{path}"
         self._lock = threading.Lock()
-        self._ready = threading.Event()
         self._state = ServerState.RESERVED
         self._responder: _Responder | None = _Responder(listening)
 
@@ -260,44 +247,29 @@ class Endpoint:
             self._responder = _Responder(self._socket)
             if self._state is ServerState.SERVING:
                 self._state = ServerState.DEGRADED
-                self._ready.clear()
 
     def mark_serving(self) -> None:
-        """Say that the server accepts; wakes what waits. Raises FleetError (CLOSED) before ``hand_over``."""
+        """Say that the server accepts. Raises FleetError (CLOSED) before ``hand_over``."""
         with self._lock:
             if self._responder is not None or self._state is ServerState.CLOSED:
                 raise FleetError(
                     f"expected a server that was handed the socket of {self.url}, got none", kind=ErrorKind.CLOSED
                 )
             self._state = ServerState.SERVING
-        self._ready.set()
-
-    def wait_ready(self, *, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for ``mark_serving``. Raises FleetError: NOT_READY, or CLOSED if closed."""
-        came = self._ready.wait(timeout)
-        if self._state is ServerState.CLOSED:
-            raise FleetError(f"expected {self.url} to serve, got a closed endpoint", kind=ErrorKind.CLOSED)
-        if not came:
-            raise FleetError(
-                f"expected {self.url} to serve within {timeout} s, got no server", kind=ErrorKind.NOT_READY
-            )
 
     def close(self) -> None:
-        """End the answering thread, close the socket, wake who waits. Idempotent; frees the port."""
+        """End the answering thread and close the socket. Idempotent; frees the port."""
         with self._lock:
             responder, self._responder = self._responder, None
             self._state = ServerState.CLOSED
         if responder is not None:
             responder.end()
         self._socket.close()
-        self._ready.set()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -254,12 +254,10 @@ class TaskTimes:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, times to the millisecond."""
         return {
-            "name": self.name,
+            **asdict(self),
             "waits": list(self.waits),
-            "waited_for": self.waited_for,
             "started": None if self.started is None else round(self.started, 3),
             "ended": None if self.ended is None else round(self.ended, 3),
-            "outcome": self.outcome,
         }
 
 

@@ -13,6 +13,7 @@ Axes: L captured layers, E experts, X bins of position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -263,12 +264,7 @@ def _by_layer(
         transform=[{"filter": "layer === null || datum.layer === layer"}],
         mark={"type": "line", "point": True, "tooltip": True},
         encoding={
-            "x": {
-                "field": "layer",
-                "type": "ordinal",
-                "title": "layer",
-                "axis": {"labelOverlap": True, "labelAngle": 0},
-            },
+            "x": _ordinal("layer", "layer", axis={"labelAngle": 0}),
             "y": _axis(name, label, scale={"zero": True}),
             "color": _colour(colour),
             "tooltip": _tips(*tips),
@@ -276,14 +272,24 @@ def _by_layer(
     )
 
 
-def _colour(name: str) -> dict[str, Any]:
-    return {
-        "field": name,
-        "type": "nominal",
-        "title": None,
-        "scale": {"range": [_ORANGE, _BLUE, _GREEN, _RED, _GREY]},
-        "legend": {"orient": "top"},
-    }
+def _ordinal(name: str, title: str | None, *, axis: Mapping[str, Any] = MappingProxyType({}), **rest: Any) -> Spec:
+    return {"field": name, "type": "ordinal", "title": title, "axis": {"labelOverlap": True, **axis}, **rest}
+
+
+def _colour(name: str, **colours: str) -> Spec:
+    """Colours by the values of a field, which are named, or not."""
+    known = {"domain": list(colours), "range": list(colours.values())}
+    scale = known if colours else {"range": [_ORANGE, _BLUE, _GREEN, _RED, _GREY]}
+    return {"field": name, "type": "nominal", "title": None, "scale": scale, "legend": {"orient": "top"}}
+
+
+def _shade(name: str, title: str, **legend: Any) -> Spec:
+    scale = {"scheme": "cividis", "domainMin": 0}
+    return _axis(name, title, scale=scale, legend={"orient": "top", "gradientLength": 160, **legend})
+
+
+def _positions(width: int) -> dict[str, Spec]:
+    return {"x": _axis("from", f"position (bins of {width} tokens)", bin="binned"), "x2": {"field": "to"}}
 
 
 def _overlap(overview: Overview) -> Spec:
@@ -345,16 +351,9 @@ def _coverage(overview: Overview) -> Spec:
         ],
         mark={"type": "bar", "tooltip": True},
         encoding={
-            "x": _axis("from", f"position (bins of {width} tokens)", bin="binned"),
-            "x2": {"field": "to"},
+            **_positions(width),
             "y": _axis("tokens", "fed tokens", stack=True),
-            "color": {
-                "field": "rows",
-                "type": "nominal",
-                "title": None,
-                "scale": {"domain": ["all there", "missing"], "range": [_BLUE, _RED]},
-                "legend": {"orient": "top"},
-            },
+            "color": _colour("rows", **{"all there": _BLUE, "missing": _RED}),
             "tooltip": _tips("from", "to", "rows", "tokens"),
         },
     )
@@ -411,8 +410,7 @@ def _flips(overview: Overview) -> Spec:
         transform=_unfolded(width, ["bar"]),
         mark={"type": "bar", "color": _RED, "tooltip": True},
         encoding={
-            "x": _axis("from", f"position (bins of {width} tokens)", bin="binned"),
-            "x2": {"field": "to"},
+            **_positions(width),
             "y": _percent("share", "share of rows"),
             "tooltip": _tips("from", "to", "share%", "flips", "rows"),
         },
@@ -429,16 +427,9 @@ def _flips_map(overview: Overview) -> Spec:
         transform=_unfolded(width, ["bar", "layer"]),
         mark={"type": "rect", "tooltip": True},
         encoding={
-            "x": _axis("from", f"position (bins of {width} tokens)", bin="binned"),
-            "x2": {"field": "to"},
-            "y": {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelOverlap": True}},
-            "color": {
-                "field": "share",
-                "type": "quantitative",
-                "title": "share of rows",
-                "scale": {"scheme": "cividis", "domainMin": 0},
-                "legend": {"orient": "top", "format": "~%", "gradientLength": 160},
-            },
+            **_positions(width),
+            "y": _ordinal("layer", "layer"),
+            "color": _shade("share", "share of rows", format="~%"),
             "tooltip": _tips("layer", "from", "to", "share%", "rows"),
         },
     )
@@ -485,13 +476,7 @@ def _gap(overview: Overview) -> Spec:
                 "gap", "|gap| in nats (log scale)", scale={"type": "log"}, axis={"format": "~g", "labelOverlap": True}
             ),
             "y": _percent("share", "share of tokens above"),
-            "color": {
-                "field": "routes",
-                "type": "nominal",
-                "title": None,
-                "scale": {"domain": ["live routes", "replayed routes"], "range": [_RED, _BLUE]},
-                "legend": {"orient": "top"},
-            },
+            "color": _colour("routes", **{"live routes": _RED, "replayed routes": _BLUE}),
             "tooltip": _tips("routes", "gap", "share%"),
         },
     )
@@ -568,21 +553,9 @@ def _drift(overview: Overview) -> Spec:
         transform=[{"filter": "layer === null || datum.layer === layer"}],
         mark={"type": "rect", "tooltip": True},
         encoding={
-            "x": {
-                "field": "step",
-                "type": "ordinal",
-                "sort": {"field": "place"},
-                "title": "weights versions",
-                "axis": {"labelOverlap": True, "labelAngle": 0},
-            },
-            "y": {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelOverlap": True}},
-            "color": {
-                "field": "nats",
-                "type": "quantitative",
-                "title": "nats",
-                "scale": {"scheme": "cividis", "domainMin": 0},
-                "legend": {"orient": "top", "gradientLength": 160},
-            },
+            "x": _ordinal("step", "weights versions", sort={"field": "place"}, axis={"labelAngle": 0}),
+            "y": _ordinal("layer", "layer"),
+            "color": _shade("nats", "nats"),
             "tooltip": _tips("step", "layer", "nats~"),
         },
     )
@@ -703,13 +676,7 @@ def draw_timeline(tasks: Sequence[Mapping[str, Any]]) -> Spec:
                     "y": y,
                     "x": _axis("started", "seconds"),
                     "x2": {"field": "ended"},
-                    "color": {
-                        "field": "outcome",
-                        "type": "nominal",
-                        "title": None,
-                        "scale": {"domain": ["done", "failed", "cancelled"], "range": [_BLUE, _RED, _GREY]},
-                        "legend": {"orient": "top"},
-                    },
+                    "color": _colour("outcome", done=_BLUE, failed=_RED, cancelled=_GREY),
                 },
             },
             {

@@ -10,13 +10,13 @@ P bins of absolute position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, SpecError, UsageError
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, check_type
 from routeplane.inspect.statistics import POSITION_BIN, POSITION_BINS, SAME, TABLE, shared_ids
 from routeplane.record.counts import Counts, rule
 from routeplane.record.record import RecordKey, RouteRecord
@@ -212,17 +212,7 @@ class RouteDiff(Counts):
                 for place, (compared, flipped) in enumerate(self.positions_P2)
                 if compared
             ],
-            "worst": [
-                {
-                    "key": list(found.key),
-                    "flipped": found.flipped,
-                    "compared": found.compared,
-                    "token": found.token,
-                    "layer": found.layer,
-                    "token_mismatch": found.token_mismatch,
-                }
-                for found in self.worst
-            ],
+            "worst": [{**asdict(found), "key": list(found.key)} for found in self.worst],
         }
 
     def derived(self) -> dict[str, float]:
@@ -245,6 +235,8 @@ def compare_records(left: RouteRecord, right: RouteRecord) -> RouteDiff:
     >>> compare_records(records[0], records[0]).same
     True
     """
+    for side in (left, right):
+        check_type(side, RouteRecord, expected="a RouteRecord")
     total = RouteDiff.empty(left.spec, right.spec)
     return total.merge(_count(left, align(left, right, layer_ids=total.layer_ids), total.layer_ids))
 
@@ -293,6 +285,7 @@ _Pair = tuple[RouteRecord | None, RouteRecord | None]
 def _look_up(left: Iterable[RouteRecord], right: Mapping[RecordKey, RouteRecord]) -> Iterator[_Pair]:
     seen: set[RecordKey] = set()
     for record in left:
+        check_type(record, RouteRecord, expected="a RouteRecord")
         _see(record.key, seen)
         yield record, right.get(record.key)
     for key in right:
@@ -312,6 +305,7 @@ def _in_step(left: Iterable[RouteRecord], right: Iterable[RouteRecord], max_held
             if record is None:
                 open_sides.remove(side)
                 continue
+            check_type(record, RouteRecord, expected="a RouteRecord")
             _see(record.key, seen[side])
             partner = held[1 - side].pop(record.key, None)
             if partner is not None:

@@ -14,11 +14,12 @@ Axes: S tokens, L common layers, K top-k slots.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from routeplane.errors import check_type
 from routeplane.inspect.compare import AlignedRows, RouteDiff, Segment, best_segment, longest_run, windows
 from routeplane.inspect.statistics import RouteStatistics, dead_experts, shared_ids
 from routeplane.record.spec import MISSING
@@ -133,17 +134,10 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "severity": self.severity,
-            "kind": self.kind,
-            "title": self.title,
-            "detail": self.detail,
+            **asdict(self),
             "where": self.where,
             "confidence": self.confidence,
-            "sample": self.sample,
-            "token": self.token,
-            "stop": self.stop,
             "layers": list(self.layers),
-            "tokens": self.tokens,
             "agreement": None if self.agreement is None else [round(share, 6) for share in self.agreement],
             "votes": None if self.votes is None else list(self.votes),
         }
@@ -161,17 +155,11 @@ def find_findings(
     >>> find_findings(collect([], watermarked_spec()))[0].kind
     'nothing_recorded'
     """
-    found = [
-        *(examiner.findings() if examiner is not None else []),
-        *_missing(statistics),
-        *_constant(statistics),
-        *_expert_count(statistics),
-        *_runs(statistics),
-        *(differences(diff) if diff is not None else []),
-        *_dead(statistics),
-        *_drift(statistics),
-    ]
-    return order_findings(found)
+    check_type(statistics, RouteStatistics, expected="RouteStatistics")
+    found = examiner.findings() if examiner is not None else []
+    found = [*found, *_missing(statistics), *_constant(statistics), *_expert_count(statistics), *_runs(statistics)]
+    found += differences(diff) if diff is not None else []
+    return order_findings([*found, *_dead(statistics), *_drift(statistics)])
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:

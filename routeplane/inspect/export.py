@@ -25,11 +25,11 @@ import pyarrow.parquet as pq
 from routeplane.errors import DataError, ErrorKind, FormatError, MissingExtraError, refused
 from routeplane.record.batches import DEFAULT_MAX_BYTES, TRAILER_KEY, BatchRecords, BatchWriter, Trailer, TrailerCounter
 from routeplane.record.policy import ReadPolicy
-from routeplane.record.record import RouteRecord
+from routeplane.record.record import RouteRecord, checked_records
 from routeplane.record.schema import Encoding, StreamHeader, parse_schema
 from routeplane.record.spec import MISSING
 from routeplane.record.transfer import RecordReader
-from routeplane.stream.files import PublishedPath, Target
+from routeplane.stream.files import PublishedPath, WholeWrites
 
 if TYPE_CHECKING:
     import pandas
@@ -115,7 +115,7 @@ def tables(records: Iterable[RouteRecord], *, form: Form) -> Iterator[pa.Table]:
     if form not in ("nested", "flat"):
         raise refused("form of ('nested', 'flat')", repr(form))
     make = _nested if form == "nested" else _flat
-    return (_with_columns(make(record), record, form) for record in records)
+    return (_with_columns(make(record), record, form) for record in checked_records(records))
 
 
 def to_arrow(records: Iterable[RouteRecord] | RouteRecord, *, form: Form = "flat") -> pa.Table:
@@ -185,7 +185,7 @@ def write_tables(records: Iterable[RouteRecord], path: str | os.PathLike[str], *
     schema = (_NESTED if form == "nested" else _FLAT) if first is None else first.schema
     count = 0
     try:
-        with pq.ParquetWriter(target.file, schema, compression="zstd", compression_level=1) as writer:
+        with pq.ParquetWriter(target, schema, compression="zstd", compression_level=1) as writer:
             for table in () if first is None else chain([first], made):
                 if table.schema != schema:
                     raise DataError(
@@ -343,7 +343,7 @@ class ParquetWriter(BatchWriter):
     """The RouteSink of one Parquet file; the target is its until ``close`` or ``abort``."""
 
     def __init__(
-        self, target: Target, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
+        self, target: WholeWrites, spec: RouteSpec, *, encoding: Encoding, max_bytes: int = DEFAULT_MAX_BYTES
     ) -> None:
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes)
         self._target = target
@@ -355,7 +355,7 @@ class ParquetWriter(BatchWriter):
     def _writer(self) -> Any:
         if self._file is None:
             self._file = pq.ParquetWriter(
-                self._target.file,
+                self._target,
                 self._schema(),
                 compression="zstd",
                 compression_level=1,

@@ -253,18 +253,7 @@ def find_sources(
 class SourceSet:
     """Sources of one spec. Every call opens, reads and closes.
 
-    >>> import tempfile
-    >>> from routeplane import new_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
-    ...     sink.write(record)
-    >>> sources = find_sources([folder.name + "/*.arrows"])
-    >>> len(sources), [read.num_tokens for read in sources.records()]
-    (1, [3])
-    >>> folder.cleanup()
+    Example: see ``find_sources``.
     """
 
     sources: tuple[Source, ...]

@@ -7,11 +7,11 @@ problems with sample, token and layer. ``explain`` follows one token of one reco
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, naming_stream, refused
+from routeplane.errors import ErrorKind, FormatError, Problem, UsageError, check_type, naming_stream, refused
 from routeplane.inspect.inputs import SALVAGE, Source, damage_of, resolve
 from routeplane.record.alarms import find_alarms
 from routeplane.record.policy import StreamReport
@@ -39,17 +39,7 @@ __all__ = [
 class StreamSummary:
     """The header and counts of a stream or Parquet file. ``damage``: what ended the reading; empty for nothing.
 
-    >>> import tempfile
-    >>> from routeplane import new_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
-    ...     sink.write(record)
-    >>> [each.complete for each in summarise(folder.name + "/a.arrows")]
-    [True]
-    >>> folder.cleanup()
+    Example: see ``summarise``.
     """
 
     path: str
@@ -87,17 +77,7 @@ class StreamSummary:
 class ArchiveSummary:
     """An archive's newest commit and its counts. ``runs``: records of each run, in order of saving.
 
-    >>> import tempfile
-    >>> from routeplane.archive import open_archive, save_archive
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> _ = save_archive([record], folder.name + "/a", spec=spec, run="first")
-    >>> archive = open_archive(folder.name + "/a")
-    >>> [each.runs for each in summarise(folder.name + "/a")]
-    [(('first', 1),)]
-    >>> folder.cleanup()
+    Example: see ``summarise``.
     """
 
     path: str
@@ -156,17 +136,7 @@ class StreamCheck:
 
     Damaged records count as records. A stream's count as tokens too, their rows as ``lost``; an archive's do not.
 
-    >>> import tempfile
-    >>> from routeplane import new_stream
-    >>> from routeplane.testing.builders import watermarked_record, watermarked_spec
-    >>> spec = watermarked_spec()
-    >>> record = watermarked_record(0, num_tokens=3, spec=spec)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with new_stream(folder.name + "/a.arrows", spec) as sink:
-    ...     sink.write(record)
-    >>> check(folder.name + "/a.arrows").verdict
-    'valid'
-    >>> folder.cleanup()
+    Example: see ``check``.
     """
 
     problems: tuple[Problem, ...]
@@ -188,17 +158,7 @@ class StreamCheck:
             "records": self.records,
             "tokens": self.tokens,
             "coverage": {state: count for state, count in self.coverage.rows.items() if count},
-            "problems": [
-                {
-                    "severity": problem.severity,
-                    "kind": str(problem.kind),
-                    "message": problem.message,
-                    "sample": problem.sample,
-                    "token": problem.token,
-                    "layer": problem.layer,
-                }
-                for problem in self.problems
-            ],
+            "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
@@ -440,16 +400,7 @@ class Explanation:
             "logprob": self.logprob,
             "columns": self.columns,
             "attributes": self.attributes,
-            "layers": [
-                {
-                    "layer": rows.layer,
-                    "before": rows.before,
-                    "row": rows.row,
-                    "after": rows.after,
-                    "kept_from_before": rows.kept_from_before,
-                }
-                for rows in self.layers
-            ],
+            "layers": [asdict(rows) for rows in self.layers],
         }
 
 
@@ -465,6 +416,7 @@ def explain(record: RouteRecord, token: int, *, layer_ids: tuple[int, ...] | Non
     >>> hop.capture.state, [rows.layer for rows in hop.layers]
     ('captured', [1, 2])
     """
+    check_type(record, RouteRecord, expected="a RouteRecord")
     if not 0 <= token < record.num_tokens:
         raise refused(f"a token in [0, {record.num_tokens})", f"{token} @ sample {record.sample_id}")
     chosen = record.spec.layer_ids if layer_ids is None else layer_ids

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from itertools import combinations
 from math import comb
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.errors import refused
+from routeplane.errors import check_type, refused
 from routeplane.inspect.compare import AlignedRows, RouteDiff, compare
 from routeplane.inspect.diagnose import Examiner, Finding, find_findings
 from routeplane.inspect.statistics import POSITION_BIN, Collector, RouteStatistics
+from routeplane.record.record import checked_records
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,7 +73,7 @@ _MAX_BINS = 8_192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One sample of the table, in order of arrival. ``gaps``: mean |gap| live and under replay, None where unknown."""
+    """One sample of the table, in order of arrival."""
 
     part: int
     key: RecordKey
@@ -81,7 +82,6 @@ class SampleRow:
     versions: tuple[int, ...]
     flipped: int = 0
     compared: int = 0
-    gaps: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,11 +212,13 @@ class _Survey:
 
     def tap(self, parts: Iterable[tuple[str, Iterable[RouteRecord]]]) -> Iterator[RouteRecord]:
         """The records of all parts, counted as they pass."""
-        for name, records in parts:
+        for part_of_run in parts:
+            check_type(part_of_run, tuple, expected="parts (name, records)")
+            name, records = part_of_run
             layers = len(self._layer_ids)
             part = _Part(name=name, collector=Collector(self._spec), flips_LX2=np.zeros((layers, 0, 2), dtype=np.int64))
             self._parts.append(part)
-            for record in records:
+            for record in checked_records(records):
                 self._part_of[record.key] = len(self._parts) - 1
                 self._add(part, record)
                 yield record
@@ -243,20 +245,11 @@ class _Survey:
             self._attributor.add(left, right)
         part = self._parts[self._part_of[left.key]]
         _add_flips(part, rows)
-        gaps = tuple(_add_gap(part, which, gap_S) for which, gap_S in enumerate(_gaps(left, right)))
+        _add_gaps(part, left, right)
         flipped = int(rows.flipped_SL.sum())
         if left.key in self._samples:
             row = self._samples[left.key]
-            self._samples[left.key] = SampleRow(
-                part=row.part,
-                key=row.key,
-                tokens=row.tokens,
-                missing=row.missing,
-                versions=row.versions,
-                flipped=flipped,
-                compared=int(rows.both_SL.sum()),
-                gaps=(gaps[0], gaps[1]),
-            )
+            self._samples[left.key] = replace(row, flipped=flipped, compared=int(rows.both_SL.sum()))
         self._show(flipped + left.coverage().missing * left.spec.num_layers, left, right)
 
     def _show(self, faults: int, record: RouteRecord, other: RouteRecord | None) -> None:
@@ -311,20 +304,20 @@ def _add_flips(part: _Part, rows: AlignedRows) -> None:
         part.flips_LX2[:, bins_S[edges], column] += np.add.reduceat(flags_SL, edges, axis=0, dtype=np.int64).T
 
 
-def _gaps(left: RouteRecord, right: RouteRecord) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
+def _add_gaps(part: _Part, left: RouteRecord, right: RouteRecord) -> None:
     """|log-probability gap| of each token whose two sides are known: live, and under replay."""
     if left.logprobs is None:
-        return None, None
+        return
     mine, other = _shared(left, right)
     mine_S = left.logprobs[mine].astype(np.float64)
-
-    def gap(theirs: Any) -> NDArray[np.float64] | None:
+    for which, theirs in enumerate((right.logprobs, right.columns.get(REPLAY_LOGPROBS))):
         if theirs is None:
-            return None
-        found_S = np.abs(mine_S - np.asarray(theirs[other], dtype=np.float64))
-        return np.asarray(found_S[~np.isnan(found_S)])
-
-    return gap(right.logprobs), gap(right.columns.get(REPLAY_LOGPROBS))
+            continue
+        gap_S = np.abs(mine_S - np.asarray(theirs[other], dtype=np.float64))
+        gap_S = gap_S[~np.isnan(gap_S)]
+        bins_S = np.searchsorted(GAP_EDGES, gap_S, side="right") - 1
+        part.gaps_2G[which] += np.bincount(bins_S, minlength=len(GAP_EDGES))
+        part.gap_sums[which] += gap_S.sum(), len(gap_S)
 
 
 def _shared(left: RouteRecord, right: RouteRecord) -> tuple[slice, slice]:
@@ -335,15 +328,6 @@ def _shared(left: RouteRecord, right: RouteRecord) -> tuple[slice, slice]:
     same_S = left.token_ids[mine] == right.token_ids[other]
     length = len(same_S) if same_S.all() else int(same_S.argmin())
     return slice(mine.start, mine.start + length), slice(other.start, other.start + length)
-
-
-def _add_gap(part: _Part, which: int, gap_S: NDArray[np.float64] | None) -> float | None:
-    if gap_S is None or not len(gap_S):
-        return None
-    bins_S = np.searchsorted(GAP_EDGES, gap_S, side="right") - 1
-    part.gaps_2G[which] += np.bincount(bins_S, minlength=len(GAP_EDGES))
-    part.gap_sums[which] += gap_S.sum(), len(gap_S)
-    return float(gap_S.mean())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -398,16 +382,12 @@ class Attribution:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-
-        def plain(effect: Effect) -> dict[str, float]:
-            return {"mean": effect.mean, "low": effect.low, "high": effect.high}
-
         return {
             "samples": self.samples,
             "tokens": self.tokens,
-            "total": plain(self.total),
-            "effects": {factor: plain(effect) for factor, effect in self.effects.items()},
-            "residual": plain(self.residual),
+            "total": asdict(self.total),
+            "effects": {factor: asdict(effect) for factor, effect in self.effects.items()},
+            "residual": asdict(self.residual),
             "not_identifiable": dict(self.unknown),
             "touched": {how: {"nothing": before, "all": after} for how, (before, after) in self.touched.items()},
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routeplane.errors import ErrorKind, MissingExtraError
+from routeplane.errors import ErrorKind, MissingExtraError, check_type
 from routeplane.inspect.charts import chart_script, draw_charts, encode
 from routeplane.inspect.compare import RouteDiff, align
 from routeplane.inspect.diagnose import LEAST_TOKENS, Finding
@@ -83,6 +84,7 @@ def view_sample(
     >>> view.name, len(view.texts)
     ('sample-0/0/0', 8)
     """
+    check_type(record, RouteRecord, expected="a RouteRecord")
     missing_S = np.zeros(record.num_tokens, dtype=np.int64)
     missing_S[record.routes_start :] = (record.routes[:, :, 0] == MISSING).sum(axis=1)
     flipped_S = np.zeros(record.num_tokens, dtype=np.int64) if against is None else _flips(record, against)
@@ -154,6 +156,7 @@ def render_report(
     >>> "<h1>one sample</h1>" in page
     True
     """
+    check_type(overview, (Overview, RouteStatistics), expected="an Overview or RouteStatistics")
     shown = Overview.of(overview) if isinstance(overview, RouteStatistics) else overview
     samples = [view_sample(record, against=other, decode=decode) for record, other in shown.shown]
     charts = draw_charts(shown)
@@ -213,7 +216,7 @@ def _safe_script(text: str) -> str:
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def write_report(path: Path, text: str) -> None:
+def write_report(path: str | os.PathLike[str], text: str) -> None:
     """Write the page, all of it or nothing; into a pipe or a device as it is. Raises OSError.
 
     >>> import tempfile
@@ -222,11 +225,12 @@ def write_report(path: Path, text: str) -> None:
     >>> path.read_text()
     '<h1>a run</h1>'
     """
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     target = PublishedPath(path)
     with contextlib.ExitStack() as undo:
         undo.callback(target.discard)
-        target.file.write(text.encode())
+        target.write(text.encode())
         target.publish()
         undo.pop_all()
 

@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from routeplane.errors import ErrorKind, UsageError
+from routeplane.errors import ErrorKind, UsageError, check_type
 from routeplane.record.counts import Counts, add_by_key, rule
-from routeplane.record.record import RecordKey
+from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import PRESENT_STATES, Capture, Coverage, Span, SpanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routeplane.record.record import RouteRecord
     from routeplane.record.spec import RouteSpec
 
 __all__ = [
@@ -365,24 +364,9 @@ class RouteStatistics(Counts):
             ],
             "equal_rows": {
                 "runs_from": {str(2**power): int(count) for power, count in enumerate(self.runs_H) if count},
-                "longest": None
-                if self.longest_run is None
-                else {
-                    "length": self.longest_run.length,
-                    "sample": self.longest_run.sample,
-                    "token": self.longest_run.token,
-                },
+                "longest": None if self.longest_run is None else asdict(self.longest_run),
             },
-            "worst": [
-                {
-                    "key": list(worst.key),
-                    "missing": worst.missing,
-                    "tokens": worst.tokens,
-                    "token": worst.token,
-                    "stop": worst.stop,
-                }
-                for worst in self.worst
-            ],
+            "worst": [{**asdict(worst), "key": list(worst.key)} for worst in self.worst],
         }
 
     def derived(self) -> dict[str, float]:
@@ -454,6 +438,7 @@ class Collector:
 
     def add(self, record: RouteRecord) -> None:
         """Count one record; rows that stand in another record (``prefix``) are counted there. Raises SpecError."""
+        check_type(record, RouteRecord, expected="a RouteRecord")
         self._spec.require_same_geometry(record.spec, where=f"sample {record.sample_id}")
         start = record.routes_start
         for begin, end, span, capture in _pieces(record):

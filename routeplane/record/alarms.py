@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.errors import ErrorKind, Problem, refused
+from routeplane.errors import ErrorKind, Problem, check_type, refused
 from routeplane.record.parse import frozen_view
 from routeplane.record.rows import absent_tokens
 from routeplane.record.validate import kernels_for
@@ -78,6 +78,7 @@ def find_alarms(
     >>> [problem.message for problem in find_alarms(stale, RouteSpec(num_experts=8, top_k=2, layer_ids=(0,)))]
     ['expected at most 32 consecutive tokens with equal rows in all layers, got 40']
     """
+    check_type(routes, np.ndarray, expected="routes as an array [S, L, K]")
     if token_ids is not None and len(token_ids) != len(routes):
         raise refused(f"one token id for each of {len(routes)} rows", f"{len(token_ids)}")
     choosing = _choosing(spec)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, UsageError
+from routeplane.errors import DataError, ErrorKind, UsageError, refused
 from routeplane.record.aligned import AlignedColumn, aligned_columns, concatenate_columns
 from routeplane.record.calls import ModelCall
 from routeplane.record.counts import Counts, rule
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["Assembly", "AssemblyReport", "UnfedTokens", "assemble"]
+__all__ = ["Assembly", "AssemblyReport", "UnfedTokens", "assemble", "beside_rows"]
 
 _CODE: dict[CaptureState, int] = {state: code for code, state in enumerate(STATES)}
 _UNKNOWN = len(STATES)
@@ -125,8 +125,9 @@ def assemble(
     of different layers are not mixed, so that ``captures`` names the exact source of a row (``merge_layers`` joins
     pipeline stages).
     ``on_break``: what happens where a prompt does not extend the tokens before it. ``on_missing``: whether rows that
-    were fed and did not come are marked with their state or refused. The last of ``calls`` may be UnfedTokens. A token
-    inside a record whose row no call brought is ``lost``, unless its call was made without capture.
+    were fed and did not come are marked with their state or refused. The last of ``calls`` may be UnfedTokens; behind
+    a call that was aborted before it sampled a token, ``on_missing`` decides about them too. A token inside a record
+    whose row no call brought is ``lost``, unless its call was made without capture.
 
     Every call is verified first. Copies: each record owns its arrays. Raises DataError naming call, token and
     sample, UsageError for an unknown policy.
@@ -162,12 +163,10 @@ def assemble(
                 group=group,
                 token_ids=_tokens(segment, unfed),
                 routes=fill.routes_SLK,
-                spans=_spans(segment, unfed),
                 captures=captures,
                 spec=spec,
-                logprobs=_logprobs(segment, unfed),
-                attributes=_attributes(segment, attributes),
                 columns=fill.columns(),
+                **beside_rows(segment, unfed, attributes=attributes),
             )
             records.append(record)
             stale = _stale_kv_rows(segment, captures)
@@ -189,7 +188,10 @@ def _split_tail(given: list[ModelCall | UnfedTokens]) -> tuple[list[ModelCall], 
     calls = given if tail is None else given[:-1]
     if any(isinstance(call, UnfedTokens) for call in calls):
         raise DataError("expected tokens that were not fed behind the last call alone", kind=ErrorKind.CONTEXT_BREAK)
-    return [call for call in calls if isinstance(call, ModelCall)], tail
+    made = [call for call in calls if isinstance(call, ModelCall)]
+    if len(made) < len(calls):
+        raise refused("ModelCalls", ", ".join(sorted({type(call).__name__ for call in calls})))
+    return made, tail
 
 
 def _tokens(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> NDArray[np.int32]:
@@ -390,11 +392,22 @@ class _Fill:
         found: list[Capture] = []
         for start, stop in itertools.pairwise(bounds):
             if tail and start == tail[0] and self._unfed is not None:
-                call_id = self._unfed.call_id
-                found.append(Capture(start=start, stop=stop, call=call_id, weights_version=None, state="not_fed"))
+                found += self._unfed_captures(start, stop, call=self._unfed.call_id)
             else:
                 found += self._captures(start, stop, STATES[int(state_S[start])], self._segment[int(call_S[start])])
         return tuple(found)
+
+    def _unfed_captures(self, start: int, stop: int, *, call: str) -> list[Capture]:
+        """Those of the tokens behind the last call: not fed.
+
+        Where no call sampled a token (the first one was aborted before), all but the last one are marked as the call's
+        rows are that did not come: tokens of a prompt count as fed until one is sampled.
+        """
+        sampled = any(len(each.generation_ids) for each in self._segment)
+        last = start if sampled else stop - 1
+        state = self._segment[-1].loss or "not_captured"
+        marked = [Capture(start=start, stop=last, call=call, weights_version=None, state=state)] if start < last else []
+        return [*marked, Capture(start=last, stop=stop, call=call, weights_version=None, state="not_fed")]
 
     def _captures(self, start: int, stop: int, state: CaptureState, call: ModelCall) -> list[Capture]:
         """One capture per version of the weights."""
@@ -444,6 +457,18 @@ def _refuse_missing(captures: Iterable[Capture]) -> None:
             )
 
 
+def beside_rows(
+    segment: Sequence[ModelCall], unfed: UnfedTokens | None, *, attributes: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """What the record of some calls holds beside its rows: its spans, log-probabilities and attributes."""
+    media = segment[-1].media
+    return {
+        "spans": _spans(segment, unfed),
+        "logprobs": _logprobs(segment, unfed),
+        "attributes": {**(attributes or {}), **({"media": json.dumps(list(media))} if media else {})},
+    }
+
+
 def _spans(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> tuple[Span, ...]:
     spans: list[Span] = []
     at = 0
@@ -480,11 +505,6 @@ def _logprobs(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> NDArra
         if call.logprobs is not None:
             logprobs_S[len(call.prompt_ids) : call.num_tokens] = call.logprobs
     return logprobs_S
-
-
-def _attributes(segment: Sequence[ModelCall], given: Mapping[str, str] | None) -> dict[str, str]:
-    media = segment[-1].media
-    return {**(given or {}), **({"media": json.dumps(list(media))} if media else {})}
 
 
 def _check_columns(segment: Sequence[ModelCall], unfed: UnfedTokens | None) -> None:

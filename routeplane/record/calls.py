@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind
+from routeplane.errors import DataError, ErrorKind, check_type
 from routeplane.record.aligned import AlignedColumn, aligned_columns, hash_columns, join_layers
 from routeplane.record.checksum import CanonicalHash, hash_sampling, require_equal
 from routeplane.record.parse import as_integers, as_logprobs, check_count, check_optional_int64, check_text, settle
@@ -44,7 +44,9 @@ class ModelCall:
     (None: those of the spec it is assembled under). ``weights_version``: of the policy, None where unknown.
     ``versions``: where the weights changed inside the call, ``(start, stop, version)`` of generated tokens, which they
     cover; ``weights_version`` is then None. The row of token t was produced by the forward that sampled t + 1.
-    ``sampling``: the parameters. ``logprobs`` float32 ``[G]``. ``media``: one digest per media item, in prompt order.
+    ``sampling``: the parameters. ``logprobs`` float32 ``[G]``, NaN where there is none; -inf is refused where the token
+    must have been sampled, so unless ``rows="all"``. ``media``: one digest per media item, in prompt order. Negative
+    token ids are refused, but for placeholders in a prompt with ``media``.
     ``cached``: rows ``[first_row, cached)`` came from a prefix cache, so by weights of an unknown version. ``loss``:
     declares that rows are absent, and why (those before ``first_row`` included, unless another call brings them);
     without it ``first_row + R`` must be the number of tokens that were fed. ``rows``: which those are: ``"but_last"``,
@@ -92,6 +94,7 @@ class ModelCall:
         if self.logprobs is not None:
             settle(self, logprobs=as_logprobs(self.logprobs, len(self.generation_ids), what="logprobs of a call"))
         settle(self, columns=aligned_columns(self.columns, self.num_tokens), media=_media(self.media, self.call_id))
+        self._check_values()
         self._check_versions()
         if self.loss is not None and self.loss not in get_args(RowLoss):
             raise DataError(f"expected loss of {get_args(RowLoss)}, got {self.loss!r}", kind=ErrorKind.COVERAGE)
@@ -101,6 +104,25 @@ class ModelCall:
         if self.checksum is None:
             settle(self, checksum=self.compute_checksum())
         check_count(self.checksum, "checksum", below=2**64)
+
+    def _check_values(self) -> None:
+        """No token id is negative, but of media that have digests; no sampled token is impossible."""
+        size = len(self.prompt_ids)
+        for name, ids, first in (("prompt_ids", self.prompt_ids, 0), ("generation_ids", self.generation_ids, size)):
+            if len(ids) and ids.min() < 0 and (name == "generation_ids" or not self.media):
+                self._refuse_value(f"{name} of at least 0", ids, at=int((ids < 0).argmax()), first=first)
+        scores = self.logprobs
+        if scores is not None and self.rows == "but_last" and len(scores) and np.isneginf(scores).any():
+            at = int(np.isneginf(scores).argmax())
+            self._refuse_value(
+                "a finite log-probability of a sampled token, or NaN for none", scores, at=at, first=size
+            )
+
+    def _refuse_value(self, expected: str, values: NDArray[Any], *, at: int, first: int) -> None:
+        raise DataError(
+            f"expected {expected}, got {values[at]} @ call {self.call_id}, token {first + at}",
+            kind=ErrorKind.VALUE_RANGE,
+        )
 
     def _check_versions(self) -> None:
         """Versions cover the generated tokens, and are not given twice."""
@@ -278,7 +300,10 @@ def merge_layers(calls: Iterable[ModelCall]) -> ModelCall:
     >>> merge_layers(stages).layer_ids
     (1, 4)
     """
-    parts = [call.verify() for call in calls]
+    parts = []
+    for call in calls:
+        check_type(call, ModelCall, expected="a ModelCall")
+        parts.append(call.verify())
     if not parts:
         raise DataError("expected at least one call to merge, got none", kind=ErrorKind.LAYERS)
     first = parts[0]

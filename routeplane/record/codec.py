@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,8 @@ MAX_BATCH_VALUES = 2**31 - 1
 _PAST_CACHES = 2**23
 # Less is copied into one piece: a write of its own costs more.
 _SCATTERED_BYTES = 2**18
+# All batches of a stream have one schema; making it takes some 0.1 ms.
+_schema = lru_cache(maxsize=64)(arrow_schema)
 
 
 def write_batch(
@@ -81,7 +84,7 @@ def write_batch(
             spec.require_same_geometry(record.spec, where=f"sample {record.key}")
             theirs, ours = (f"model {one.model!r}, decoder_layers={one.decoder_layers}" for one in (record.spec, spec))
             raise SpecError(f"expected {ours}, got {theirs} @ sample {record.key}", kind=ErrorKind.SPEC_MISMATCH)
-    schema = arrow_schema(spec, encoding, columns=columns, version=version)
+    schema = _schema(spec, encoding, columns=columns, version=version)
     span_type = SPAN_TYPES[version]
     declared = [(name, schema.field(name)) for name, _ in columns]
     arrays = [
@@ -174,15 +177,15 @@ def _require_int32_ends(values: int, name: str) -> None:
 
 
 def _ragged(arrays: Sequence[NDArray[Any] | None], value_type: pa.DataType) -> pa.LargeListArray:
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return pa.nulls(len(arrays), pa.large_list(value_type))
     lengths = [0 if array is None else len(array) for array in arrays]
     offsets_B1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    present = [array for array in arrays if array is not None]
     # one record's array needs no other memory: a copy into fresh pages costs several times one into used ones
-    flat_T = present[0] if len(present) == 1 else np.concatenate([np.empty(0, value_type.to_pandas_dtype()), *present])
+    flat_T = present[0] if len(present) == 1 else np.concatenate(present)
     mask = pa.array([array is None for array in arrays], pa.bool_()) if len(present) < len(arrays) else None
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets_B1.astype(np.int64), pa.int64()), pa.array(flat_T, value_type), mask=mask
-    )
+    return pa.LargeListArray.from_arrays(pa.array(offsets_B1), pa.array(flat_T, value_type), mask=mask)
 
 
 def _ragged_routes(
@@ -357,7 +360,7 @@ def _own_rows(row: dict[str, Any], tokens: int) -> int | None:
 
 def _lost_captures(entries: list[dict[str, Any]], routes_start: int) -> list[dict[str, Any]]:
     try:
-        captures = lose_rows(_entries(entries, Capture), routes_start)
+        captures = lose_rows(_entries(entries, Capture), start=routes_start)
     except DataError:
         return entries  # unreadable here, and refused with its reason where the record is built
     return [_entry(capture, _names(CAPTURE_TYPE), CAPTURE_TYPE) for capture in captures]

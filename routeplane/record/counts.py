@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
-from routeplane.errors import refused
+from routeplane.errors import check_type, refused
 
 __all__ = ["Counts", "add_by_key", "first_of", "html_table", "metrics_text", "rule"]
 
@@ -121,6 +121,7 @@ def metrics_text(scalars: Mapping[str, float]) -> str:
     routeplane_lost{engine="0"} 2.0
     routeplane_lost{engine="1"} 0.0
     """
+    check_type(scalars, Mapping, expected="counts by name (a report's scalars())")
     lines, before = [], ""
     for name, value in scalars.items():
         gauge, brace, labels = name.partition("{")

@@ -128,7 +128,8 @@ def as_logprobs(values: Any, length: int, *, what: str = "logprobs") -> NDArray[
         raise DataError(f"expected {what} of shape [{length}], got {list(array.shape)}", kind=ErrorKind.SHAPE)
     # Engines round: a log-probability of a certain token can come out a few ulp above zero.
     if array.size and bool((array > 1e-3).any()):
-        raise DataError(f"expected {what} of at most 0, got {np.nanmax(array)}", kind=ErrorKind.VALUE_RANGE)
+        at = int((array > 1e-3).argmax())
+        raise DataError(f"expected {what} of at most 0, got {array[at]} at entry {at}", kind=ErrorKind.VALUE_RANGE)
     finite = array[:0] if array.dtype == np.float32 else array[np.isfinite(array)]
     if finite.size and float(finite.min()) < float(np.finfo(np.float32).min):
         raise DataError(f"expected {what} that float32 can hold, got {finite.min()}", kind=ErrorKind.VALUE_RANGE)

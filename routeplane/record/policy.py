@@ -5,14 +5,16 @@ Streams, carriers and archives share them. The one file here that touches a disk
 
 from __future__ import annotations
 
+import operator
 import tempfile
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import IO, Literal
+from typing import IO, ClassVar, Literal
 
 from routeplane.errors import DataError, ErrorKind, Problem, UsageError, refused
+from routeplane.record.counts import Counts, first_of, rule
 from routeplane.record.record import RecordKey, RouteRecord
 from routeplane.record.spans import STATES, Coverage
 
@@ -196,38 +198,36 @@ class RecordCounts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamReport:
-    """What a reader saw so far.
+class StreamReport(Counts):
+    """What a reader saw so far. Merged, it is truncated if either was, and complete if both were.
 
     >>> report = StreamReport(batches=1, records=2, tokens=9)
     >>> report.scalars()["routeplane/stream_tokens"]
     9.0
     """
 
+    SCOPE: ClassVar[str] = "stream_"
+
     batches: int = 0
-    records: int = 0
+    records: int = field(default=0, metadata=rule(scalar=None))  # the coverage's own
     tokens: int = 0
-    quarantined_count: int = 0
-    quarantined: tuple[QuarantineEntry, ...] = ()  # the first MAX_QUARANTINE_ENTRIES of them
+    quarantined_count: int = field(default=0, metadata=rule(scalar="quarantined"))
+    #: the first MAX_QUARANTINE_ENTRIES of them
+    quarantined: tuple[QuarantineEntry, ...] = field(
+        default=(), metadata=rule(scalar=None, merge=first_of(MAX_QUARANTINE_ENTRIES))
+    )
     quarantine_dropped: int = 0  # records whose bytes the quarantine file had no space for
     skipped_batches: int = 0  # damaged batches that were passed over
     skipped_records: int = 0  # what the passed-over batches held, by their headers or by the trailer
     repeats: int = 0  # records that came before with the same checksum, and were dropped
-    alarm_count: int = 0
-    alarms: tuple[Problem, ...] = ()  # the first MAX_ALARMS of them
-    outside: int = 0  # records with no token in the selected range
-    truncated: bool = False
-    complete: bool = False  # the trailer was reached and agrees
+    alarm_count: int = field(default=0, metadata=rule(scalar="alarms"))
+    #: the first MAX_ALARMS of them
+    alarms: tuple[Problem, ...] = field(default=(), metadata=rule(scalar=None, merge=first_of(MAX_ALARMS)))
+    outside: int = field(default=0, metadata=rule(scalar="outside_selection"))  # no token in the selected range
+    truncated: bool = field(default=False, metadata=rule(merge=operator.or_))
+    #: the trailer was reached and agrees
+    complete: bool = field(default=False, metadata=rule(scalar=None, merge=operator.and_))
     coverage: Coverage = field(default_factory=Coverage)
-
-    def with_record(self, record: RouteRecord) -> StreamReport:
-        """The report after one more record."""
-        return replace(
-            self,
-            records=self.records + 1,
-            tokens=self.tokens + record.num_tokens,
-            coverage=self.coverage.merge(record.coverage()),
-        )
 
     def with_counts(self, counts: RecordCounts) -> StreamReport:
         """The report after the records that were counted."""
@@ -257,39 +257,3 @@ class StreamReport:
             return self
         kept = (*self.alarms, *found)[:MAX_ALARMS]
         return replace(self, alarm_count=self.alarm_count + len(found), alarms=kept)
-
-    def merge(self, other: StreamReport) -> StreamReport:
-        """The counts of both; truncated if either is, complete if both are."""
-        return StreamReport(
-            batches=self.batches + other.batches,
-            records=self.records + other.records,
-            tokens=self.tokens + other.tokens,
-            quarantined_count=self.quarantined_count + other.quarantined_count,
-            quarantined=(*self.quarantined, *other.quarantined)[:MAX_QUARANTINE_ENTRIES],
-            quarantine_dropped=self.quarantine_dropped + other.quarantine_dropped,
-            skipped_batches=self.skipped_batches + other.skipped_batches,
-            skipped_records=self.skipped_records + other.skipped_records,
-            repeats=self.repeats + other.repeats,
-            alarm_count=self.alarm_count + other.alarm_count,
-            alarms=(*self.alarms, *other.alarms)[:MAX_ALARMS],
-            outside=self.outside + other.outside,
-            truncated=self.truncated or other.truncated,
-            complete=self.complete and other.complete,
-            coverage=self.coverage.merge(other.coverage),
-        )
-
-    def scalars(self, *, prefix: str = "routeplane/") -> dict[str, float]:
-        """A flat dict with stable names for a metrics logger."""
-        return {
-            **self.coverage.scalars(prefix=f"{prefix}stream_"),
-            f"{prefix}stream_batches": float(self.batches),
-            f"{prefix}stream_tokens": float(self.tokens),
-            f"{prefix}stream_quarantined": float(self.quarantined_count),
-            f"{prefix}stream_quarantine_dropped": float(self.quarantine_dropped),
-            f"{prefix}stream_skipped_batches": float(self.skipped_batches),
-            f"{prefix}stream_skipped_records": float(self.skipped_records),
-            f"{prefix}stream_repeats": float(self.repeats),
-            f"{prefix}stream_alarms": float(self.alarm_count),
-            f"{prefix}stream_outside_selection": float(self.outside),
-            f"{prefix}stream_truncated": float(self.truncated),
-        }

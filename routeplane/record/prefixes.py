@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind
+from routeplane.errors import DataError, ErrorKind, check_type
 from routeplane.record.aligned import concatenate_columns
 from routeplane.record.counts import Counts, rule
-from routeplane.record.record import Prefix, RecordKey, RouteRecord
-from routeplane.record.spans import lose_first_rows
+from routeplane.record.record import Prefix, RecordKey, RouteRecord, checked_records
+from routeplane.record.spans import lose_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,7 @@ def share_prompts(records: Iterable[RouteRecord]) -> SharedPrompts:
     holders: dict[tuple[str, int], list[RouteRecord]] = {}
     found: list[RouteRecord] = []
     report = PromptReport()
-    for record in records:
+    for record in checked_records(records):
         stop = record.spans[0].stop if record.spans[0].kind == "prompt" else 0
         if record.group is None or record.prefix is not None or stop == 0:
             found.append(record)
@@ -109,6 +109,7 @@ def as_delta(record: RouteRecord, base: RouteRecord, *, stored: RouteRecord | No
     4
     """
     for one in (record, base):
+        check_type(one, RouteRecord, expected="a RouteRecord")
         if one.prefix is not None:
             raise DataError(f"expected whole records, got a delta @ sample {one.key}", kind=ErrorKind.PREFIX)
     holder = base if stored is None else stored
@@ -135,9 +136,7 @@ def join_prefix(record: RouteRecord, *, stored: RouteRecord, whole: RouteRecord)
         return _joined(record, {whole.key: whole})
     if whole.routes_start or whole.num_tokens < record.routes_start:
         raise DataError(f"expected {whole.key} whole, got what was left of it @ {record.key}", kind=ErrorKind.PREFIX)
-    joined = _joined(
-        replace(record, captures=lose_first_rows(record.captures, record.routes_start)), {whole.key: whole}
-    )
+    joined = _joined(replace(record, captures=lose_rows(record.captures, stop=record.routes_start)), {whole.key: whole})
     return replace(joined, attributes={**joined.attributes, "quarantined": "true"}, checksum=None)
 
 
@@ -202,7 +201,7 @@ def resolve(records: Iterable[RouteRecord]) -> list[RouteRecord]:
     >>> [one.routes_start for one in resolve(share_prompts(group).records)]
     [0, 0]
     """
-    given = [record.verify() for record in records]
+    given = [record.verify() for record in checked_records(records)]
     by_key: dict[RecordKey, RouteRecord] = {}
     for record in given:
         if record.key in by_key:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, UsageError, check_type, refused
 from routeplane.record.aligned import (
     AlignedColumn,
     aligned_columns,
@@ -57,6 +57,7 @@ __all__ = [
     "RecordKey",
     "RecordSource",
     "RouteRecord",
+    "checked_records",
     "cut_record",
     "read_record",
     "text_map",
@@ -451,7 +452,7 @@ class RouteRecord:
         return replace(
             self,
             routes=self.spec.missing_rows(rows),
-            captures=lose_rows(self.captures, self.routes_start),
+            captures=lose_rows(self.captures, start=self.routes_start),
             columns=blank_weights(self.columns, own=rows),
             checksum=None,
         )
@@ -574,6 +575,13 @@ def view_record(
 
 
 _NO_COLUMNS: Mapping[str, AlignedColumn] = MappingProxyType({})
+
+
+def checked_records(records: Iterable[RouteRecord]) -> Iterator[RouteRecord]:
+    """Yield what a caller gave as records. Raises UsageError (ARGUMENT) for one that is none."""
+    for record in records:
+        check_type(record, RouteRecord, expected="a RouteRecord")
+        yield record
 
 
 def cut_record(

@@ -38,7 +38,6 @@ __all__ = [
     "check_cover",
     "coverage_problems",
     "cut",
-    "lose_first_rows",
     "lose_rows",
     "partial_states",
     "settle_partial",
@@ -452,29 +451,18 @@ def partial_states(routes_SLK: NDArray[Any]) -> NDArray[np.int8]:
     return np.asarray(_SETTLED[missing_SL.any(axis=1).astype(np.int8) + missing_SL.all(axis=1)])
 
 
-def lose_first_rows(captures: Iterable[Capture], stop: int) -> tuple[Capture, ...]:
-    """Captures of a record whose rows before ``stop`` were discarded: everything fed there is ``lost``."""
+def lose_rows(captures: Iterable[Capture], *, start: int = 0, stop: int | None = None) -> tuple[Capture, ...]:
+    """Captures of a record whose rows ``[start, stop)`` were discarded: everything fed there is ``lost``."""
     kept: list[Capture] = []
     for capture in captures:
-        last = min(capture.stop, stop)
-        if capture.state == "not_fed" or last <= capture.start:
-            kept.append(capture)
-            continue
-        kept.append(replace(capture, stop=last, state="lost", weights_version=None))
-        if last < capture.stop:
-            kept.append(replace(capture, start=last))
-    return tuple(kept)
-
-
-def lose_rows(captures: Iterable[Capture], routes_start: int) -> tuple[Capture, ...]:
-    """Captures of a record whose own rows were discarded: everything fed from ``routes_start`` on is ``lost``."""
-    kept: list[Capture] = []
-    for capture in captures:
-        first = max(capture.start, routes_start)
-        if capture.state == "not_fed" or first >= capture.stop:
+        first = max(capture.start, start)
+        last = capture.stop if stop is None else min(capture.stop, stop)
+        if capture.state == "not_fed" or first >= last:
             kept.append(capture)
             continue
         if capture.start < first:
             kept.append(replace(capture, stop=first))
-        kept.append(replace(capture, start=first, state="lost", weights_version=None))
+        kept.append(replace(capture, start=first, stop=last, state="lost", weights_version=None))
+        if last < capture.stop:
+            kept.append(replace(capture, start=last))
     return tuple(kept)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, naming_stream
+from routeplane.errors import DataError, ErrorKind, SpecError, UsageError, check_type, naming_stream
 from routeplane.record.alarms import find_alarms
 from routeplane.record.counts import html_table
 from routeplane.record.interfaces import Admission, admit
@@ -18,8 +18,6 @@ from routeplane.record.policy import Quarantine, ReadPolicy, RecordCounts, Strea
 from routeplane.record.record import RecordKey, RouteRecord, cut_record
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["RecordReader", "RecordWriter", "check_max_bytes"]
@@ -60,6 +58,7 @@ class RecordWriter(ABC):
         """
         if not self._open:
             raise UsageError("expected an open stream, got one that was closed or aborted", kind=ErrorKind.CLOSED)
+        check_type(record, RouteRecord, expected="a RouteRecord")
         self._spec.require_same_geometry(record.spec, where=f"sample {record.key}")
         if record.spec != self._spec:
             raise SpecError(
@@ -122,9 +121,7 @@ class RecordWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -282,7 +279,5 @@ class RecordReader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -25,7 +25,7 @@ from torch import nn
 from routeplane.batch.slots import RankOf, Shard
 from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.capture.selection import Gate
-from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
+from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError, check_type
 from routeplane.replay.binding import Wiring
 from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
 from routeplane.replay.handle import DEFAULT_LIMITS, AuxChoice, Mode, ReplayHandle, ReplayLimits, ReplayPolicy
@@ -110,6 +110,7 @@ def record(model: nn.Module, *, aux: AuxChoice = "live", probe: Probe = _WHOLE_M
 
 def find_gates(model: nn.Module, /, *, probe: Probe = _WHOLE_MODEL) -> list[tuple[Gate, nn.Module]]:
     """Probe the model for its gates, in module order, MTP left out. Raises ReplayError (NO_SEAM) as ``attach`` does."""
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     return probe_gates(model, leave_live=probe.leave_live, probe=probe.forward)
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "InertHook", "TokenHook", "Wiring", "in_backward"]
+__all__ = ["Binding", "CapturingCheckpoint", "GateHook", "InertHook", "LiveHook", "TokenHook", "Wiring", "in_backward"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -267,7 +267,25 @@ class Wiring:
         return rows, True
 
 
-class GateHook:
+class LiveHook:
+    """Hooks on one live model, ``_installed``. A copy or a pickle of the model carries them without effect."""
+
+    _installed: Sequence[RemovableHandle] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return InertHook, ()
+
+    def remove(self) -> None:
+        """Take the hooks off. Idempotent."""
+        for handle in self._installed:
+            handle.remove()
+
+
+class GateHook(LiveHook):
     """The two hooks of one gate instance: enter its rows before its forward, count them after.
 
     ``sites``: one for each time that the gate fires in a forward, in order.
@@ -288,7 +306,7 @@ class GateHook:
         if self.traced is not None:
             wiring.traced.append(self.traced)
         # nearest to the forward on both sides: what other hooks compute is not the gate's selection
-        self._installed: tuple[RemovableHandle, ...] = (
+        self._installed = (
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, prepend=True, always_call=True),
         )
@@ -302,17 +320,9 @@ class GateHook:
                 return hook
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
-        return self
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return InertHook, ()
-
     def remove(self) -> None:
         """Take both hooks off, and the forward's stand-in. Idempotent."""
-        for handle in self._installed:
-            handle.remove()
+        super().remove()
         self._forward.remove()
 
     def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +398,7 @@ class InertHook:
     _leave = _compare = _end = _enter
 
 
-class TokenHook:
+class TokenHook(LiveHook):
     """Compares the ``input_ids`` of a model's forwards with those of the batch that is replayed; says where they begin.
 
     On the host they are compared at once. On an accelerator the comparison stays there, and ``settle`` reads it.
@@ -398,20 +408,8 @@ class TokenHook:
         self.root = root
         self.wiring = wiring
         self._differ: torch.Tensor | None = None
-        self._hooks = [root.register_forward_pre_hook(self._compare, with_kwargs=True)]
-        if wiring.is_looped:
-            self._hooks.append(root.register_forward_hook(self._end, always_call=True))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return InertHook, ()
-
-    def remove(self) -> None:
-        """Take the hooks off. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
+        ends = [root.register_forward_hook(self._end, always_call=True)] if wiring.is_looped else []
+        self._installed = (root.register_forward_pre_hook(self._compare, with_kwargs=True), *ends)
 
     def settle(self) -> None:
         """Raise ReplayError (TOKEN_MISMATCH) for a forward since the last call that was given other tokens."""

@@ -206,14 +206,6 @@ class RecordedRows(GateRows):
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate, None)
 
-    def settle_traced(self, calls: int, /) -> None:
-        """Take over what a compiled forward decided and counted: it was called ``calls`` times, this gate never."""
-        if self.traced is not None and calls and not self.forward_calls:
-            self.forward_calls = calls
-            self._chosen_NK = self.traced.routes_NK.to(torch.int64)
-            self.tally = self.traced.tally[:2]
-            self.num_rows = len(self._chosen_NK)
-
     def _resolve(self, device: torch.device, live_NK: torch.Tensor) -> torch.Tensor:
         self.num_rows = int(live_NK.shape[0])
         self.tally = torch.zeros(2, dtype=torch.int64, device=device)

@@ -13,10 +13,12 @@ Axes: N token rows of one gate call, K top-k slots.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 
@@ -29,8 +31,6 @@ from routeplane.replay.binding import Binding, CapturingCheckpoint, GateHook, To
 from routeplane.replay.gate import GateRows, GateSite, RecordedRoutes, RecordedRows
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch import nn
 
     from routeplane.record.spec import RouteSpec
@@ -88,6 +88,9 @@ class GateTotals:
         )
 
 
+_GATE_COUNTS = ("forced_rows", "live_rows", "flipped_rows", "consumed", "unconsumed", "weighted_rows")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateReport:
     """What replay did to one gate. Rows count once per ``replaying``; ``consumed`` counts forward calls.
@@ -97,20 +100,18 @@ class GateReport:
     that were left, in order or by an exception, without this gate having come for its rows. ``weighted_rows`` are rows
     with recorded weights (``weights="recorded"``): the router has no gradient from them.
 
-    >>> gate = GateReport(
-    ...     name="layers.0.mlp.gate", layer_id=0, forced_rows=8, live_rows=0, flipped_rows=1, consumed=1, unconsumed=0
-    ... )
+    >>> gate = GateReport(name="layers.0.mlp.gate", layer_id=0, forced_rows=8, flipped_rows=1, consumed=1)
     >>> gate.merge(gate).flipped_rows
     2
     """
 
     name: str
     layer_id: int
-    forced_rows: int
-    live_rows: int
-    flipped_rows: int
-    consumed: int
-    unconsumed: int
+    forced_rows: int = 0
+    live_rows: int = 0
+    flipped_rows: int = 0
+    consumed: int = 0
+    unconsumed: int = 0
     weighted_rows: int = 0
 
     @property
@@ -120,29 +121,15 @@ class GateReport:
 
     def merge(self, other: GateReport) -> GateReport:
         """The counts of both, for one gate."""
-        return GateReport(
-            name=self.name,
-            layer_id=self.layer_id,
-            forced_rows=self.forced_rows + other.forced_rows,
-            live_rows=self.live_rows + other.live_rows,
-            flipped_rows=self.flipped_rows + other.flipped_rows,
-            consumed=self.consumed + other.consumed,
-            unconsumed=self.unconsumed + other.unconsumed,
-            weighted_rows=self.weighted_rows + other.weighted_rows,
-        )
+        return self._combined(other, operator.add)
 
     def since(self, before: GateReport) -> GateReport:
         """The counts that came on top of an earlier report of this gate."""
-        return GateReport(
-            name=self.name,
-            layer_id=self.layer_id,
-            forced_rows=self.forced_rows - before.forced_rows,
-            live_rows=self.live_rows - before.live_rows,
-            flipped_rows=self.flipped_rows - before.flipped_rows,
-            consumed=self.consumed - before.consumed,
-            unconsumed=self.unconsumed - before.unconsumed,
-            weighted_rows=self.weighted_rows - before.weighted_rows,
-        )
+        return self._combined(before, operator.sub)
+
+    def _combined(self, other: GateReport, how: Callable[[int, int], int]) -> GateReport:
+        counts: dict[str, Any] = {name: how(getattr(self, name), getattr(other, name)) for name in _GATE_COUNTS}
+        return replace(self, **counts)
 
     def __str__(self) -> str:
         return (
@@ -166,12 +153,7 @@ class ReplayReport:
     left_live: tuple[str, ...] = ()
 
     def _total(self) -> GateReport:
-        total = GateReport(
-            name="all", layer_id=-1, forced_rows=0, live_rows=0, flipped_rows=0, consumed=0, unconsumed=0
-        )
-        for gate in self.gates:
-            total = total.merge(gate)
-        return total
+        return reduce(GateReport.merge, self.gates, GateReport(name="all", layer_id=-1))
 
     def merge(self, other: ReplayReport) -> ReplayReport:
         """The counts of both, over steps or ranks; gates that only one of them has (pipeline stages) are kept."""
@@ -386,6 +368,8 @@ class ReplayHandle:
         ``report()``. Raises as ``replaying`` does, and ReplayError (GATE_FIRED) for a second forward.
         """
         self._refuse_unusable()
+        if batch is not None:
+            _check_is_batch(batch)
         order_N = None if batch is None else self._row_order(batch)
         binding = self._bind_recording(None if batch is None else batch.num_rows)
         recorded = RecordedRoutes(self.spec, order_N)
@@ -449,9 +433,7 @@ class ReplayHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def _refuse_unusable(self) -> None:
@@ -461,6 +443,7 @@ class ReplayHandle:
             raise refused("one replaying() at a time", "a second inside the first: a gate can follow one batch")
 
     def _bind(self, batch: ReplayBatch) -> Binding:
+        _check_is_batch(batch)
         _check_batch(self.spec, batch.spec, [site.gate for site, _ in self._gates])
         _check_live(batch, self.policy.limits.max_live_share)
         missing = batch.unexplained_missing if self.policy.on_missing == "raise" else 0
@@ -560,9 +543,7 @@ class NoReplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 
@@ -680,6 +661,11 @@ def _check_geometry(spec: RouteSpec, gates: Sequence[Gate]) -> None:
             f"{_listed(sorted(found))}; apart: {_listed(apart)} @ {', '.join(named) or 'no gate'}",
             kind=ErrorKind.SPEC_MISMATCH,
         )
+
+
+def _check_is_batch(batch: ReplayBatch) -> None:
+    if not hasattr(batch, "num_rows"):
+        raise refused("a batch (collate and microbatches make them of records)", type(batch).__name__)
 
 
 def _check_batch(spec: RouteSpec, other: RouteSpec, gates: Sequence[Gate]) -> None:

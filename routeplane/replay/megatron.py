@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from routeplane.batch.slots import RankOf, Shard
 from routeplane.capture.gates import left_as_it_was
 from routeplane.capture.selection import Gate
-from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError
+from routeplane.errors import ErrorKind, Problem, ReplayError, UsageError, check_type
 from routeplane.record.spec import MISSING, RouteSpec
 from routeplane.replay.binding import Wiring, in_backward
 from routeplane.replay.gate import SEAM, GateRows, GateSite, SeamForcing, StandIn, install, spec_of_gates, uninstaller
@@ -136,6 +136,7 @@ def find_gates(model: nn.Module) -> list[tuple[Gate, nn.Module]]:
 
     Raises ReplayError (NO_SEAM) as ``attach`` does.
     """
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     modules = {path: module for path, module in model.named_modules() if not _MTP.search(path)}
     routers = {path: module for path, module in modules.items() if _is_router(module)}
     _refuse_unknown(modules, routers)

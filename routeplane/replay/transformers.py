@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from routeplane.capture.gates import find_gates as probe_gates
 from routeplane.capture.gates import left_as_it_was, probe_tokens
 from routeplane.capture.selection import Gate, selection
 from routeplane.capture.weights import WeightSite, find_weights
-from routeplane.errors import ErrorKind, ReplayError, refused
+from routeplane.errors import ErrorKind, ReplayError, check_type, refused
 from routeplane.record.spec import RouteSpec
-from routeplane.replay.binding import GateHook, InertHook, Wiring
+from routeplane.replay.binding import GateHook, LiveHook, Wiring
 from routeplane.replay.gate import ForcedTopK, GateRows, GateSite, spec_of_gates
 from routeplane.replay.handle import (
     DEFAULT_LIMITS,
@@ -137,10 +136,12 @@ def record(
 
 def find_gates(model: nn.Module, /, *, probe: Probe = Probe()) -> list[tuple[Gate, nn.Module]]:
     """Probe the model for its gates, in module order, MTP left out. Raises ReplayError (NO_SEAM) as ``attach`` does."""
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     return probe_gates(model, leave_live=probe.leave_live, probe=probe.forward)
 
 
 def _refuse_attached(model: nn.Module) -> None:
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     taken = [path for path, module in model.named_modules() if GateHook.on(module) is not None]
     if taken:
         raise refused(
@@ -191,7 +192,7 @@ def _attached(
     return handle
 
 
-class PackingCheck:
+class PackingCheck(LiveHook):
     """Refuses packed batches for a model that mixes packed sequences, as seen once: see ``packing_fault``.
 
     A model keeps sequences apart only in the call that was tried: with ``position_ids``, no mask and no cache. After
@@ -207,24 +208,12 @@ class PackingCheck:
         #: where sequences but the first begin, int64 ``[B-1]``, while a batch of several packed ones is replayed
         self._starts: torch.Tensor | None = None
         self._runs_on: torch.Tensor | None = None
-        self._hooks: list[RemovableHandle] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return InertHook, ()
 
     def watch(self, wiring: Wiring) -> None:
         """Look at the calls of the model's forwards under a binding, until ``remove``."""
         self.wiring = wiring
         if self.packed is None:
-            self._hooks = [self.model.register_forward_pre_hook(self._compare, with_kwargs=True)]
-
-    def remove(self) -> None:
-        """Take the hook off. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
+            self._installed = (self.model.register_forward_pre_hook(self._compare, with_kwargs=True),)
 
     def __call__(self, batch: ReplayBatch) -> None:
         """Raise ReplayError (PACKING). Collective under FSDP2, at the first packed batch of every rank."""
@@ -373,13 +362,14 @@ def _aux_modules(model: nn.Module) -> list[nn.Module]:
 
 def checkpoint_sites(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Modules with a checkpoint function of their own, and the attribute's name; they change when it is enabled."""
+    check_type(model, nn.Module, expected="a model (torch.nn.Module)")
     for module in model.modules():
         for name in _CHECKPOINT_ATTRIBUTES:
             if callable(vars(module).get(name)):
                 yield module, name
 
 
-class AuxiliaryHook:
+class AuxiliaryHook(LiveHook):
     """The two hooks of the module whose forward computes the loss: they answer its selections under a binding."""
 
     def __init__(self, module: nn.Module, *, wiring: Wiring) -> None:
@@ -389,18 +379,6 @@ class AuxiliaryHook:
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, prepend=True, always_call=True),
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A copied model (a teacher) carries the same hook, which is inert there: its module is another.
-        return self
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return InertHook, ()
-
-    def remove(self) -> None:
-        """Take both hooks off. Idempotent."""
-        for handle in self._installed:
-            handle.remove()
 
     def _enter(self, module: nn.Module, args: object) -> None:
         binding = self.wiring.here()

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
@@ -29,7 +29,16 @@ from routeplane.stream.ipc import IpcReader
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
 
-__all__ = ["BlockPart", "BlockReader", "BlockRecords", "BlockStore", "cut_block", "parse_leans", "sealed_cut"]
+__all__ = [
+    "BlockPart",
+    "BlockReader",
+    "BlockRecords",
+    "BlockStore",
+    "Carrier",
+    "cut_block",
+    "parse_leans",
+    "sealed_cut",
+]
 
 
 class BlockStore(ABC):
@@ -130,7 +139,8 @@ class BlockReader(RecordReader):
             raise UsageError(
                 "expected the reader that holds the group, got a copy of it or a closed one", kind=ErrorKind.CLOSED
             )
-        self._check_position(position)
+        if position is not self._reached:  # what was read is there
+            self._check_position(position)
         if any(position.number(name) < number for name, number in self._acknowledged.next.items()):
             raise refused(f"a position behind {self._acknowledged.to_json()}", position.to_json())
         self._store.save_position(position)
@@ -458,3 +468,92 @@ def sealed_cut(data: pa.Buffer, part: BlockPart, *, read: Callable[[int], pa.Buf
     if not records:
         raise DataError("expected at least one record in the part, got none", kind=ErrorKind.ROUTES_MISSING)
     return blocks.SealedBlock.of(records, records[0].spec, encoding=encoding).to_buffer()
+
+
+# -- a carrier ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carrier:
+    """One kind of place. The functions ``open_writer`` and ``open_reader`` of a carrier's module are this one's.
+
+    Attributes:
+        slot: takes a producer's name: ``(place, declared, *, producer, limits, **reached)``.
+        store: takes a group, once the place is there: ``(place, *, group, timeout_s, **reached)``.
+    """
+
+    slot: Callable[..., blocks.ProducerSlot]
+    store: Callable[..., BlockStore]
+
+    def open_writer(
+        self,
+        place: Any,
+        spec: RouteSpec,
+        *,
+        run: str,
+        producer: str,
+        groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
+        encoding: Literal["plain", "narrow", "auto"] = "auto",
+        limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
+        **reached: Any,
+    ) -> blocks.BlockWriter:
+        """Open a place as one of its producers; the first opener creates it.
+
+        Args:
+            place: what the carrier's module says: a path, a name, an address.
+            run: name of the run; a place of another run is refused.
+            producer: name of this producer; one living writer per name. A restarted producer goes on where it stood.
+            groups: every group that will read; a block is kept until all of them acknowledged it.
+            encoding: of all blocks of the place.
+            limits: block size, byte bound, fsync, timeout.
+            reached: what the carrier's module asks for besides: ``store`` for Mooncake, ``access`` for Flight.
+
+        Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use),
+        SpecError for a place of another geometry, FormatError for damaged control data, StoreError for a file system
+        without locks or space, TransportError where a server, an actor or a store does not answer.
+
+        >>> import tempfile
+        >>> from routeplane import RouteSpec
+        >>> from routeplane.stream import folder
+        >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1), model="m")
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     with folder.open_writer(place, spec, run="run-1", producer="engine-0") as writer:
+        ...         pass
+        ...     with folder.open_reader(place, producers=1) as reader:
+        ...         list(reader), reader.report().complete
+        ([], True)
+        """
+        declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
+        blocks.check_name(producer, "producer")
+        slot = self.slot(place, declared, producer=producer, limits=limits, **reached)
+        return blocks.BlockWriter(slot, slot.manifest, limits=limits)
+
+    def open_reader(
+        self,
+        place: Any,
+        *,
+        producers: int | Sequence[str],
+        group: str = blocks.DEFAULT_GROUP,
+        follow: bool = True,
+        policy: ReadPolicy = blocks.DEFAULT_POLICY,
+        options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
+        **reached: Any,
+    ) -> BlockReader:
+        """Open a place as the one reader of a group; waits for the place to be created.
+
+        After 10 s the logger ``routeplane.stream.blocks`` warns once of the wait, with what of the place exists: a
+        mistyped path never comes. ``options.timeout_s`` bounds the wait.
+
+        Args:
+            place, reached: as ``open_writer``.
+            producers: how many producers, or which names, are expected; complete means that all of them closed.
+            group: a group that the place declares.
+            follow: whether to wait for blocks that are still to come.
+            policy: what to do with data that is wrong.
+            options: acknowledgement, vanished producers, timeout.
+
+        Returns a RouteSource and BlockSource that the caller closes; it pickles. Raises UsageError (GROUP_TAKEN for a
+        group that has a living reader), FormatError for damaged control data, TransportError (TIMED_OUT; CONNECTION).
+        """
+        store = self.store(place, group=group, timeout_s=options.timeout_s if follow else 0.0, **reached)
+        return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)

@@ -379,6 +379,8 @@ class Retention:
 class ProducerSlot(ABC):
     """One producer's place to publish blocks; held by one living writer. Carriers implement it."""
 
+    #: What the place declares.
+    manifest: Manifest
     #: What is there, so that the writer knows which blocks its records may lean on.
     retention: Retention
 

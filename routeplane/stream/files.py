@@ -23,7 +23,7 @@ import pyarrow as pa
 from routeplane.errors import ErrorKind, UsageError
 from routeplane.stream.frames import Frame, frames_of_buffer, frames_of_file
 
-__all__ = ["BufferPool", "PublishedPath", "Target", "WholeWrites", "frames_of", "fsync", "target_of"]
+__all__ = ["BufferPool", "PublishedPath", "WholeWrites", "frames_of", "fsync", "target_of"]
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -36,9 +36,10 @@ def fsync(path: str | os.PathLike[str]) -> None:
 
 
 class WholeWrites:
-    """A file whose ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count.
+    """A place for the bytes of one stream: a binary file, pipe or socket that the caller opened and will close.
 
-    ``scattered``: what is written in place of a buffer at this address and of this size (``codec.write_batch``).
+    ``write`` takes everything: raw files and sockets may take less, and pyarrow ignores the count. ``scattered``: what
+    is written in place of a buffer at this address and of this size (``codec.write_batch``).
     """
 
     closed = False
@@ -63,23 +64,15 @@ class WholeWrites:
         if hasattr(self._file, "flush"):
             self._file.flush()
 
-
-class Target:
-    """A place for the bytes of one stream: a binary file, pipe or socket file that the caller opened and will close."""
-
-    def __init__(self, file: Any) -> None:
-        #: The file to write to, which takes all that it is given.
-        self.file = WholeWrites(file)
-
     def publish(self) -> None:
         """Make everything written visible as whole; in a caller's file the trailer alone says that it is."""
-        self.file.flush()
+        self.flush()
 
     def discard(self) -> None:
         """Leave nothing that could be taken for whole; in a caller's file no trailer is written."""
 
 
-class PublishedPath(Target):
+class PublishedPath(WholeWrites):
     """A path that appears complete or not at all: written under a temporary name beside it, renamed on ``publish``.
 
     A symbolic link is resolved first (replacing the link would leave its target stale). What exists and is not a
@@ -88,13 +81,12 @@ class PublishedPath(Target):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path)
-        self._in_place = given.exists() and not stat.S_ISREG(given.stat().st_mode)
+        self._in_place = given.exists() and not given.is_file()
         # what /dev/fd/N resolves to has no name that could be opened
         self._path = given if self._in_place else Path(os.path.realpath(path))
         self._written = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         # unbuffered in place: the reader of a FIFO is to have each batch when it was written
-        self._file = open(path, "wb", 0) if self._in_place else open(self._written, "xb")  # noqa: SIM115  closed below
-        self.file = WholeWrites(self._file)
+        super().__init__(open(path, "wb", 0) if self._in_place else open(self._written, "xb"))  # noqa: SIM115  closed below
 
     def publish(self) -> None:
         """Bring it to disk, close, and rename into place."""
@@ -111,12 +103,12 @@ class PublishedPath(Target):
         self._written.unlink(missing_ok=True)
 
 
-def target_of(sink: Any) -> Target:
+def target_of(sink: Any) -> WholeWrites:
     """A path or a writable binary file as a target. Raises UsageError for anything else."""
     if isinstance(sink, str | os.PathLike):
         return PublishedPath(sink)
     if hasattr(sink, "write"):
-        return Target(sink)
+        return WholeWrites(sink)
     raise UsageError(f"expected a path or a writable binary file, got {type(sink).__name__}", kind=ErrorKind.ARGUMENT)
 
 
@@ -129,12 +121,11 @@ def frames_of(source: Any, *, salvage: bool = False) -> tuple[Iterator[Frame], b
     """
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        if stat.S_ISREG(path.stat().st_mode):
-            return frames_of_buffer(_mapped(path), salvage=salvage), True
-        return _frames_of_pipe(path), False
+        if not stat.S_ISREG(path.stat().st_mode):
+            return _frames_of_pipe(path), False
+        source = _mapped(path)
     if isinstance(source, bytes | bytearray | memoryview | pa.Buffer):
-        data = source if isinstance(source, pa.Buffer) else pa.py_buffer(source)
-        return frames_of_buffer(data, salvage=salvage), True
+        return frames_of_buffer(pa.py_buffer(source), salvage=salvage), True
     if hasattr(source, "read"):
         return frames_of_file(source), False
     raise UsageError(
@@ -160,6 +151,8 @@ def _frames_of_pipe(path: Path) -> Iterator[Frame]:
 _ALIGN = 64
 # A buffer may be larger than what is asked for by this factor, so that ragged messages share buffers.
 _SLACK = 4
+# What is kept for later; more goes back to the operating system.
+_MAX_IDLE_BYTES = 256 * 2**20
 
 
 class _Loan:
@@ -167,13 +160,9 @@ class _Loan:
 
 
 class BufferPool:
-    """Byte arrays that are lent and come back. Safe for several threads: a finalizer may run in any.
+    """Byte arrays that are lent and come back. Safe for several threads: a finalizer may run in any."""
 
-    ``max_idle_bytes``: what is kept for later; more goes back to the operating system.
-    """
-
-    def __init__(self, *, max_idle_bytes: int = 256 * 2**20) -> None:
-        self._max_idle = max_idle_bytes
+    def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may run inside of a locked part of the same thread
         self._idle: list[Any] = []
 
@@ -204,5 +193,5 @@ class BufferPool:
 
     def _give_back(self, whole: Any) -> None:
         with self._lock:
-            if self.idle_bytes + whole.nbytes <= self._max_idle:
+            if self.idle_bytes + whole.nbytes <= _MAX_IDLE_BYTES:
                 self._idle.append(whole)

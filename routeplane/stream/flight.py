@@ -6,6 +6,9 @@ that dies ends its call, and so its hold. ``DoGet`` sends one block, or a part o
 new checksums. ``ListFlights`` names the blocks for any Flight client.
 
 One token per role; TLS where certificates are given. Without both, only a loopback address is served.
+
+``place`` is the server's address, ``grpc://host:port`` or ``grpc+tls://host:port``. ``open_writer`` and ``open_reader``
+take besides ``access``, an Access: the token of their role, and whom to trust.
 """
 
 from __future__ import annotations
@@ -14,10 +17,9 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,9 +34,9 @@ from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.spec import RouteSpec
 from routeplane.stream import blocks
-from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, parse_leans, sealed_cut
+from routeplane.stream.block_reader import BlockPart, BlockStore, Carrier, cut_block, parse_leans, sealed_cut
 from routeplane.stream.files import frames_of
-from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place
+from routeplane.stream.folder import FolderSlot, FolderStore
 from routeplane.stream.ipc import IpcReader
 
 __all__ = ["Access", "Server", "Tokens", "open_reader", "open_writer"]
@@ -64,49 +66,6 @@ class Access:
 
 
 NO_ACCESS = Access()
-
-
-def open_writer(
-    place: str,
-    spec: RouteSpec,
-    *,
-    run: str,
-    producer: str,
-    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
-    encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
-    access: Access = NO_ACCESS,
-) -> blocks.BlockWriter:
-    """Open a served place as one of its producers.
-
-    Args:
-        place: the server's address, ``grpc://host:port`` or ``grpc+tls://host:port``.
-        access: the writers' token, and whom to trust.
-
-    The others, and what is raised, as ``stream.folder.open_writer``; TransportError where the server does not answer.
-    """
-    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
-    asked = {"manifest": declared.to_document(), "producer": producer, "limits": asdict(limits)}
-    slot = _Slot(_Client(place, access), asked, max_bytes=limits.max_bytes)
-    return blocks.BlockWriter(slot, slot.manifest, limits=limits)
-
-
-def open_reader(
-    place: str,
-    *,
-    producers: int | Sequence[str],
-    group: str = blocks.DEFAULT_GROUP,
-    follow: bool = True,
-    policy: ReadPolicy = blocks.DEFAULT_POLICY,
-    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
-    access: Access = NO_ACCESS,
-) -> BlockReader:
-    """Open a served place as the one reader of a group.
-
-    Args: ``access``: the readers' token, and whom to trust; the others as ``stream.folder.open_reader``.
-    """
-    store = _Store(_Client(place, access), group=group, timeout_s=options.timeout_s if follow else 0.0)
-    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 # -- what both sides say -----------------------------------------------------------------------------------------------
@@ -190,7 +149,6 @@ class _Roles(fl.ServerMiddlewareFactory):  # type: ignore[misc]
         self._tokens = tokens
 
     def start_call(self, info: Any, headers: Mapping[str, Sequence[str]]) -> None:
-        """Compare the token."""
         role = "writer" if info.method == fl.FlightMethod.DO_PUT else "reader"
         given = next(iter(headers.get("authorization", ())), "")
         if not secrets.compare_digest(given.encode(), f"Bearer {getattr(self._tokens, role)}".encode()):
@@ -261,26 +219,24 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]
         self.place = f"{scheme}://{host}:{self.port}"
 
     def _store(self, group: str | None = None) -> FolderStore:
-        return FolderStore(BlockFiles(self._root), group=group)
+        return FolderStore(self._root, group=group)
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One writer: its blocks, each answered with its number; its end. Its death ends the call."""
         with _telling():
             document, producer, given = _parsed(descriptor.command, "manifest", "producer", "limits")
             limits = blocks.BlockLimits(**{name: given[name] for name in blocks.BlockLimits.__slots__})
-            found = declare_place(self._root, blocks.Manifest.from_document(document))
-            files = BlockFiles(self._root, sync=limits.sync)
-            slot = _ServedSlot(files, found.groups, producer=producer, limits=limits)
+            slot = _ServedSlot(self._root, blocks.Manifest.from_document(document), producer=producer, limits=limits)
             slot.context = context
             try:
-                writer.write(_said(found.to_document()))
+                writer.write(_said(slot.manifest.to_document()))
                 for what in self._messages(reader):
                     if isinstance(what, str):
                         slot.end("closed" if what == "closed" else "aborted")
                         slot.release()
                         writer.write(_said(what))
                         return
-                    name = slot.publish(_verified(what, found.spec))
+                    name = slot.publish(_verified(what, slot.manifest.spec))
                     held = [[each, size, slot.retention.leans.get(each)] for each, size in slot.retention.sizes.items()]
                     writer.write(_said([name.number, held]))
             finally:
@@ -377,12 +333,10 @@ class _Client:
 
     @property
     def options(self) -> Any:
-        """What each call carries."""
         return fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {self._access.token}".encode())])
 
     @property
     def flight(self) -> Any:
-        """The client of Flight."""
         if self._client is None:
             self._client = fl.connect(self.place, tls_root_certs=self._access.root_certificates)
         return self._client
@@ -424,36 +378,68 @@ class _Client:
             client.close()
 
 
-class _Slot(blocks.ProducerSlot):
-    """One producer's call."""
+class _Call:
+    """A call that holds a name at the server: what is said on it is answered, and its end gives the name up."""
 
-    def __init__(self, client: _Client, asked: Mapping[str, Any], *, max_bytes: int) -> None:
-        self._client, self._producer = client, str(asked["producer"])
-        self.retention = blocks.Retention(max_bytes=max_bytes)
-        with client.told():
-            descriptor = fl.FlightDescriptor.for_command(_said(asked))
-            self._call, self._answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
-        self._open = True
+    def __init__(self, client: _Client, stream: Any, read: Callable[[], Any], *, parse: Callable[[Any], Any]) -> None:
+        self._client, self.stream, self._read = client, stream, read
         try:
-            self.manifest = self._answer(blocks.Manifest.from_document)
+            #: The answer to the call itself, parsed.
+            self.first = self.answer(parse)
         except BaseException:
             self.release()
             raise
 
-    def _answer(self, parse: Any = None) -> Any:
-        with self._client.told(self._call):
-            answer = self._answers.read()
+    def say(self, what: bytes, data: pa.Buffer | None = None) -> None:
+        """Send a message, behind its data."""
+        with self._client.told(self.stream):
+            for part in () if data is None else _chunks(data):
+                self.stream.write_batch(part)
+            self.stream.write_metadata(what)
+
+    def answer(self, parse: Callable[[Any], Any]) -> Any:
+        """What the server answers, parsed. Raises what the server says, or TransportError; FormatError."""
+        with self._client.told(self.stream):
+            answer = self._read()
             if answer is None:
                 raise StopIteration("no answer")
-            answer = json.loads(answer.to_pybytes())
-            return answer if parse is None else parse(answer)
+            return parse(json.loads(answer.to_pybytes()))
+
+    def release(self) -> None:
+        """End the call, and the connection; returns when the server has given the name up. Idempotent."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            with suppress(fl.FlightError, pa.ArrowException, StopIteration), closing(stream):
+                stream.done_writing()
+                while self._read() is not None:
+                    pass
+            self._client.close()
+
+
+class _Slot(blocks.ProducerSlot):
+    """One producer's call."""
+
+    def __init__(
+        self,
+        place: str,
+        declared: blocks.Manifest,
+        *,
+        producer: str,
+        limits: blocks.BlockLimits,
+        access: Access = NO_ACCESS,
+    ) -> None:
+        self._producer, client = producer, _Client(place, access)
+        self.retention = blocks.Retention(max_bytes=limits.max_bytes)
+        asked = {"manifest": declared.to_document(), "producer": producer, "limits": asdict(limits)}
+        with client.told():
+            descriptor = fl.FlightDescriptor.for_command(_said(asked))
+            stream, answers = client.flight.do_put(descriptor, _CHUNKS, client.options)
+        self._call = _Call(client, stream, answers.read, parse=blocks.Manifest.from_document)
+        self.manifest = self._call.first
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
-        with self._client.told(self._call):
-            for part in _chunks(block.to_buffer()):
-                self._call.write_batch(part)
-            self._call.write_metadata(b"block")
-        return BlockName(self._producer, self._answer(self._note))
+        self._call.say(b"block", block.to_buffer())
+        return BlockName(self._producer, self._call.answer(self._note))
 
     def _note(self, answer: Any) -> int:
         """The number of a block; the server says besides what it holds of this producer."""
@@ -464,43 +450,30 @@ class _Slot(blocks.ProducerSlot):
         return _count(number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
-        with self._client.told(self._call):
-            self._call.write_metadata(how.encode())
-        self._answer()
+        self._call.say(how.encode())
+        self._call.answer(str)
 
     def release(self) -> None:
-        """Returns when the server has given the name up."""
-        if self._open:
-            self._open = False
-            with suppress(fl.FlightError, pa.ArrowException):
-                self._call.close()
-            self._client.close()
+        self._call.release()
 
 
 class _Store(BlockStore):
     """The blocks of a served place, for one group."""
 
-    def __init__(self, client: _Client, *, group: str, timeout_s: float | None) -> None:
-        self._client = client
+    def __init__(self, place: str, *, group: str, timeout_s: float | None, access: Access = NO_ACCESS) -> None:
+        self._client = client = _Client(place, access)
         found = blocks.wait_until(
-            partial(client.ask, "manifest"),
+            lambda: client.ask("manifest"),
             timeout_s,
-            expected=lambda: f"a place at {client.place}",
+            expected=lambda: f"a place at {place}",
             warn_after_s=blocks.WARN_AFTER_S,
         )
         with client.told():
             self.manifest = blocks.Manifest.from_document(found)
             descriptor = fl.FlightDescriptor.for_command(_said({"group": group}))
-            self._call: Any = client.flight.do_exchange(descriptor, client.options)
-        try:
-            self._position = Position.from_json(self._answer())
-        except BaseException:
-            self.release()
-            raise
-
-    def _answer(self) -> Any:
-        with self._client.told(self._call[0]):
-            return json.loads(self._call[1].read_chunk().app_metadata.to_pybytes())
+            stream, answers = client.flight.do_exchange(descriptor, client.options)
+        self._call: Any = _Call(client, stream, lambda: answers.read_chunk().app_metadata, parse=Position.from_json)
+        self._position: Position = self._call.first
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
@@ -510,12 +483,10 @@ class _Store(BlockStore):
             return [blocks.check_name(name, "producer") for name in self._client.ask("producers")]
 
     def state(self, name: BlockName) -> blocks.BlockState:
-        found = self._client.ask("state", name)
-        for state in get_args(blocks.BlockState):
-            if found == state:
-                known: blocks.BlockState = state
-                return known
-        raise FormatError(f"expected the state of block {name}, got {found!r}", kind=ErrorKind.MANIFEST)
+        state: blocks.BlockState = self._client.ask("state", name)
+        if state not in get_args(blocks.BlockState):
+            raise FormatError(f"expected the state of block {name}, got {state!r}", kind=ErrorKind.MANIFEST)
+        return state
 
     def last_number(self, producer: str) -> int:
         return _count(self._client.ask("last_number", BlockName(producer, 0)))
@@ -538,16 +509,13 @@ class _Store(BlockStore):
         return self._position
 
     def save_position(self, position: Position) -> None:
-        with self._client.told(self._call[0]):
-            self._call[0].write_metadata(position.to_json().encode())
-        self._answer()
+        self._call.say(position.to_json().encode())
+        self._call.answer(bool)
 
     def release(self) -> None:
-        """Returns when the server has given the group up."""
-        call, self._call = self._call, None
-        if call is not None:
-            with suppress(fl.FlightError, pa.ArrowException), closing(call[0]):
-                call[0].done_writing()
-                for _ in call[1]:
-                    pass
-            self._client.close()
+        if self._call is not None:
+            self._call.release()
+
+
+_CARRIER = Carrier(slot=_Slot, store=_Store)
+open_writer, open_reader = _CARRIER.open_writer, _CARRIER.open_reader

@@ -1,5 +1,7 @@
 """The carrier ``folder``: sealed blocks as files, in a place that several processes and hosts may share.
 
+A place is a folder, on a file system that has flock:
+
     <place>/manifest.json                             run, groups, spec; made once, by the first opener
     <place>/producers/<name>/lock                     held (flock) by the living writer of that name
     <place>/producers/<name>/number.json              number of the next block; never derived from the files
@@ -35,10 +37,8 @@ import xxhash
 from routeplane.errors import DataError, ErrorKind, FormatError, StoreError, UsageError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.record.parse import check_count
-from routeplane.record.policy import ReadPolicy
-from routeplane.record.spec import RouteSpec
 from routeplane.stream import blocks
-from routeplane.stream.block_reader import BlockReader, BlockStore
+from routeplane.stream.block_reader import BlockStore, Carrier
 from routeplane.stream.files import BufferPool, fsync
 
 __all__ = ["open_reader", "open_writer", "producers_of"]
@@ -46,77 +46,9 @@ __all__ = ["open_reader", "open_writer", "producers_of"]
 # A reader that looks whether a producer lives holds its lock for a moment; a writer tries again for so long.
 _LOCK_TRIES_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_ENDS: Mapping[str, Literal["closed", "aborted"]] = {"closed": "closed", "aborted": "aborted"}
 
 _Document = TypeVar("_Document")
-
-
-def open_writer(
-    place: str | os.PathLike[str],
-    spec: RouteSpec,
-    *,
-    run: str,
-    producer: str,
-    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
-    encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
-) -> blocks.BlockWriter:
-    """Open a place as one of its producers; the first opener creates it.
-
-    Args:
-        place: a folder on a file system that has flock.
-        run: name of the run; a place of another run is refused.
-        producer: name of this producer; one living writer per name. A restarted producer goes on where it stood.
-        groups: every group that will read; a block is kept until all of them acknowledged it.
-        encoding: of all blocks of the place.
-        limits: block size, byte bound, fsync, timeout.
-
-    Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
-    for a place of another geometry, FormatError for damaged files, StoreError for a file system without locks.
-
-    >>> import tempfile
-    >>> from routeplane import RouteSpec
-    >>> from routeplane.stream import folder
-    >>> spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0, 1), model="m")
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     with folder.open_writer(place, spec, run="run-1", producer="engine-0") as writer:
-    ...         pass
-    ...     with folder.open_reader(place, producers=1) as reader:
-    ...         list(reader), reader.report().complete
-    ([], True)
-    """
-    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
-    found = declare_place(Path(place), declared)
-    slot = FolderSlot(BlockFiles(Path(place), sync=limits.sync), found.groups, producer=producer, limits=limits)
-    return blocks.BlockWriter(slot, found, limits=limits)
-
-
-def open_reader(
-    place: str | os.PathLike[str],
-    *,
-    producers: int | Sequence[str],
-    group: str = blocks.DEFAULT_GROUP,
-    follow: bool = True,
-    policy: ReadPolicy = blocks.DEFAULT_POLICY,
-    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
-) -> BlockReader:
-    """Open a place as the one reader of a group; waits for the place to be created.
-
-    After 10 s the logger ``routeplane.stream.blocks`` warns once of the wait, with the path and what of it exists: a
-    mistyped path never comes. ``options.timeout_s`` bounds the wait.
-
-    Args:
-        producers: how many producers, or which names, are expected; complete means that all of them closed.
-        group: a group that the place declares.
-        follow: whether to wait for blocks that are still to come.
-        policy: what to do with data that is wrong.
-        options: acknowledgement, vanished producers, timeout.
-
-    Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
-    living reader), FormatError for damaged files, TransportError (TIMED_OUT).
-    """
-    root = found_place(place, options.timeout_s if follow else 0.0)
-    store = FolderStore(BlockFiles(root), group=group)
-    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 def producers_of(place: str | os.PathLike[str]) -> list[str]:
@@ -177,15 +109,13 @@ class _Numbers(NamedTuple):
     @classmethod
     def of(cls, home: Path) -> _Numbers:
         """Those of a producer's folder. Raises FormatError."""
+        return _load(home / "number.json", cls._parse) or cls()
 
-        def number(value: object) -> int:
-            return check_count(value, "a number of a block", below=2**63)
-
-        def parse(document: dict[str, Any]) -> _Numbers:
-            leans = {int(name): tuple(map(number, others)) for name, others in document["leans"].items()}
-            return cls(number(document["next"]), tuple(map(number, document["void"])), leans)
-
-        return _load(home / "number.json", parse) or cls()
+    @classmethod
+    def _parse(cls, document: dict[str, Any]) -> _Numbers:
+        number = partial(check_count, name="a number of a block", below=2**63)
+        leans = {int(name): tuple(map(number, others)) for name, others in document["leans"].items()}
+        return cls(number(document["next"]), tuple(map(number, document["void"])), leans)
 
 
 def _position(home: Path) -> Position | None:
@@ -195,13 +125,7 @@ def _position(home: Path) -> Position | None:
 
 def _end_of(home: Path) -> Literal["closed", "aborted"] | None:
     """How a producer ended; None where it has not. Raises FormatError."""
-
-    def parse(document: dict[str, Any]) -> Literal["closed", "aborted"]:
-        if document["how"] not in ("closed", "aborted"):
-            raise ValueError(f"an end that is {document['how']!r}")
-        return "closed" if document["how"] == "closed" else "aborted"
-
-    return _load(home / "end.json", parse)
+    return _load(home / "end.json", lambda document: _ENDS[document["how"]])
 
 
 def _store(path: Path, document: Mapping[str, Any], *, sync: bool) -> None:
@@ -252,44 +176,33 @@ def manifest_of(root: Path) -> blocks.Manifest:
     return found
 
 
-def found_place(place: str | os.PathLike[str], timeout_s: float | None) -> Path:
-    """The folder of a place, once it is there; a wait is logged. Raises TransportError (TIMED_OUT)."""
-    path = Path(place).absolute() / "manifest.json"
-
-    def expected() -> str:
-        there = next(folder for folder in path.parents if folder.is_dir())
-        found = "which holds no place" if there == path.parent else f"of which {there} exists"
-        return f"the place {path.parent}, {found}"
-
-    blocks.wait_until(path.exists, timeout_s, expected=expected, warn_after_s=blocks.WARN_AFTER_S)
-    return Path(place)
-
-
 # -- locks -------------------------------------------------------------------------------------------------------------
 
 
-class FileLock:
-    """A lock file held by this process until ``release`` or its death; a forked child does not hold it."""
+def _hold(holder: object, path: Path, *, taken: Callable[[], UsageError], tries_s: float = 0.0) -> Callable[[], object]:
+    """Take a lock file until the answer is called, or the holder or this process is gone; no forked child holds it.
 
-    def __init__(self, path: Path, *, taken: Callable[[], UsageError], tries_s: float = 0.0) -> None:
-        """Take the lock. ``taken`` makes the error where another process holds it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        end = time.monotonic() + tries_s
-        while (descriptor := _locked(path)) is None:
-            if time.monotonic() >= end:
-                raise taken()
-            time.sleep(0.005)
-        #: Gives the lock up; again is not an error.
-        self.release = weakref.finalize(self, os.close, descriptor)
-        # a child's copy of the descriptor would hold the lock for as long as the child lives
-        os.register_at_fork(after_in_child=self.release)
-        if not is_locked(path):
-            raise StoreError(
-                f"expected a file system with locks (flock), got one without @ {path}", kind=ErrorKind.WRITER
-            )
+    ``taken`` makes the error where another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + tries_s
+    while (descriptor := _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)) is None:
+        if time.monotonic() >= end:
+            raise taken()
+        time.sleep(0.005)
+    release = weakref.finalize(holder, os.close, descriptor)
+    # a child's copy of the descriptor would hold the lock for as long as the child lives
+    os.register_at_fork(after_in_child=release)
+    if not is_locked(path):
+        raise _no_locks("one without", path)
+    return release
 
 
-def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT, mode: int = fcntl.LOCK_EX) -> int | None:
+def _no_locks(got: str, path: Path) -> StoreError:
+    return StoreError(f"expected a file system with locks (flock), got {got} @ {path}", kind=ErrorKind.WRITER)
+
+
+def _locked(path: Path, flags: int, mode: int) -> int | None:
     """A descriptor that holds the lock of a file; None where another one does."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
@@ -300,9 +213,7 @@ def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT, mode: int = fcntl.L
         pass
     except OSError as error:
         os.close(descriptor)
-        raise StoreError(
-            f"expected a file system with locks (flock), got {error.strerror} @ {path}", kind=ErrorKind.WRITER
-        ) from error
+        raise _no_locks(f"{error.strerror}", path) from error
     os.close(descriptor)
     return None
 
@@ -327,8 +238,8 @@ class BlockFiles:
     A block is prepared, then committed. One that was prepared and not committed leaves a file that says so.
     """
 
-    def __init__(self, root: Path, *, sync: bool = True) -> None:
-        self.root, self._sync, self._pool = root, sync, BufferPool()
+    def __init__(self, root: Path, place: str, *, sync: bool = True) -> None:
+        self.root, self._place, self._sync, self._pool = root, place, sync, BufferPool()
 
     def home(self, producer: str) -> Path:
         """Where a producer's control data lies."""
@@ -391,17 +302,27 @@ class BlockFiles:
 
 
 class FolderSlot(blocks.ProducerSlot):
-    """One producer's folder, locked for as long as its writer lives."""
+    """One producer's folder, locked for as long as its writer lives. ``files`` opens what holds the bytes."""
 
-    def __init__(self, files: BlockFiles, groups: Sequence[str], *, producer: str, limits: blocks.BlockLimits) -> None:
-        self._files, self._groups, self._producer, self._limits = files, groups, producer, limits
-        self._home = files.home(producer)
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        declared: blocks.Manifest,
+        *,
+        producer: str,
+        limits: blocks.BlockLimits,
+        files: Callable[..., BlockFiles] = BlockFiles,
+    ) -> None:
+        root = Path(place)
+        self.manifest = declare_place(root, declared)
+        self._files = files(root, self.manifest.place, sync=limits.sync)
+        self._producer, self._limits, self._home = producer, limits, self._files.home(producer)
         taken = partial(blocks.producer_taken, producer, self._home)
-        self._lock = FileLock(self._home / "lock", taken=taken, tries_s=_LOCK_TRIES_S)
+        self._unlock = _hold(self, self._home / "lock", taken=taken, tries_s=_LOCK_TRIES_S)
         try:
             self._begin()
         except BaseException:
-            self._lock.release()
+            self.release()
             raise
 
     def _name(self, number: int) -> BlockName:
@@ -419,35 +340,34 @@ class FolderSlot(blocks.ProducerSlot):
         # the number is stored before the block is committed: a writer that died in between left it prepared
         if self._next and self._files.is_unfinished(self._name(self._next - 1)):
             self._void.append(self._next - 1)
-        self._store_number(self._next)
+        self._store_number()
         for left in self._home.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self._home / "end.json").unlink(missing_ok=True)
         if self._limits.sync:
             fsync(self._home)
 
-    def _store_number(self, number: int, leans: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
-        known = {str(held): list(others) for held, others in {**self.retention.leans, **leans}.items()}
-        document = {"next": number, "void": self._void, "leans": known}
+    def _store_number(self) -> None:
+        leans = {str(number): others for number, others in self.retention.leans.items()}
+        document = {"next": self._next, "void": self._void, "leans": leans}
         _store(self._home / "number.json", document, sync=self._limits.sync)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
-        """Store a block; waits for space."""
         name = self._name(self._next)
         try:
             size = self._prepared(name, block)
             blocks.wait_until(
                 lambda: self._has_space(size, block.leans),
                 self._limits.timeout_s,
-                expected=lambda: blocks.space_for(size, groups=self._groups, limits=self._limits),
+                expected=lambda: blocks.space_for(size, groups=self.manifest.groups, limits=self._limits),
             )
         except OSError as error:
             self._files.prepared(name).unlink(missing_ok=True)
             raise _full(error, self._home) from error
-        self._store_number(name.number + 1, {} if not block.leans else {name.number: block.leans})
-        self._files.commit(name)
-        self._next = name.number + 1
         self.retention.add(name.number, size, leans=block.leans)
+        self._next += 1
+        self._store_number()  # before readers see the block: the number is never used again
+        self._files.commit(name)
         return name
 
     def _prepared(self, name: BlockName, block: blocks.SealedBlock) -> int:
@@ -464,18 +384,14 @@ class FolderSlot(blocks.ProducerSlot):
 
     def _has_space(self, size: int, leans: Sequence[int] | None) -> bool:
         """Whether a block fits, after what may go was deleted."""
-        if self.retention.has_space(size):
-            return True
-
-        def delete(number: int) -> None:
-            self._files.delete(self._name(number))
-
-        return self.retention.make_space(size, leans, below=self._acknowledged(), delete=delete)
+        return self.retention.has_space(size) or self.retention.make_space(
+            size, leans, below=self._acknowledged(), delete=lambda number: self._files.delete(self._name(number))
+        )
 
     def _acknowledged(self) -> int:
         """The number of the first block that not every group acknowledged; on disk before anything is deleted."""
         numbers = []
-        for home in (self._files.root / "groups" / group for group in self._groups):
+        for home in (self._files.root / "groups" / group for group in self.manifest.groups):
             position = _position(home)
             if position is not None and self._limits.sync:
                 with suppress(FileNotFoundError):
@@ -484,12 +400,10 @@ class FolderSlot(blocks.ProducerSlot):
         return min(numbers)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
-        """State that no further block comes."""
         _store(self._home / "end.json", {"how": how, "blocks": self._next}, sync=self._limits.sync)
 
     def release(self) -> None:
-        """Give the name up."""
-        self._lock.release()
+        self._unlock()
         self._files.close()
 
 
@@ -499,20 +413,22 @@ class FolderSlot(blocks.ProducerSlot):
 class FolderStore(BlockStore):
     """The blocks of a folder, for one group, or for none that it would hold. A pickled copy holds no lock."""
 
-    def __init__(self, files: BlockFiles, *, group: str | None) -> None:
-        self.manifest = manifest_of(files.root)
-        self._files, self._root = files, files.root
-        self._lock: FileLock | None = None
+    def __init__(
+        self, place: str | os.PathLike[str], *, group: str | None, files: Callable[..., BlockFiles] = BlockFiles
+    ) -> None:
+        self._root = root = Path(place)
+        self.manifest = manifest_of(root)
+        self._files = files(root, self.manifest.place)
+        self._unlock: Callable[[], object] | None = None
         if group is not None:
             self.manifest.require_group(group)
-            self._home = self._root / "groups" / group
-            self._lock = FileLock(self._home / "lock", taken=partial(blocks.group_taken, group, self._root))
+            self._home = root / "groups" / group
+            self._unlock = _hold(self, self._home / "lock", taken=partial(blocks.group_taken, group, root))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None}
+        return {**vars(self), "_unlock": None}
 
     def producers(self) -> list[str]:
-        """The producers that ever opened the place, sorted."""
         return producers_of(self._root)
 
     def state(self, name: BlockName) -> blocks.BlockState:
@@ -533,18 +449,15 @@ class FolderStore(BlockStore):
         return end or ("waiting" if alive or not home.exists() else "vanished")
 
     def last_number(self, producer: str) -> int:
-        """The number behind the producer's last sealed block."""
         return _Numbers.of(self._files.home(producer)).next
 
     def read(self, name: BlockName) -> pa.Buffer:
-        """The bytes of a block, copied."""
         try:
             return self._files.read(name)
         except FileNotFoundError as error:
             raise DataError(f"expected block {name}, got none @ {self._root}", kind=ErrorKind.EXPIRED) from error
 
     def load_position(self) -> Position:
-        """What the group acknowledged."""
         position, place = _position(self._home), self.manifest.place
         if position is not None and position.place != place:
             raise FormatError(
@@ -554,11 +467,26 @@ class FolderStore(BlockStore):
         return position or Position(place=place)
 
     def save_position(self, position: Position) -> None:
-        """Store what the group acknowledged."""
         _store(self._home / "position.json", {"position": position.to_json()}, sync=False)
 
     def release(self) -> None:
-        """Give the group up."""
-        if self._lock is not None:
-            self._lock.release()
+        if self._unlock is not None:
+            self._unlock()
         self._files.close()
+
+
+def found_store(place: str | os.PathLike[str], *, timeout_s: float | None, **how: Any) -> FolderStore:
+    """A place's FolderStore, once the place is there; a wait is logged. Raises TransportError (TIMED_OUT)."""
+    path = Path(place).absolute() / "manifest.json"
+
+    def expected() -> str:
+        there = next(folder for folder in path.parents if folder.is_dir())
+        found = "which holds no place" if there == path.parent else f"of which {there} exists"
+        return f"the place {path.parent}, {found}"
+
+    blocks.wait_until(path.exists, timeout_s, expected=expected, warn_after_s=blocks.WARN_AFTER_S)
+    return FolderStore(place, **how)
+
+
+_CARRIER = Carrier(slot=FolderSlot, store=found_store)
+open_writer, open_reader = _CARRIER.open_writer, _CARRIER.open_reader

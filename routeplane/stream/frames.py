@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow as pa
 
 from routeplane.errors import ErrorKind, FormatError, TruncatedError, UsageError
 
-__all__ = ["Frame", "frame_of", "frames_of_buffer", "frames_of_file", "frames_received", "parse_metadata"]
+__all__ = ["Frame", "frames_of_buffer", "frames_of_file", "frames_received", "parse_metadata"]
 
 #: Largest message header accepted: a batch of 100k records has some 2 kB of it, a schema of 4,096 layers some 60 kB.
 MAX_METADATA_BYTES = 16 * 2**20
@@ -50,33 +51,32 @@ def frames_of_buffer(buffer: pa.Buffer, *, salvage: bool = False) -> Iterator[Fr
     place at which a batch's header stands is searched for (messages begin at multiples of 8 bytes). Raises
     TruncatedError where the bytes end early, FormatError where they are not an Arrow stream, or go on after its end.
     """
-    view = memoryview(buffer)
-    at = start = 0
+    view, source, at = memoryview(buffer), pa.BufferReader(buffer), 0
     while True:
         try:
-            length, start = _prefix_of(bytes(view[at : at + 8]), at)
-            if length == 0:
+            source.seek(at)
+            found = _header(source.read, at)
+            if found is None:
                 break
-            if start + length > len(view):
-                raise _truncated(f"a header of {length} bytes", len(view) - start)
-            header = parse_metadata(bytes(view[start : start + length]))
-            stop = start + length + header.body_length
+            head, frame = found
+            stop = at + len(head) + frame.body_length
             if stop > len(view):
-                raise _truncated(f"a body of {header.body_length} bytes", len(view) - start - length)
-            if salvage and _hides_a_batch(view, at, stop):
+                raise _truncated(f"a body of {frame.body_length} bytes", len(view) - at - len(head))
+            # a length is damaged where no message begins behind it, and one begins inside of it
+            unmarked = salvage and stop < len(view) and bytes(view[stop : stop + 4]) != _MARK
+            if unmarked and _next_batch(view, at + 8) < stop:
                 raise FormatError(f"expected a message of another length at byte {at}", kind=ErrorKind.NOT_ARROW)
-            frame = replace(header, data=buffer.slice(at, stop - at))
         except FormatError as error:
             stop = _next_batch(view, at + 8) if salvage and at > 0 else len(view)
             # without a schema nothing can be read, and a cut is not a damaged batch
             if not salvage or at == 0 or (isinstance(error, TruncatedError) and stop == len(view)):
                 raise
-            frame = Frame(kind="damaged", data=buffer.slice(at, stop - at))
-        yield frame
+            frame = Frame(kind="damaged")
+        yield replace(frame, data=buffer.slice(at, stop - at))
         at = stop
-    if start < len(view):
+    if at + 8 < len(view):
         raise FormatError(
-            f"expected nothing after the end-of-stream mark, got {len(view) - start} bytes", kind=ErrorKind.TRAILER
+            f"expected nothing after the end-of-stream mark, got {len(view) - at - 8} bytes", kind=ErrorKind.TRAILER
         )
 
 
@@ -104,29 +104,18 @@ def frames_of_file(source: Any) -> Iterator[Frame]:
     return frames_received(fill, take)
 
 
-def _hides_a_batch(view: memoryview, at: int, stop: int) -> bool:
-    """Whether a message's length is damaged: no message begins where it ends, and one begins inside of it."""
-    return bytes(view[stop : stop + 4]) != _MARK and stop < len(view) and _next_batch(view, at + 8) < stop
-
-
 def _next_batch(view: memoryview, at: int) -> int:
     """Where the next whole record batch begins at or behind ``at``; the end of the view where there is none."""
     data = np.frombuffer(view, dtype="<u4", count=len(view) // 8 * 2).reshape(-1, 2)
     first = -(-at // 8)
-    marks = first + np.flatnonzero((data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES))
-    for mark in marks.tolist():
-        if _is_batch(view, 8 * mark):
-            return int(8 * mark)
+    found = (data[first:, 0] == _CONTINUATION) & (data[first:, 1] <= MAX_METADATA_BYTES)
+    for place in (8 * (first + np.flatnonzero(found))).tolist():
+        with suppress(FormatError):
+            body = place + 8 + int(data[place // 8, 1])
+            header = parse_metadata(bytes(view[place + 8 : body]))
+            if header.kind == "batch" and body + header.body_length <= len(view):
+                return int(place)
     return len(view)
-
-
-def _is_batch(view: memoryview, at: int) -> bool:
-    length = int.from_bytes(view[at + 4 : at + 8], "little")
-    try:
-        header = parse_metadata(bytes(view[at + 8 : at + 8 + length]))
-    except FormatError:
-        return False
-    return header.kind == "batch" and at + 8 + length + header.body_length <= len(view)
 
 
 def frames_received(
@@ -138,23 +127,21 @@ def frames_received(
     buffer that stands for it; pages of a claimed length are the system's until bytes come. Raises as
     ``frames_of_buffer``, and FormatError (TOO_LARGE) for a body that no memory can hold.
     """
-    head = bytearray(8)
-    while True:
-        length, _ = _prefix_of(bytes(head[: fill(memoryview(head))]), at)
-        if length == 0:
-            return
-        metadata = bytearray(length)
-        if (came := fill(memoryview(metadata))) < length:
-            raise _truncated(f"a header of {length} bytes", came)
-        header = parse_metadata(bytes(metadata))
+
+    def read(nbytes: int) -> bytes:
+        memory = bytearray(nbytes)
+        return bytes(memory[: fill(memoryview(memory))])
+
+    while (found := _header(read, at)) is not None:
+        head, header = found
         try:
-            memory, data = take(8 + length + header.body_length)
+            memory, data = take(len(head) + header.body_length)
         except (MemoryError, OverflowError, ValueError) as error:
             raise FormatError(
                 f"expected a body that memory can hold, got {header.body_length} bytes", kind=ErrorKind.TOO_LARGE
             ) from error
-        memory[:8], memory[8 : 8 + length] = head, metadata
-        if (came := fill(memory[8 + length :])) < header.body_length:
+        memory[: len(head)] = head
+        if (came := fill(memory[len(head) :])) < header.body_length:
             raise _truncated(f"a body of {header.body_length} bytes", came)
         del memory
         yield replace(header, data=data)
@@ -162,31 +149,31 @@ def frames_received(
         del data  # while the next one is waited for, only records hold the memory
 
 
-def _prefix_of(head: bytes, at: int) -> tuple[int, int]:
-    """Length of the next header and where it starts; (0, _) at the end-of-stream mark."""
-    if len(head) < 8:
-        raise _truncated("a message prefix of 8 bytes", len(head))
-    mark, length = struct.unpack("<II", head)
+def _header(read: Callable[[int], bytes], at: int) -> tuple[bytes, Frame] | None:
+    """Prefix and header of the message at ``at``, and the frame without its data; None at the end-of-stream mark."""
+    prefix = read(8)
+    if len(prefix) < 8:
+        raise _truncated("a message prefix of 8 bytes", len(prefix))
+    mark, length = struct.unpack("<II", prefix)
     if mark != _CONTINUATION:
         raise FormatError(
-            f"expected an Arrow IPC stream message at byte {at}, got {head.hex()}", kind=ErrorKind.NOT_ARROW
+            f"expected an Arrow IPC stream message at byte {at}, got {prefix.hex()}", kind=ErrorKind.NOT_ARROW
         )
     if length > MAX_METADATA_BYTES:
         raise FormatError(
             f"expected a message header of at most {MAX_METADATA_BYTES} bytes at byte {at}, got {length}",
             kind=ErrorKind.NOT_ARROW,
         )
-    return length, at + 8
+    if length == 0:
+        return None
+    header = read(length)
+    if len(header) < length:
+        raise _truncated(f"a header of {length} bytes", len(header))
+    return prefix + header, parse_metadata(header)
 
 
 def _truncated(expected: str, got: int) -> TruncatedError:
-    return TruncatedError(f"expected {expected}, got {max(got, 0)} before the stream ended", kind=ErrorKind.TRUNCATED)
-
-
-def frame_of(data: pa.Buffer) -> Frame:
-    """The frame of one whole message, prefix included. Raises FormatError."""
-    (length,) = struct.unpack_from("<I", data, 4)
-    return replace(parse_metadata(bytes(memoryview(data)[8 : 8 + length])), data=data)
+    return TruncatedError(f"expected {expected}, got {got} before the stream ended", kind=ErrorKind.TRUNCATED)
 
 
 def parse_metadata(raw: bytes) -> Frame:

@@ -6,9 +6,9 @@ back is ``batches``; where bytes go and come from is ``files``.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -32,7 +32,7 @@ from routeplane.stream.frames import Frame
 
 if TYPE_CHECKING:
     from routeplane.record.spec import RouteSpec
-    from routeplane.stream.files import Target
+    from routeplane.stream.files import WholeWrites
 
 __all__ = ["IpcReader", "IpcWriter", "parse_schema_frame", "read_batch"]
 
@@ -45,7 +45,7 @@ class IpcWriter(BatchWriter):
 
     def __init__(
         self,
-        target: Target,
+        target: WholeWrites,
         spec: RouteSpec,
         *,
         encoding: Encoding,
@@ -54,24 +54,21 @@ class IpcWriter(BatchWriter):
     ) -> None:
         super().__init__(spec, encoding=encoding, max_bytes=max_bytes, version=version)
         self._target = target
-        self._scattered = target.file.scattered
-        self._ipc: Any = None
+        self._scattered = target.scattered
+
+    @cached_property
+    def _ipc(self) -> Any:
+        return pa.ipc.new_stream(self._target, self._schema())  # the first record says the columns
 
     def _send(self, batch: pa.RecordBatch) -> None:
-        self._writer().write_batch(batch)
-        self._target.file.scattered.clear()
-
-    def _writer(self) -> Any:
-        if self._ipc is None:
-            self._ipc = pa.ipc.new_stream(self._target.file, self._schema())
-        return self._ipc
+        self._ipc.write_batch(batch)
+        self._target.scattered.clear()
 
     def _finish(self) -> None:
         self._flush()
-        writer = self._writer()
         trailer = self._counter.trailer().to_json()
-        writer.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
-        writer.close()
+        self._ipc.write_batch(trailer_batch(self._schema()), custom_metadata={TRAILER_KEY: trailer})
+        self._ipc.close()
         self._target.publish()
 
     def _discard(self) -> None:
@@ -99,19 +96,17 @@ class IpcReader(RecordReader):
         first = next(frames, None)
         if first is None:
             raise FormatError("expected an Arrow schema, got an empty stream", kind=ErrorKind.NOT_ARROW)
-        self._schema, self._header = parse_schema_frame(first)
-        super().__init__(self._header.spec, policy, quarantine=quarantine, name=name)
-        # what the schema says comes first: a foreign stream, or one of another version, is not merely a cut one
-        self._frames, self._last = _known_whole(frames, policy) if walkable else (frames, None)
+        #: ``header``: spec, encoding, version and token columns as the schema gives them.
+        self._schema, self.header = parse_schema_frame(first)
+        super().__init__(self.header.spec, policy, quarantine=quarantine, name=name)
+        self._frames, self._is_cut = frames, False
+        self._last: Frame | None = None
+        if walkable:  # what the schema says comes first: a foreign stream is not merely a cut one
+            self._walk()
         # one batch that is not compressed says that the stream is not: another that claims to be is damaged
         self._uncompressed = self._last is not None and self._last.kind == "batch" and not self._last.compressed
-        self._counter = TrailerCounter(self._header.spec, self._header.encoding, version=self._header.version)
-        self._checked = BatchRecords(self._header, policy=policy, quarantine=self.quarantine)
-
-    @property
-    def header(self) -> StreamHeader:
-        """Spec, encoding, version and token columns as the schema gives them."""
-        return self._header
+        self._counter = TrailerCounter(self.header.spec, self.header.encoding, version=self.header.version)
+        self._checked = BatchRecords(self.header, policy=policy, quarantine=self.quarantine)
 
     @property
     def digest(self) -> str | None:
@@ -120,23 +115,35 @@ class IpcReader(RecordReader):
         What the trailer says, before anything was read; that the records agree shows when the last one came. A pipe has
         its trailer at its end, and a cut stream has none. Raises FormatError for a damaged trailer.
         """
-        declared = self._declared()
-        return None if declared is None else f"{declared.digest:016x}"
+        return None if (declared := self._declared()) is None else f"{declared.digest:016x}"
 
     @property
     def total_records(self) -> int | None:
         """Records of the whole stream, where its trailer can be seen before reading, as for ``digest``."""
-        declared = self._declared()
-        return None if declared is None else declared.records
-
-    def _declared(self) -> Trailer | None:
-        text = self.trailer_metadata.get(TRAILER_KEY)
-        return None if text is None else Trailer.from_json(text)
+        return None if (declared := self._declared()) is None else declared.records
 
     @property
     def trailer_metadata(self) -> Mapping[str, str]:
         """The metadata that the trailer's batch carries, where it can be seen before reading; else empty."""
         return {} if self._last is None else self._last.metadata
+
+    def _declared(self) -> Trailer | None:
+        text = self.trailer_metadata.get(TRAILER_KEY)
+        return None if text is None else Trailer.from_json(text)
+
+    def _walk(self) -> None:
+        """Walk all frames, so that a cut shows before the first record. Headers alone are touched, and are the cost."""
+        walked: list[Frame] = []
+        try:
+            walked.extend(self._frames)
+            self._last = walked[-1] if walked else None
+            if TRAILER_KEY not in self.trailer_metadata:
+                raise _no_trailer()
+        except TruncatedError:
+            if self._policy.on_truncated == "raise":
+                raise
+            self._is_cut = True
+        self._frames = iter(walked)
 
     def close(self) -> None:
         """Close the source. Records already yielded stay valid."""
@@ -158,9 +165,14 @@ class IpcReader(RecordReader):
                     continue
                 self._counter.add_batch()
                 self._report = replace(self._report, batches=self._report.batches + 1)
-                yield from self._batch_records(batch)
-            if not ended:
-                raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
+                yield from self._checked.records(
+                    batch,
+                    select=self._early_selection(),
+                    seen=self._counter.add_record,
+                    threads=self._policy.threads,
+                )
+            if self._is_cut or not ended:
+                raise _no_trailer()
         except TruncatedError:
             if self._policy.on_truncated == "raise":
                 raise
@@ -186,22 +198,16 @@ class IpcReader(RecordReader):
     def _accept_trailer(self, frame: Frame, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
             raise FormatError(f"expected a trailer without rows, got {batch.num_rows}", kind=ErrorKind.TRAILER)
-        declared = Trailer.from_json(frame.metadata[TRAILER_KEY])
+        declared, found = Trailer.from_json(frame.metadata[TRAILER_KEY]), self._counter.trailer()
         if self._report.skipped_batches:
             # the digest covers what was passed over, so only the trailer's count remains to be compared
-            absent = max(declared.records - self._counter.trailer().records, 0)
-            self._report = replace(self._report, skipped_records=absent)
-            return
-        if self.quarantine.count and self._counter.trailer().records == declared.records:
+            self._report = replace(self._report, skipped_records=max(declared.records - found.records, 0))
+        elif self.quarantine.count and found.records == declared.records:
             # the digest covers what a quarantined record's columns said, which may be what is damaged
-            self._report = replace(self._report, complete=self._counter.trailer() == declared)
-            return
-        self._counter.check(declared)
-        self._report = replace(self._report, complete=True)
-
-    def _batch_records(self, batch: pa.RecordBatch) -> Iterator[RouteRecord]:
-        add, threads = self._counter.add_record, self._policy.threads
-        return self._checked.records(batch, select=self._early_selection(), seen=add, threads=threads)
+            self._report = replace(self._report, complete=found == declared)
+        else:
+            self._counter.check(declared)
+            self._report = replace(self._report, complete=True)
 
     def _early_selection(self) -> RouteSpec | None:
         """The layers that are taken before any row is looked at: where whole records are not to be verified."""
@@ -231,24 +237,5 @@ def read_batch(frame: Frame, schema: pa.Schema) -> pa.RecordBatch:
     return decoded(decode, "record batch")
 
 
-def _known_whole(frames: Iterator[Frame], policy: ReadPolicy) -> tuple[Iterator[Frame], Frame | None]:
-    """Walk the frames of a source that can be walked, so that a cut shows before the first record; and the last one.
-
-    Headers alone are touched: their number, not their payload, is the cost.
-    """
-    walked: list[Frame] = []
-    try:
-        walked.extend(frames)
-    except TruncatedError as error:
-        if policy.on_truncated == "raise":
-            raise
-        return itertools.chain(walked, _raising(error)), None
-    last = walked[-1] if walked else None
-    if policy.on_truncated == "raise" and (last is None or TRAILER_KEY not in last.metadata):
-        raise TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)
-    return iter(walked), last
-
-
-def _raising(error: TruncatedError) -> Iterator[Frame]:
-    yield from ()
-    raise error
+def _no_trailer() -> TruncatedError:
+    return TruncatedError("expected a trailer, got the end of the stream", kind=ErrorKind.TRUNCATED)

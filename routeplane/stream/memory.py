@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from routeplane.errors import ChecksumError, ErrorKind, TransportError, TruncatedError, refused
 from routeplane.record.batches import one_row
@@ -47,7 +47,7 @@ class MemoryStream:
 
     def new_sink(self, spec: RouteSpec, *, max_bytes: int, timeout_s: float | None) -> RecordWriter:
         """Return the writer. Raises UsageError for a second one."""
-        with self.once(lambda: True, None, what=""):
+        with self.once():
             if self._spec is not None:
                 raise refused("one writer of a MemoryStream", "another")
             self._spec = spec
@@ -55,22 +55,22 @@ class MemoryStream:
 
     def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> RecordReader:
         """Return the reader; waits for the writer. Raises UsageError for a second one."""
-        with self._changed:
+        with self.once():
             if self._opened:
                 raise refused("one reader of a MemoryStream", "another")
             self._opened = True
-        with self.once(lambda: self._spec is not None, timeout_s, what="a writer"):
-            if self._spec is None:
-                raise RuntimeError("the wait ends with a writer")
-            return _Reader(self, self._spec, policy=policy, timeout_s=timeout_s)
+        with self.once(ready=lambda: self._spec, timeout_s=timeout_s, what="a writer") as spec:
+            return _Reader(self, spec, policy=policy, timeout_s=timeout_s)
 
     @contextmanager
-    def once(self, ready: Callable[[], bool], timeout_s: float | None, *, what: str) -> Iterator[None]:
+    def once(
+        self, *, ready: Callable[[], Any] = lambda: True, timeout_s: float | None = None, what: str = ""
+    ) -> Iterator[Any]:
         """Hold the stream once it is ready, and tell the other side. Raises TransportError (TIMED_OUT)."""
         with self._changed:
-            if not self._changed.wait_for(ready, timeout_s):
+            if not (found := self._changed.wait_for(ready, timeout_s)):
                 raise TransportError(f"expected {what} within {timeout_s} s, got none", kind=ErrorKind.TIMED_OUT)
-            yield
+            yield found
             self._changed.notify_all()
 
 
@@ -88,17 +88,17 @@ class _Writer(RecordWriter):
         stream = self._stream
 
         def fits() -> bool:
-            left = stream.end == "left" or not stream.waiting
-            return left or stream.waiting_bytes + record.nbytes <= self._max_bytes
+            size = stream.waiting_bytes + record.nbytes
+            return stream.end == "left" or not stream.waiting or size <= self._max_bytes
 
-        with stream.once(fits, self._timeout_s, what="a reader that takes records"):
+        with stream.once(ready=fits, timeout_s=self._timeout_s, what="a reader that takes records"):
             if stream.end == "left":
                 raise TransportError("expected a reader, got one that closed the stream", kind=ErrorKind.CONNECTION)
             stream.waiting.append(record)
             stream.waiting_bytes += record.nbytes
 
     def _finish(self, how: Literal["closed", "aborted"] = "closed") -> None:
-        with self._stream.once(lambda: True, None, what=""):
+        with self._stream.once():
             self._stream.end = how
 
     def _discard(self) -> None:
@@ -114,7 +114,7 @@ class _Reader(RecordReader):
 
     def close(self) -> None:
         super().close()
-        with self._stream.once(lambda: True, None, what=""):
+        with self._stream.once():
             self._stream.end = "left"
             self._stream.waiting.clear()
             self._stream.waiting_bytes = 0
@@ -122,7 +122,7 @@ class _Reader(RecordReader):
     def _arrive(self) -> Iterator[RouteRecord]:
         stream = self._stream
         for index in itertools.count():
-            with stream.once(lambda: bool(stream.waiting or stream.end), self._timeout_s, what="a record"):
+            with stream.once(ready=lambda: stream.waiting or stream.end, timeout_s=self._timeout_s, what="a record"):
                 if not stream.waiting:
                     break
                 record = stream.waiting.popleft()

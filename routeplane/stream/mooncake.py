@@ -6,25 +6,29 @@ bytes of blocks move. Objects are put with a hard pin: without it a store under 
 
 A block is lost with the memory segment that it lies in, which belongs to the client that mounted it. Let store nodes
 mount segments, and give producers ``global_segment_size=0``, so that blocks outlive producers.
+
+``place`` is that folder, some hundred bytes a block; ``limits.sync`` is for control data. Besides, ``store`` gives the
+settings of Mooncake's own ``setup``: ``local_hostname``, ``metadata_server``, ``global_segment_size`` (bytes that this
+client gives to the store), ``local_buffer_size`` (at least one block), ``protocol``, ``rdma_devices``,
+``master_server_addr``. Where no segment has space for a block, its writer raises StoreError (NO_SPACE).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from routeplane.errors import ErrorKind, StoreError, TransportError, refused
 from routeplane.record.interfaces import BlockName
-from routeplane.record.policy import ReadPolicy
-from routeplane.record.spec import RouteSpec
 from routeplane.stream import blocks
-from routeplane.stream.block_reader import BlockReader
-from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, declare_place, found_place, manifest_of
+from routeplane.stream.block_reader import Carrier
+from routeplane.stream.folder import BlockFiles, FolderSlot, FolderStore, found_store
 
 __all__ = ["Client", "open_reader", "open_writer"]
 
@@ -80,62 +84,12 @@ class Client:
             client.close()
 
 
-def open_writer(
-    place: str | os.PathLike[str],
-    spec: RouteSpec,
-    *,
-    store: Mapping[str, Any],
-    run: str,
-    producer: str,
-    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
-    encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
-) -> blocks.BlockWriter:
-    """Open a place as one of its producers; the first opener creates it.
-
-    Args:
-        place: a folder that all processes share, for control data; some hundred bytes a block.
-        store: settings of Mooncake's own ``setup``: ``local_hostname``, ``metadata_server``, ``global_segment_size``
-            (bytes that this client gives to the store), ``local_buffer_size`` (at least one block), ``protocol``,
-            ``rdma_devices``, ``master_server_addr``. The writer owns the client that it makes of them.
-        run, producer, groups, encoding, limits: as ``stream.folder.open_writer``; ``limits.sync`` is for control data.
-
-    Returns a RouteSink that the caller closes. Raises as ``stream.folder.open_writer``; StoreError (NO_SPACE) where no
-    segment has space for a block.
-    """
-    found = declare_place(Path(place), blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding))
-    objects = BlockObjects(Path(place), Client(store), place=found.place, sync=limits.sync)
-    return blocks.BlockWriter(FolderSlot(objects, found.groups, producer=producer, limits=limits), found, limits=limits)
-
-
-def open_reader(
-    place: str | os.PathLike[str],
-    *,
-    store: Mapping[str, Any],
-    producers: int | Sequence[str],
-    group: str = blocks.DEFAULT_GROUP,
-    follow: bool = True,
-    policy: ReadPolicy = blocks.DEFAULT_POLICY,
-    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
-) -> BlockReader:
-    """Open a place as the one reader of a group; waits for the place to be created.
-
-    Args: ``store``: as ``open_writer``; the others as ``stream.folder.open_reader``.
-
-    Returns a RouteSource and BlockSource that the caller closes; a pickled copy connects in its own process.
-    """
-    root = found_place(place, options.timeout_s if follow else 0.0)
-    objects = BlockObjects(root, Client(store), place=manifest_of(root).place)
-    held = FolderStore(objects, group=group)
-    return BlockReader(held, producers=producers, follow=follow, policy=policy, options=options)
-
-
 class BlockObjects(BlockFiles):
     """The blocks of a place as objects. A prepared block leaves an empty file beside the control data."""
 
-    def __init__(self, root: Path, client: Client, *, place: str, sync: bool = True) -> None:
-        super().__init__(root, sync=sync)
-        self._client, self._place = client, place
+    def __init__(self, root: Path, place: str, *, client: Client, sync: bool = True) -> None:
+        super().__init__(root, place, sync=sync)
+        self._client = client
         self._data = pa.py_buffer(b"")  # of the prepared block
 
     def key(self, name: BlockName) -> str:
@@ -143,7 +97,6 @@ class BlockObjects(BlockFiles):
         return f"{self._place}/{name.producer}/{name.number:09d}"
 
     def held(self, producer: str, numbers: range) -> dict[int, int]:
-        """Sizes in bytes of the objects among these numbers that are there."""
         names = [BlockName(producer, number) for number in numbers]
         sizes = {name.number: int(self._client.store.get_size(self.key(name))) for name in names}
         return {number: size for number, size in sizes.items() if size > 0}
@@ -158,7 +111,7 @@ class BlockObjects(BlockFiles):
         """Put the object. Raises StoreError (NO_SPACE), TransportError; a key that exists already is an error."""
         key, data = self.key(name), self._data
         # a second put of a key answers success and keeps the old object
-        if self._client.store.is_exist(key) != 0:
+        if self.exists(name):
             raise StoreError(f"expected no object {key}, got one", kind=ErrorKind.WRITER)
         config = ReplicateConfig()
         config.with_hard_pin = True
@@ -191,9 +144,22 @@ class BlockObjects(BlockFiles):
         """Remove the object, pinned or not. Raises TransportError where it is still there."""
         key = self.key(name)
         code = self._client.store.remove(key, True)
-        if code not in (0, _NOT_FOUND) or self._client.store.is_exist(key) == 1:
+        if code not in (0, _NOT_FOUND) or self.exists(name):
             raise TransportError(f"expected object {key} to be removed, got code {code}", kind=ErrorKind.CONNECTION)
 
     def close(self) -> None:
-        """Disconnect."""
         self._client.close()
+
+
+def _slot(
+    place: str | os.PathLike[str], declared: blocks.Manifest, *, store: Mapping[str, Any], **how: Any
+) -> FolderSlot:
+    return FolderSlot(place, declared, files=partial(BlockObjects, client=Client(store)), **how)
+
+
+def _store(place: str | os.PathLike[str], *, store: Mapping[str, Any], **how: Any) -> FolderStore:
+    return found_store(place, files=partial(BlockObjects, client=Client(store)), **how)
+
+
+_CARRIER = Carrier(slot=_slot, store=_store)
+open_writer, open_reader = _CARRIER.open_writer, _CARRIER.open_reader

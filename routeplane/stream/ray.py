@@ -7,6 +7,9 @@ the block lies on. The place also keeps numbers, ends and acknowledged positions
 
 Who lives is a question of processes, not of time: writers and readers are known by node, process number and start time.
 Readers copy nothing: Ray maps blocks read-only, and an object cannot be changed once it is sealed.
+
+``place`` is a name; its actor is detached, and lives until ``delete_place`` or the end of the cluster. A block is in
+the object store when ``flush`` returns, on no disk: ``limits.sync`` means nothing here.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,14 +28,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from routeplane.errors import DataError, ErrorKind, TransportError, UsageError
+from routeplane.errors import DataError, ErrorKind, RouteplaneError, TransportError
 from routeplane.record.interfaces import BlockName, Position
-from routeplane.record.policy import ReadPolicy
 from routeplane.record.record import RouteRecord
 from routeplane.record.schema import Encoding
-from routeplane.record.spec import RouteSpec
 from routeplane.stream import blocks
-from routeplane.stream.block_reader import BlockPart, BlockReader, BlockStore, cut_block, sealed_cut
+from routeplane.stream.block_reader import BlockPart, BlockStore, Carrier, cut_block, sealed_cut
 
 __all__ = ["delete_place", "open_reader", "open_writer"]
 
@@ -42,54 +43,6 @@ NAMESPACE = "routeplane"
 _CALL_SECONDS = 60.0
 #: Seconds that a block may take to come to the place; less, so that others' calls do not count as lost meanwhile.
 _OWN_SECONDS = 30.0
-
-
-def open_writer(
-    place: str,
-    spec: RouteSpec,
-    *,
-    run: str,
-    producer: str,
-    groups: Sequence[str] = (blocks.DEFAULT_GROUP,),
-    encoding: Literal["plain", "narrow", "auto"] = "auto",
-    limits: blocks.BlockLimits = blocks.DEFAULT_LIMITS,
-) -> blocks.BlockWriter:
-    """Open a place as one of its producers; the first opener starts its actor.
-
-    Args:
-        place: name of the place; its actor is detached, and lives until ``delete_place`` or the end of the cluster.
-        run, producer, groups, encoding, limits: as ``stream.folder.open_writer``. A block is in the object store when
-            ``flush`` returns, on no disk: ``limits.sync`` means nothing here.
-
-    Returns a RouteSink that the caller closes. Raises UsageError (PRODUCER_TAKEN for a name that is in use), SpecError
-    for a place of another geometry, TransportError where the place's actor is gone.
-    """
-    declared = blocks.Manifest.of(spec, run=run, groups=groups, encoding=encoding)
-    blocks.check_name(producer, "producer")
-    actor = _Place.start(place)
-    found = blocks.Manifest.from_document(actor.call("declare", declared.to_document()))
-    found.require_same(declared)
-    return blocks.BlockWriter(_Slot(actor, producer, limits=limits, groups=found.groups), found, limits=limits)
-
-
-def open_reader(
-    place: str,
-    *,
-    producers: int | Sequence[str],
-    group: str = blocks.DEFAULT_GROUP,
-    follow: bool = True,
-    policy: ReadPolicy = blocks.DEFAULT_POLICY,
-    options: blocks.ReadOptions = blocks.DEFAULT_OPTIONS,
-) -> BlockReader:
-    """Open a place as the one reader of a group; waits for the place where it follows.
-
-    Args: as ``stream.folder.open_reader``; ``place`` is the name.
-
-    Returns a RouteSource and BlockSource that the caller closes. Raises UsageError (GROUP_TAKEN for a group that has a
-    living reader), TransportError (TIMED_OUT; CONNECTION where the actor is gone).
-    """
-    store = _Store(_Place.found(place, options.timeout_s if follow else 0.0), group=group)
-    return BlockReader(store, producers=producers, follow=follow, policy=policy, options=options)
 
 
 def delete_place(place: str) -> None:
@@ -105,15 +58,16 @@ def delete_place(place: str) -> None:
 
 
 class _Owner(NamedTuple):
-    """A process that holds a name: its node, its number, and its start in clock ticks since boot."""
+    """A process that holds a name: its node, its number, its start in clock ticks since boot; and which of its ends."""
 
     node: str
     pid: int
     started: int
+    token: str
 
     @classmethod
     def here(cls) -> _Owner:
-        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _started(os.getpid()))
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _started(os.getpid()), secrets.token_hex(8))
 
     def is_alive(self) -> bool:
         """Whether the process still runs; asked on its node."""
@@ -141,9 +95,9 @@ def _started(pid: int) -> int:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def _own(block: Any) -> tuple[Any, int]:
-    """A block, returned to the caller of this task, who owns it then; and its size, which says that it came."""
-    return block, len(block)
+def _own(block: Any) -> tuple[Any, bool]:
+    """A block, returned to the caller of this task, who owns it then; and a value that says that it came."""
+    return block, True
 
 
 def _cut_block(block: Any, leans: list[tuple[int, Any]], part: str, encoding: Encoding) -> Any:
@@ -165,7 +119,7 @@ def _got(reference: Any, what: str) -> Any:
         raise TransportError(f"expected {what} within {_CALL_SECONDS} s, got none", kind=ErrorKind.TIMED_OUT) from error
     except RayError as error:
         cause = getattr(error, "cause", None)
-        if isinstance(cause, DataError | UsageError | TransportError):
+        if isinstance(cause, RouteplaneError):
             raise cause from error
         raise TransportError(
             f"expected {what}, got {type(error).__name__}: its holder or its node is gone ({error})",
@@ -183,11 +137,9 @@ _cut_task: Any = ray.remote(num_cpus=0, max_retries=1)(_cut_block)
 
 @dataclass(kw_only=True)
 class _Name:
-    """A name of the place, the process that holds it, and how it ended."""
+    """A name of the place, and the process that holds it."""
 
     owner: _Owner | None = None
-    token: str = ""
-    end: Literal["closed", "aborted"] | None = None
 
     def is_held(self) -> bool:
         return self.owner is not None and self.owner.is_alive()
@@ -197,6 +149,7 @@ class _Name:
 class _Producer(_Name):
     """What the place knows of one producer."""
 
+    end: Literal["closed", "aborted"] | None = None
     next: int = 0
     references: dict[int, Any] = field(default_factory=dict)
     retention: blocks.Retention = field(default_factory=lambda: blocks.Retention(max_bytes=0))
@@ -206,67 +159,70 @@ class _Producer(_Name):
 class _Group(_Name):
     """What the place knows of one group."""
 
-    position: str | None = None
-
-    def acknowledged(self, producer: str) -> int:
-        return 0 if self.position is None else Position.from_json(self.position).number(producer)
+    position: Position
 
 
 class _PlaceActor:
-    """The actor of a place. Every answer is plain values; refusals come as answers, so that callers word the errors."""
+    """The actor of a place. Its calls come one at a time; what it refuses, the caller's call raises."""
 
-    def __init__(self) -> None:
-        self._manifest: Mapping[str, Any] | None = None
+    def __init__(self, place: str) -> None:
+        self._place = f"place {place!r}"
+        self._manifest: blocks.Manifest | None = None
         self._producers: dict[str, _Producer] = {}
         self._groups: dict[str, _Group] = {}
 
-    def declare(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The manifest of the first opener."""
+    def manifest(self) -> blocks.Manifest | None:
+        return self._manifest
+
+    def open_producer(self, declared: blocks.Manifest, name: str, owner: _Owner) -> blocks.Manifest:
+        """Take a producer's name; what the first opener declared is the place's manifest."""
         if self._manifest is None:
-            self._manifest = document
-            self._groups = {group: _Group() for group in document["groups"]}
-        return self._manifest
-
-    def manifest(self) -> Mapping[str, Any] | None:
-        return self._manifest
-
-    def _name(self, kind: Literal["producer", "group"], name: str) -> _Name:
-        return self._producers.setdefault(name, _Producer()) if kind == "producer" else self._groups[name]
-
-    def open(self, kind: Literal["producer", "group"], name: str, owner: _Owner, token: str) -> str:
-        """Take a name: ``open``, ``taken`` or ``closed``."""
-        held = self._name(kind, name)
+            self._manifest, start = declared, Position(place=declared.place)
+            self._groups = {group: _Group(position=start) for group in declared.groups}
+        self._manifest.require_same(declared)
+        held = self._producers.setdefault(name, _Producer())
         if held.is_held():
-            return "taken"
+            raise blocks.producer_taken(name, self._place)
         if held.end == "closed":
-            return "closed"
-        held.owner, held.token, held.end = owner, token, None
-        return "open"
+            raise blocks.producer_closed(name, self._place)
+        held.owner, held.end = owner, None
+        return self._manifest
 
-    def release(self, kind: Literal["producer", "group"], name: str, token: str) -> None:
-        held = self._name(kind, name)
-        if held.token == token:
-            held.owner, held.token = None, ""
+    def open_group(self, name: str, owner: _Owner) -> Position:
+        """Take a declared group; what it acknowledged."""
+        held = self._groups[name]
+        if held.is_held():
+            raise blocks.group_taken(name, self._place)
+        held.owner = owner
+        return held.position
+
+    def release(self, owner: _Owner) -> None:
+        """Free what is held."""
+        for held in (*self._producers.values(), *self._groups.values()):
+            held.owner = None if held.owner == owner else held.owner
 
     def publish(
-        self, name: str, token: str, holder: list[Any], leans: Sequence[int] | None, limit: int
+        self, name: str, owner: _Owner, block: tuple[Any, int], leans: Sequence[int] | None, limit: int
     ) -> tuple[int, blocks.Retention] | None:
-        """Own a block under the next number; None while the producer's bytes are above the limit, -1 for a stranger."""
-        producer = self._producers[name]
+        """Own a block, given by its reference and its size, under the next number; None while it has no space.
+
+        Ray resolves no reference in a tuple.
+        """
+        producer, (reference, size) = self._producers[name], block
+        if producer.owner != owner:
+            raise blocks.producer_taken(name, self._place)
         held = producer.retention
-        if producer.token != token:
-            return -1, held
-        (owned, size), held.max_bytes = self._owned(holder[0], producer), limit
-        below = min(group.acknowledged(name) for group in self._groups.values())
+        held.max_bytes = limit
+        below = min(group.position.number(name) for group in self._groups.values())
         if not held.make_space(size, leans, below=below, delete=producer.references.pop):
             return None
-        producer.references[producer.next] = owned
+        producer.references[producer.next] = self._owned(reference, producer)
         held.add(producer.next, size, leans=leans)
         producer.next += 1
         return producer.next - 1, held
 
-    def _owned(self, block: Any, producer: _Producer) -> tuple[Any, int]:
-        """A reference of this process to a block, and its size.
+    def _owned(self, block: Any, producer: _Producer) -> Any:
+        """A reference of this process to a block.
 
         A task whose argument's owner was killed may wait for ever, and with it every call of the place: it is cancelled
         once the producer is dead, or took too long.
@@ -279,10 +235,11 @@ class _PlaceActor:
                 raise TransportError(
                     "expected a block of a living producer, got none in time", kind=ErrorKind.TIMED_OUT
                 )
-        return owned, int(ray.get(came))
+        ray.get(came)  # raises where the block is lost
+        return owned
 
-    def end(self, name: str, token: str, how: Literal["closed", "aborted"]) -> None:
-        if self._producers[name].token == token:
+    def end(self, name: str, owner: _Owner, how: Literal["closed", "aborted"]) -> None:
+        if self._producers[name].owner == owner:
             self._producers[name].end = how
 
     def producers(self) -> list[str]:
@@ -306,15 +263,11 @@ class _PlaceActor:
     def last_number(self, name: str) -> int:
         return self._producers.get(name, _Producer()).next
 
-    def load_position(self, name: str) -> str | None:
-        return self._groups[name].position
-
-    def save_position(self, name: str, token: str, position: str) -> bool:
-        """Store what a group acknowledged; False for a reader that does not hold the group."""
-        group = self._groups[name]
-        if group.token == token:
-            group.position = position
-        return group.token == token
+    def save_position(self, name: str, owner: _Owner, position: Position) -> None:
+        """Store what a group acknowledged."""
+        if self._groups[name].owner != owner:
+            raise blocks.group_taken(name, self._place)
+        self._groups[name].position = position
 
 
 class _Place:
@@ -327,7 +280,7 @@ class _Place:
     def start(cls, name: str) -> _Place:
         """The place of a name, started where there is none."""
         options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
-        actor = ray.remote(_PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote()
+        actor = ray.remote(_PlaceActor).options(num_cpus=0, max_restarts=0, max_task_retries=0, **options).remote(name)
         return cls(actor, name)
 
     @classmethod
@@ -359,47 +312,41 @@ class _Place:
 class _Slot(blocks.ProducerSlot):
     """One producer's name in a place, held by this process."""
 
-    def __init__(self, place: _Place, producer: str, *, limits: blocks.BlockLimits, groups: Sequence[str]) -> None:
-        self._place, self._producer, self._limits, self._groups = place, producer, limits, groups
-        self._token = secrets.token_hex(8)
+    def __init__(self, place: str, declared: blocks.Manifest, *, producer: str, limits: blocks.BlockLimits) -> None:
+        self._place, self._owner, self._producer, self._limits = _Place.start(place), _Owner.here(), producer, limits
         self.retention = blocks.Retention(max_bytes=limits.max_bytes)
-        answer = place.call("open", "producer", producer, _Owner.here(), self._token)
-        if answer != "open":
-            raise (blocks.producer_taken if answer == "taken" else blocks.producer_closed)(producer, place)
+        self.manifest = self._place.call("open_producer", declared, producer, self._owner)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:
         data = np.frombuffer(block.to_buffer(), dtype=np.uint8)
-        arguments = (self._producer, self._token, [ray.put(data)], block.leans, self._limits.max_bytes)
+        held = (ray.put(data), data.nbytes)
         number, self.retention = blocks.wait_until(
-            lambda: self._place.call("publish", *arguments),
+            lambda: self._place.call("publish", self._producer, self._owner, held, block.leans, self._limits.max_bytes),
             self._limits.timeout_s,
-            expected=lambda: blocks.space_for(data.nbytes, groups=self._groups, limits=self._limits),
+            expected=lambda: blocks.space_for(data.nbytes, groups=self.manifest.groups, limits=self._limits),
         )
-        if number < 0:
-            raise blocks.producer_taken(self._producer, self._place)
         return BlockName(self._producer, number)
 
     def end(self, how: Literal["closed", "aborted"]) -> None:
-        self._place.call("end", self._producer, self._token, how)
+        self._place.call("end", self._producer, self._owner, how)
 
     def release(self) -> None:
-        self._place.call("release", "producer", self._producer, self._token)
+        self._place.call("release", self._owner)
 
 
 class _Store(BlockStore):
     """The blocks of a place, for one group."""
 
-    def __init__(self, place: _Place, *, group: str) -> None:
-        self._place, self._group = place, group
-        self._token: str | None = secrets.token_hex(8)
+    def __init__(self, place: str, *, group: str, timeout_s: float | None) -> None:
+        self._place, self._group = _Place.found(place, timeout_s), group
+        self._owner: _Owner | None = _Owner.here()
         self._seen: tuple[BlockName, list[tuple[int, Any]]] | None = None  # what ``state`` saw last
-        self.manifest = blocks.Manifest.from_document(place.call("manifest"))
+        self.manifest = self._place.call("manifest")
         self.manifest.require_group(group)
-        if place.call("open", "group", group, _Owner.here(), self._token) != "open":
-            raise blocks.group_taken(group, place)
+        self._position: Position = self._place.call("open_group", group, self._owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_token": None, "_seen": None}
+        return {**vars(self), "_owner": None, "_seen": None}
 
     def producers(self) -> list[str]:
         return list(self._place.call("producers"))
@@ -435,14 +382,16 @@ class _Store(BlockStore):
         return cut_block(data, BlockPart(keys=part.keys), read=self.reads(name))
 
     def load_position(self) -> Position:
-        text = self._place.call("load_position", self._group)
-        return Position(place=self.manifest.place) if text is None else Position.from_json(text)
+        return self._position
 
     def save_position(self, position: Position) -> None:
-        if not self._place.call("save_position", self._group, self._token, position.to_json()):
-            raise blocks.group_taken(self._group, self._place)
+        self._place.call("save_position", self._group, self._owner, position)
 
     def release(self) -> None:
-        if self._token is not None:
-            self._place.call("release", "group", self._group, self._token)
-            self._token = None
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            self._place.call("release", owner)
+
+
+_CARRIER = Carrier(slot=_Slot, store=_Store)
+open_writer, open_reader = _CARRIER.open_writer, _CARRIER.open_reader

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import selectors
 import socket
-import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,18 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
-from routeplane.errors import ErrorKind, FormatError, RouteplaneError, TransportError, TruncatedError, refused
+from routeplane.errors import (
+    ErrorKind,
+    FormatError,
+    RouteplaneError,
+    TransportError,
+    TruncatedError,
+    check_type,
+    refused,
+)
 from routeplane.record.schema import Encoding, choose_encoding
-from routeplane.stream.files import BufferPool, Target
-from routeplane.stream.frames import Frame, frame_of, frames_received
+from routeplane.stream.files import BufferPool, WholeWrites
+from routeplane.stream.frames import Frame, frames_of_buffer, frames_received
 from routeplane.stream.ipc import IpcReader, IpcWriter, parse_schema_frame
 
 if TYPE_CHECKING:
@@ -51,17 +59,22 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """A socket's address: ``tcp`` with host and port, or ``unix`` with a path."""
+    """Where a consumer listens: a host and a port (``tcp``), or a path (``unix``)."""
 
-    scheme: str
-    host: str = ""
-    port: int = 0
-    path: str = ""
+    place: tuple[str, int] | str
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """The kind of socket."""
+        if isinstance(self.place, str):
+            return socket.AF_UNIX
+        return socket.AF_INET6 if ":" in self.place[0] else socket.AF_INET
 
     def __str__(self) -> str:
-        if self.scheme == "unix":
-            return f"unix://{self.path}"
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        if isinstance(self.place, str):
+            return f"unix://{self.place}"
+        host, port = self.place
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def parse_address(text: str) -> Address:
@@ -73,16 +86,17 @@ def parse_address(text: str) -> Address:
     >>> str(parse_address("tcp://:4000"))
     'tcp://127.0.0.1:4000'
     """
+    check_type(text, str, expected="tcp://host:port or unix:///path")
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname or "", parts.port
+        host, port = parts.hostname or "127.0.0.1", parts.port
     except ValueError as error:
         raise refused("tcp://host:port or unix:///path", f"{text!r} ({error})") from None
     plain = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme == "tcp" and plain and port is not None and not parts.path:
-        return Address(scheme="tcp", host=host or "127.0.0.1", port=port)
+        return Address(place=(host, port))
     if parts.scheme == "unix" and plain and not parts.netloc and parts.path:
-        return Address(scheme="unix", path=unquote(parts.path))
+        return Address(place=unquote(parts.path))
     raise refused("tcp://host:port or unix:///path", repr(text))
 
 
@@ -92,34 +106,25 @@ def parse_address(text: str) -> Address:
 class SocketWriter(IpcWriter):
     """The RouteSink of one connection; ``close`` returns when the reader has verified the whole stream."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        spec: RouteSpec,
-        *,
-        encoding: Encoding,
-        max_bytes: int,
-        timeout_s: float | None,
-    ) -> None:
-        connection.settimeout(timeout_s)
-        self._socket, self._timeout_s = connection, timeout_s
+    def __init__(self, connection: socket.socket, spec: RouteSpec, *, encoding: Encoding, max_bytes: int) -> None:
+        self._socket = connection
         self._file: Any = connection.makefile("wb", _GATHER)
-        super().__init__(Target(self._file), spec, encoding=encoding, max_bytes=max_bytes)
-        with _typed(timeout_s):
+        super().__init__(WholeWrites(self._file), spec, encoding=encoding, max_bytes=max_bytes)
+        with _typed(connection.gettimeout()):
             self._file.write(GREETING)
             self._file.flush()
 
     def _send(self, batch: pa.RecordBatch) -> None:
-        with _typed(self._timeout_s):
+        with _typed(self._socket.gettimeout()):
             super()._send(batch)
             self._file.flush()  # the reader is to have each batch when it was written
 
     def _finish(self) -> None:
-        with _typed(self._timeout_s):
+        with _typed(self._socket.gettimeout()):
             super()._finish()
             answer = bytearray(_ANSWER.size)
-            came = _filler(self._socket, timeout_s=self._timeout_s)(memoryview(answer))
-        if came < _ANSWER.size or _ANSWER.unpack(answer) != (_ANSWER_MARK, self._counter.trailer().digest):
+            _fill(self._socket, memoryview(answer))
+        if _ANSWER.unpack(answer) != (_ANSWER_MARK, self._counter.trailer().digest):
             raise TransportError(
                 "expected the reader's answer that it verified the whole stream, got a closed connection: the reader "
                 "failed or ended early; write the records again on a new stream",
@@ -140,39 +145,31 @@ def connect(
 
     Over TCP the default encoding is ``auto``, over a Unix socket ``plain``.
     """
-    chosen = choose_encoding(encoding or ("auto" if address.scheme == "tcp" else "plain"), spec)
-    connection = _connected(address, timeout_s=timeout_s)
-    return SocketWriter(connection, spec, encoding=chosen, max_bytes=max_bytes, timeout_s=timeout_s)
+    chosen = choose_encoding(encoding or ("plain" if address.family == socket.AF_UNIX else "auto"), spec)
+    end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    with _typed(timeout_s):
+        while True:
+            try:
+                return SocketWriter(_connected(address, timeout_s), spec, encoding=chosen, max_bytes=max_bytes)
+            except (ConnectionRefusedError, FileNotFoundError, TimeoutError, BlockingIOError) as error:
+                if time.monotonic() + _RETRY_S > end:
+                    raise TransportError(
+                        f"expected a consumer at {address} within {timeout_s} s, got none ({error}): start it, or "
+                        "give the address at which it listens",
+                        kind=ErrorKind.TIMED_OUT,
+                    ) from error
+                time.sleep(_RETRY_S)
 
 
-def _connected(address: Address, *, timeout_s: float | None) -> socket.socket:
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while True:
-        try:
-            with _typed(timeout_s):
-                return _connect_once(address, timeout_s=timeout_s)
-        except TransportError as error:
-            cause = error.__cause__
-            absent = isinstance(cause, ConnectionRefusedError | FileNotFoundError | TimeoutError | BlockingIOError)
-            if not absent:
-                raise
-            if end is not None and time.monotonic() + _RETRY_S > end:
-                raise TransportError(
-                    f"expected a consumer at {address} within {timeout_s} s, got none ({cause}): start it, or give the "
-                    "address at which it listens",
-                    kind=ErrorKind.TIMED_OUT,
-                ) from cause
-            time.sleep(_RETRY_S)
-
-
-def _connect_once(address: Address, *, timeout_s: float | None) -> socket.socket:
-    if address.scheme == "tcp":
-        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+def _connected(address: Address, timeout_s: float | None) -> socket.socket:
+    if not isinstance(address.place, str):
+        connection = socket.create_connection(address.place, timeout=timeout_s)
         _tune(connection)
         return connection
-    connection = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(address.family)
+    connection.settimeout(timeout_s)
     try:
-        connection.connect(address.path)
+        connection.connect(address.place)
     except OSError:
         connection.close()
         raise
@@ -180,8 +177,9 @@ def _connect_once(address: Address, *, timeout_s: float | None) -> socket.socket
 
 
 def _tune(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 @contextmanager
@@ -191,31 +189,21 @@ def _typed(timeout_s: float | None) -> Iterator[None]:
         yield
     except TransportError:
         raise
-    except (TimeoutError, BlockingIOError) as error:
-        raise TransportError(
-            f"expected the other side within {timeout_s} s, got nothing: it is slow or dead; write the records again "
-            "on a new stream",
-            kind=ErrorKind.TIMED_OUT,
-        ) from error
     except OSError as error:
-        raise TransportError(
-            f"expected a connection, got {error.strerror or error}: the other side is gone; write the records again "
-            "on a new stream",
-            kind=ErrorKind.CONNECTION,
-        ) from error
+        if isinstance(error, TimeoutError | BlockingIOError):
+            found, kind = f"the other side within {timeout_s} s, got nothing: it is slow or dead", ErrorKind.TIMED_OUT
+        else:
+            found, kind = f"a connection, got {error.strerror or error}: the other side is gone", ErrorKind.CONNECTION
+        raise TransportError(f"expected {found}; write the records again on a new stream", kind=kind) from error
 
 
-def _filler(connection: socket.socket, *, timeout_s: float | None) -> Callable[[memoryview], int]:
+def _fill(connection: socket.socket, memory: memoryview) -> int:
     """Fill memory from a socket and return how much came; a reset is an end like a close."""
-
-    def fill(memory: memoryview) -> int:
-        came = 0
-        with _typed(timeout_s), suppress(ConnectionError):
-            while came < len(memory) and (size := connection.recv_into(memory[came:], 0, socket.MSG_WAITALL)):
-                came += size
-        return came
-
-    return fill
+    came = 0
+    with _typed(connection.gettimeout()), suppress(ConnectionError):
+        while came < len(memory) and (size := connection.recv_into(memory[came:], 0, socket.MSG_WAITALL)):
+            came += size
+    return came
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -235,14 +223,11 @@ class SocketReader(IpcReader):
             if self._report.complete:
                 with suppress(OSError):
                     self._socket.sendall(_ANSWER.pack(_ANSWER_MARK, self._counter.trailer().digest))
-            self._disconnect()
+            self.close()
 
     def close(self) -> None:
         """Close the connection; a writer that has not heard the answer raises TransportError."""
         super().close()
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         # unread bytes in a closed socket make it reset the connection, and a reset may swallow the answer on its way
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -255,51 +240,44 @@ class _Handshake:
     def __init__(self, connection: socket.socket, *, deadline: float) -> None:
         connection.setblocking(False)
         self.connection, self.deadline, self.greeted = connection, deadline, False
-        self._came, self._size = bytearray(), len(GREETING)
+        self._came = bytearray()
 
     def receive(self) -> Frame:
-        """The schema when all of it came, else BlockingIOError.
+        """The schema when all of it came, else BlockingIOError; what came is kept for the next call.
 
         Raises FormatError or OSError for a peer that must be disconnected.
         """
-        while part := self.connection.recv(self._size - len(self._came)):
-            self._came += part
-            if len(self._came) == self._size and (found := self._advance()) is not None:
-                return found
-        raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
+        start, stop = len(GREETING), len(GREETING) + 8
+        if (came := self._first(start)) != GREETING:
+            raise FormatError(f"expected a producer's greeting, got {came!r}", kind=ErrorKind.NOT_ARROW)
+        self.greeted, self.deadline = True, float("inf")
+        prefix = self._first(stop)[start:]
+        mark, length = struct.unpack("<II", prefix)
+        if mark != 0xFFFFFFFF or not 0 < length <= _MAX_SCHEMA_BYTES:
+            raise FormatError(f"expected a schema message, got {prefix.hex()}", kind=ErrorKind.NOT_ARROW)
+        frame = next(frames_of_buffer(pa.py_buffer(self._first(stop + length)[start:])))
+        parse_schema_frame(frame)
+        return frame
 
-    def _advance(self) -> Frame | None:
-        """Greeting, prefix, schema: what was asked for is there; ask for what follows, or give the schema."""
-        came = bytes(self._came)
-        if not self.greeted:
-            if came != GREETING:
-                raise FormatError(f"expected a producer's greeting, got {came!r}", kind=ErrorKind.NOT_ARROW)
-            self.greeted, self.deadline, self._came = True, float("inf"), bytearray()
-        elif self._size == 8:
-            mark, length = struct.unpack("<II", came)
-            if mark != 0xFFFFFFFF or not 0 < length <= _MAX_SCHEMA_BYTES:
-                raise FormatError(f"expected a schema message, got {came.hex()}", kind=ErrorKind.NOT_ARROW)
-            self._size += length
-        else:
-            frame = frame_of(pa.py_buffer(came))
-            parse_schema_frame(frame)
-            return frame
-        return None
+    def _first(self, size: int) -> bytes:
+        while len(self._came) < size:
+            part = self.connection.recv(size - len(self._came))
+            if not part:
+                raise TruncatedError("expected a stream, got a closed connection", kind=ErrorKind.TRUNCATED)
+            self._came += part
+        return bytes(self._came[:size])
 
 
 class Listener:
     """A consumer's address: ``open_stream(listener)`` gives the next stream whose producer connects.
 
-    Owns the listening socket and the connections whose handshake is not done. Close it, or leave ``with``.
-
-    Args:
-        address: where to listen; port 0 lets the system choose.
-        handshake_s: after so long without a greeting a peer is disconnected.
-        max_handshakes: peers that may be connected before their schema came; the oldest without a greeting goes first.
+    Owns the listening socket and the connections whose handshake is not done. Close it, or leave ``with``. ``listen``
+    makes one. ``max_handshakes``: peers that may be connected before their schema came; the oldest without a greeting
+    goes first.
 
     >>> with Listener(parse_address("tcp://127.0.0.1:0")) as listener:
-    ...     listener.address.startswith("tcp://127.0.0.1:")
-    True
+    ...     listener.disconnected
+    0
     """
 
     def __init__(self, address: Address, *, handshake_s: float = 5.0, max_handshakes: int = 256) -> None:
@@ -309,27 +287,20 @@ class Listener:
         self._selector = selectors.DefaultSelector()  # a peer's handshake is the data of its key
         self._selector.register(self._server, selectors.EVENT_READ)
         self._pool = BufferPool()
+        place = self._server.getsockname()
+        #: Where producers connect, with the port that the system chose where 0 was asked for.
+        self.address = str(Address(place=place if isinstance(place, str) else place[:2]))
         #: Peers that were disconnected before a stream began.
         self.disconnected = 0
         self._last_error = ""
 
-    @property
-    def address(self) -> str:
-        """Where producers connect, with the port that the system chose where 0 was asked for."""
-        if self._asked.scheme != "tcp":
-            return str(self._asked)
-        host, port = self._server.getsockname()[:2]
-        return str(Address(scheme="tcp", host=host, port=port))
-
     def open_source(self, policy: ReadPolicy, *, timeout_s: float | None) -> SocketReader:
         """Return the next stream. Raises TransportError (TIMED_OUT)."""
         connection, schema = self._accept(timeout_s)
-        connection.setblocking(True)
         connection.settimeout(timeout_s)
-        fill = _filler(connection, timeout_s=timeout_s)
-        frames = chain([schema], frames_received(fill, self._pool.take, at=schema.data.size))
+        received = frames_received(partial(_fill, connection), self._pool.take, at=schema.data.size)
         try:
-            return SocketReader(connection, frames, policy=policy)
+            return SocketReader(connection, chain([schema], received), policy=policy)
         except BaseException:
             connection.close()
             raise
@@ -369,8 +340,7 @@ class Listener:
                 connection, _ = self._server.accept()
             except OSError:
                 return  # none waits, or the peer has gone already
-            if self._asked.scheme == "tcp":
-                _tune(connection)
+            _tune(connection)
             peer = _Handshake(connection, deadline=time.monotonic() + self._handshake_s)
             self._selector.register(connection, selectors.EVENT_READ, peer)
 
@@ -399,8 +369,8 @@ class Listener:
             peer.connection.close()
         self._selector.close()
         self._server.close()
-        if self._asked.scheme == "unix":
-            Path(self._asked.path).unlink(missing_ok=True)
+        if isinstance(self._asked.place, str):
+            Path(self._asked.place).unlink(missing_ok=True)
 
     def __enter__(self) -> Listener:
         return self
@@ -411,27 +381,18 @@ class Listener:
 
 def _listening(address: Address) -> socket.socket:
     try:
-        if address.scheme == "tcp":
-            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
-        _remove_stale(Path(address.path))
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            server.bind(address.path)
-            server.listen(_BACKLOG)
-        except OSError:
-            server.close()
-            raise
+        if isinstance(address.place, str):
+            _remove_stale(Path(address.place))
+        return socket.create_server(address.place, family=address.family, backlog=_BACKLOG)
     except OSError as error:
         raise TransportError(
             f"expected to listen at {address}, got {error.strerror or error}", kind=ErrorKind.CONNECTION
         ) from error
-    return server
 
 
 def _remove_stale(path: Path) -> None:
     """Remove a socket file without a listener, as a killed consumer leaves it."""
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+    if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) != 0:
                 path.unlink(missing_ok=True)

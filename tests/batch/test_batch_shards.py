@@ -269,7 +269,6 @@ def test_filler_is_numbered_after_the_cut_and_touches_padding_alone() -> None:
 
     assert torch.equal(bare.routes[~pads], filled.routes[~pads])
     assert torch.equal(bare.pad_mask, filled.pad_mask)
-    assert torch.equal(filled.routes, bare.fill_padding(expert_parallel=8).routes)
     assert bool((bare.routes[pads] == MISSING).all())
     assert bool((filled.routes[~pads] == MISSING).any())
     for layer in spec.layer_ids:
@@ -285,6 +284,7 @@ def test_filler_is_numbered_after_the_cut_and_touches_padding_alone() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 BATCH = collate([make(0, 8)], SPEC, layout="packed")
+FILLED = collate([make(0, 8)], SPEC, layout="packed", options=BatchOptions(fill="balanced"))
 
 REFUSED: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
     "world": (lambda: BATCH.shard(context_parallel=(0, 3)), ErrorKind.ARGUMENT, "6 equal chunks"),
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Callable[[], object], ErrorKind, str]] = {
         ErrorKind.ARGUMENT,
         "whole plan",
     ),
-    "filled": (lambda: BATCH.fill_padding().shard(context_parallel=(0, 2)), ErrorKind.ARGUMENT, "after the last cut"),
+    "filled": (lambda: FILLED.shard(context_parallel=(0, 2)), ErrorKind.ARGUMENT, "after the last cut"),
     "layer": (lambda: BATCH.shard(layers=[4]), ErrorKind.LAYERS, "captured layers"),
     "records": (lambda: collate([make(0, 2)], SPEC, shard=Shard(data_parallel=(0, 2))), ErrorKind.ARGUMENT, "got 1"),
     "streamed_records": (

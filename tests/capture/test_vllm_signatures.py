@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from routeplane.capture.vllm.interface import (
-    FIELDS,
-    FOLLOWING_FIELDS,
-    FOLLOWING_FUNCTIONS,
-    FUNCTIONS,
-    find_drift,
-)
+from routeplane.capture.vllm.interface import FOLLOWING_NAMES, NAMES, find_drift
 from tests.vllm_wheels import SIGNATURES, drift_of
 
 FOUND: dict[str, dict[str, list[str] | None]] = json.loads(SIGNATURES.read_text(encoding="utf-8"))
@@ -53,26 +47,22 @@ def test_a_release_before_is_found_out() -> None:
     assert ["vllm.v1.core.sched.scheduler:Scheduler.has_requests is gone"] == drift_of(FOUND["0.22.0"])
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *FIELDS])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_changes_is_named(name: str) -> None:
     """Each entry of the table can fail: gone, or without what is used."""
     newest = FOUND[max(FOUND, key=minor)]
-    expected = {**FUNCTIONS, **FIELDS}[name]
+    expected = NAMES[name]
 
     assert [f"{name} is gone"] == drift_of({**newest, name: None})
     if expected:
-        assert [f"{name} has no {', '.join(expected)}"] == find_drift(
-            {**newest, name: []}.get, {**newest, name: []}.get
-        )
+        assert [f"{name} has no {', '.join(expected)}"] == drift_of({**newest, name: []})
 
 
-@pytest.mark.parametrize("name", [*FOLLOWING_FUNCTIONS, *FOLLOWING_FIELDS])
+@pytest.mark.parametrize("name", FOLLOWING_NAMES)
 def test_a_name_that_following_rests_on_is_named_too(name: str) -> None:
     """The worker compares this table with the vLLM that runs, when following is turned on."""
-    tables = {"functions": FOLLOWING_FUNCTIONS, "fields": FOLLOWING_FIELDS}
-    whole = {**FOLLOWING_FUNCTIONS, **FOLLOWING_FIELDS}
-    gone, less = {**whole, name: None}, {**whole, name: ()}
+    gone, less = {**FOLLOWING_NAMES, name: None}, {**FOLLOWING_NAMES, name: ()}
 
-    assert [] == find_drift(whole.get, whole.get, **tables)
-    assert [f"{name} is gone"] == find_drift(gone.get, gone.get, **tables)
-    assert [f"{name} has no {', '.join(whole[name])}"] == find_drift(less.get, less.get, **tables)
+    assert [] == find_drift(FOLLOWING_NAMES.get, table=FOLLOWING_NAMES)
+    assert [f"{name} is gone"] == find_drift(gone.get, table=FOLLOWING_NAMES)
+    assert [f"{name} has no {', '.join(FOLLOWING_NAMES[name])}"] == find_drift(less.get, table=FOLLOWING_NAMES)

@@ -154,31 +154,6 @@ def test_a_caller_that_sends_nothing_does_not_keep_others_waiting(endpoint: Endp
             connection.close()
 
 
-def test_waiting_for_a_server_that_never_comes_ends_with_the_reason(endpoint: Endpoint) -> None:
-    """``wait_ready`` gives up in its time and names the URL."""
-    with pytest.raises(FleetError, match=endpoint.url) as caught:
-        endpoint.wait_ready(timeout=0.01)
-    assert ErrorKind.NOT_READY == caught.value.kind
-
-
-def test_closing_wakes_who_waits() -> None:
-    """A waiting thread learns of the close at once."""
-    endpoint = reserve(HOST, RANGE)
-    raised: list[ErrorKind] = []
-
-    def wait() -> None:
-        try:
-            endpoint.wait_ready(timeout=PATIENCE)
-        except FleetError as error:
-            raised.append(error.kind)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    endpoint.close()
-    waiting.join()
-    assert [ErrorKind.CLOSED] == raised
-
-
 def test_close_frees_the_port_and_ends_the_thread() -> None:
     """After ``close`` nothing listens, and the answering thread is gone."""
     endpoint = reserve(HOST, RANGE)
@@ -217,7 +192,6 @@ def test_uvicorn_serves_on_the_very_socket_without_a_gap(endpoint: Endpoint) -> 
             while not server.started:
                 await asyncio.sleep(0)
             endpoint.mark_serving()
-            await asyncio.to_thread(endpoint.wait_ready, timeout=PATIENCE)
             after = (await asyncio.to_thread(ask, endpoint.port))[0]
         finally:
             over.set()
@@ -381,22 +355,6 @@ def test_no_endpoint_is_an_empty_list() -> None:
     none = Endpoints.of([])
     assert not none
     assert () == none.urls
-
-
-def test_a_degraded_shard_is_a_state_and_keeps_its_place() -> None:
-    """Order and count of the URLs do not change when a shard fails."""
-    endpoints = Endpoints.of(["http://a/v1", "http://b/v1", "http://c/v1"], state=ServerState.SERVING)
-    changed = endpoints.with_state(1, ServerState.DEGRADED)
-    assert endpoints.urls == changed.urls
-    assert (1,) == changed.degraded
-    assert () == changed.with_state(1, ServerState.SERVING).degraded
-
-
-@pytest.mark.parametrize("shard", [-1, 2])
-def test_a_shard_that_is_not_there_is_refused(shard: int) -> None:
-    """A state belongs to a shard of the fleet."""
-    with pytest.raises(UsageError):
-        Endpoints.of(["http://a/v1", "http://b/v1"]).with_state(shard, ServerState.SERVING)
 
 
 def test_two_shards_never_share_a_url() -> None:

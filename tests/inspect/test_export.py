@@ -14,6 +14,7 @@ import numpy as np
 import polars
 import pyarrow.parquet as pq
 import pytest
+import ray
 import xarray
 
 from routeplane.archive import open_archive, save_archive
@@ -22,6 +23,7 @@ from routeplane.inspect.export import tables, to_arrow, to_pandas, to_polars, wr
 from routeplane.record.prefixes import as_delta
 from tests.inspect.runs import SPEC, run
 from tests.plain_columns import KINDS, column_record
+from tests.ray_cluster import local_cluster
 
 RECORDS = run(3, lost=5)
 #: Layer, expert -> rows, counted from the records themselves.
@@ -73,6 +75,16 @@ def test_every_library_counts_the_same_experts(tmp_path: Path, library: str) -> 
     """From the flat file, whatever reads it."""
     assert 3 == write_tables(RECORDS, tmp_path / "flat.parquet", form="flat")
     assert EXPECTED == READERS[library](tmp_path / "flat.parquet")
+
+
+@pytest.mark.xdist_group("ray")  # at most one cluster at a time
+def test_ray_data_counts_the_same_experts(tmp_path: Path) -> None:
+    """A file for analysis is plain Parquet: Ray Data reads it without this library."""
+    write_tables(RECORDS, tmp_path / "flat.parquet", form="flat")
+    with local_cluster():
+        rows = ray.data.read_parquet(str(tmp_path / "flat.parquet")).take_all()
+
+    assert EXPECTED == Counter((row["layer"], int(expert)) for row in rows for expert in row["experts"] or ())
 
 
 def test_xarray_counts_the_same_experts_in_an_archive(tmp_path: Path) -> None:

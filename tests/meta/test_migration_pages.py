@@ -17,7 +17,8 @@ from routeplane.batch import LAYOUTS
 from tests.batch.native import BUILDERS, engine_samples, families
 from tests.meta.test_docs_blocks import ROOT, read_blocks
 
-PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "migrate").glob("*.md"))}
+FOLDER = ROOT / "docs" / "migrate"
+PAGES = {path.stem: path for path in sorted(FOLDER.glob("*.md")) if path.name != "README.md"}
 STACKS = {
     "miles": "miles",
     "nemo-rl": "nemo_rl",
@@ -26,7 +27,7 @@ STACKS = {
     "slime": "slime",
     "verl": "verl",
 }
-HEADINGS = ["1. Observe", "2. Audit", "3. Carry", "4. Replay", "See that it works", "Flags", "Go back"]
+STEPS = ["1. Observe", "2. Audit", "3. Carry", "4. Replay"]
 MOST_LINES = 10
 NUMBERS = {9: "nine", 10: "ten"}
 
@@ -49,14 +50,31 @@ def loop_of(page: str) -> str:
 
 
 def test_every_stack_has_its_page() -> None:
-    """Each page belongs to a layout, says which version that was read from, and goes through all steps."""
+    """Each page belongs to a layout, says which version that was read from, and goes through all steps, as the one
+    that they share does, which names them all."""
+    shared = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert [*STEPS, "Go back"] == re.findall(r"^## (.+)$", shared, re.MULTILINE)
+    assert {f"{name}.md" for name in STACKS} == set(re.findall(r"\]\(([a-z-]+\.md)\)", shared))
     assert set(STACKS) == set(PAGES)
     for name, layout in STACKS.items():
         page = text_of(name)
         version = re.split(r"[,:(]", LAYOUTS[layout].read_from)[0].strip()
-        assert HEADINGS == re.findall(r"^## (.+)$", page, re.MULTILINE)[: len(HEADINGS)], name
+        headings = [*STEPS, "Flags"]
+        assert headings == re.findall(r"^## (.+)$", page, re.MULTILINE)[: len(headings)], name
         assert version in page, (name, version)
         assert f'layout="{layout}"' in page, name
+
+
+def test_what_pages_share_stands_once() -> None:
+    """No paragraph of two lines is on three pages (miles is a fork of slime): what is common is on ``README.md``."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(FOLDER.glob("*.md")):
+        prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for paragraph in filter(lambda text: "\n" in text.strip(), prose.split("\n\n")):
+            places.setdefault(paragraph.strip(), []).append(path.name)
+
+    assert {} == {paragraph: names for paragraph, names in places.items() if len(names) > 2}
+    assert any("README.md" in names for names in places.values())
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routeplane.errors import ChecksumError, DataError, ErrorKind, UsageError
@@ -65,10 +65,10 @@ def test_assembled_records_are_the_plain_ones(rollout: Rollout, overlap: Overlap
 def test_tokens_that_were_not_fed_stand_behind_the_last_segment(rollout: Rollout, count: int, role: str | None) -> None:
     """They have no row, no version and no log-probability, and what the calls brought is as without them.
 
-    A record has such tokens behind sampled ones alone.
+    Where nothing was sampled, all but the last are marked as rows of the last call that did not come.
     """
     last = rollout.calls[-1]
-    assume(any(len(turn.call.generation_ids) for turn in rollout.segment(len(rollout.token_ids) - 1)))
+    sampled = any(len(turn.call.generation_ids) for turn in rollout.segment(len(rollout.token_ids) - 1))
     given_columns = {name: column.take(np.arange(count) % len(column)) for name, column in last.columns.items()}
     tail = UnfedTokens(token_ids=np.arange(count) + 7, role=role, call_id="seen", columns=given_columns)
     bare = assemble(rollout.calls, rollout.spec, sample_id="s", on_break="split")
@@ -76,7 +76,8 @@ def test_tokens_that_were_not_fed_stand_behind_the_last_segment(rollout: Rollout
     expected, found = plain_record(bare.records[-1]), plain_record(made.records[-1])
     expected.token_ids += [token + 7 for token in range(count)]
     expected.rows += [[[MISSING] * rollout.spec.top_k] * rollout.spec.num_layers] * count
-    expected.captures += [("not_fed", "seen", None)] * count
+    state = "not_fed" if sampled else last.loss or "not_captured"
+    expected.captures += [(state, "seen", None)] * (count - 1) + [("not_fed", "seen", None)]
     expected.spans += [("prompt", "seen", None)] * count
     if expected.logprobs is not None:
         expected.logprobs += [repr(np.float32("nan"))] * count
@@ -87,6 +88,30 @@ def test_tokens_that_were_not_fed_stand_behind_the_last_segment(rollout: Rollout
     assert list(map(plain_record, bare.records[:-1])) == list(map(plain_record, made.records[:-1]))
     assert role == made.records[-1].spans[-1].role
     assert replace(bare.report, coverage=made.report.coverage) == made.report
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_tokens_behind_a_call_that_was_aborted_before_its_first(rows: int) -> None:
+    """A prefill that was aborted, and a turn of the environment behind it: marked and counted, or refused."""
+    spec = RouteSpec(num_experts=8, top_k=2, layer_ids=(0,))
+    routes = np.tile(np.asarray([[[3, 1]]], dtype=np.int16), (rows, 1, 1))
+    call = ModelCall(
+        prompt_ids=np.asarray([5, 6]),
+        generation_ids=np.arange(0),
+        routes=routes,
+        weights_version=1,
+        call_id="c",
+        loss="aborted",
+    )
+    tail = UnfedTokens(token_ids=np.asarray([7, 8, 9]), role="tool", call_id="seen")
+    [record] = assemble([call, tail], spec, sample_id="s").records
+
+    assert [5, 6, 7, 8, 9] == record.token_ids.tolist()
+    coverage = record.coverage()
+    assert (rows, 4 - rows, 1) == (coverage.count("captured"), coverage.count("aborted"), coverage.count("not_fed"))
+    with pytest.raises(DataError) as caught:
+        assemble([call, tail], spec, sample_id="s", on_missing="raise")
+    assert ErrorKind.ROUTES_MISSING == caught.value.kind
 
 
 @given(rollouts(breaks=False))

@@ -22,7 +22,6 @@ from routeplane.record.spans import (
     SpanKind,
     check_cover,
     coverage_problems,
-    lose_first_rows,
     lose_rows,
     settle_partial,
     stale_kv,
@@ -231,7 +230,7 @@ def test_a_settled_capture_keeps_who_captured(data: st.DataObject) -> None:
 def test_lost_captures_cover_and_keep_what_stands_elsewhere(record: RouteRecord) -> None:
     """All that was fed from ``routes_start`` on is lost, by no known weights; the rest stays as declared."""
     start = record.routes_start
-    lost = lose_rows(record.captures, start)
+    lost = lose_rows(record.captures, start=start)
     before, after = states_of(record.captures), states_of(lost)
     check_cover(lost, record.num_tokens, what="lost")
 
@@ -257,7 +256,7 @@ def any_captures(draw: st.DrawFn, *, states: tuple[CaptureState, ...] = STATES) 
 def test_rows_that_another_record_lost_are_lost_here(captures: tuple[Capture, ...], stop: int) -> None:
     """Token by token: what was fed before ``stop`` is lost, by no known weights; the rest stays as declared."""
     told = [capture for capture in captures for _ in range(capture.start, capture.stop)]
-    lost = lose_first_rows(captures, stop)
+    lost = lose_rows(captures, stop=stop)
     check_cover(lost, len(told), what="lost")
     found = [(each.call, each.state, each.weights_version) for each in lost for _ in range(each.start, each.stop)]
 

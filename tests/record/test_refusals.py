@@ -160,6 +160,36 @@ REFUSED: dict[str, tuple[Callable[[], object], type[RouteplaneError], ErrorKind,
         ErrorKind.TOKEN_COLUMN,
         "sampling_mask_state with uint8",
     ),
+    "a negative prompt id": (
+        lambda: call(prompt_ids=[1, -200]),
+        DataError,
+        ErrorKind.VALUE_RANGE,
+        "prompt_ids of at least 0, got -200 @ call c, token 1",
+    ),
+    "a negative sampled id": (
+        lambda: call(generation_ids=[-1], media=("d",)),
+        DataError,
+        ErrorKind.VALUE_RANGE,
+        "generation_ids of at least 0, got -1 @ call c, token 2",
+    ),
+    "a sampled token that cannot be": (
+        lambda: call(logprobs=[-np.inf]),
+        DataError,
+        ErrorKind.VALUE_RANGE,
+        "got -inf @ call c, token 2",
+    ),
+    "a log-probability above 0": (
+        lambda: call(logprobs=[0.25]),
+        DataError,
+        ErrorKind.VALUE_RANGE,
+        "got 0.25 at entry 0",
+    ),
+    "a dict among calls": (
+        lambda: assemble([call(), {}], SPEC, sample_id="s"),  # type: ignore[list-item]
+        UsageError,
+        ErrorKind.ARGUMENT,
+        "expected ModelCalls, got ModelCall, dict",
+    ),
     "no token that was not fed": (
         lambda: UnfedTokens(token_ids=np.arange(0), call_id="o"),
         DataError,
@@ -287,3 +317,13 @@ def test_weights_of_some_layers_are_unknown_in_the_others() -> None:
     assert np.isnan(placed.values[:, 1]).all()
     assert np.array_equal(bits.values, placed_bits.values[:, [2, 0]])
     assert np.isnan((placed_bits.values[:, 1].astype(np.uint32) << 16).view(np.float32)).all()
+
+
+def test_what_calls_may_hold_that_looks_wrong() -> None:
+    """A placeholder of media that have digests, no log-probability, and a scored token that could not be sampled."""
+    rows = watermark(0, np.arange(3)[:, None, None], layer=np.asarray([[1], [4]]), k=np.arange(2))
+    placed, scored = call(prompt_ids=[1, -200], media=("d",)), call(routes=rows, rows="all", logprobs=[-np.inf])
+
+    assert [1, -200] == placed.prompt_ids.tolist()
+    assert [-np.inf] == scored.logprobs.tolist()  # type: ignore[union-attr]
+    assert np.isnan(call(logprobs=[np.nan]).logprobs).all()  # type: ignore[arg-type]

@@ -152,10 +152,10 @@ def test_chunks_are_counted_while_they_come(server: carrier.Server) -> None:
     chunk = next(carrier._chunks(pa.py_buffer(bytes(carrier._CHUNK))))
     with contextlib.suppress(pa.ArrowException, fl.FlightError):
         for _ in range(500):
-            writer._slot._call.write_batch(chunk)
+            writer._slot._call.stream.write_batch(chunk)
             time.sleep(0.001)
     with pytest.raises(DataError) as caught:
-        writer._slot._answer()
+        writer._slot._call.answer(str)
     assert ErrorKind.TOO_LARGE is caught.value.kind
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 * 1024
     writer._slot.release()
@@ -166,10 +166,10 @@ def test_what_is_not_a_block_is_refused(server: carrier.Server) -> None:
     for garbage in (b"", b"ARROW1", bytes(1000)):
         writer: Any = carrier.open_writer(server.place, SPEC, run="run", producer="p")
         for part in carrier._chunks(pa.py_buffer(garbage)):
-            writer._slot._call.write_batch(part)
-        writer._slot._call.write_metadata(b"block")
+            writer._slot._call.stream.write_batch(part)
+        writer._slot._call.say(b"block")
         with pytest.raises(RouteplaneError):
-            writer._slot._answer()
+            writer._slot._call.answer(str)
         writer._slot.release()
     with carrier.open_writer(server.place, SPEC, run="run", producer="p") as last:
         last.write(sample(0))

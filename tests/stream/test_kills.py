@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,8 +117,9 @@ def test_a_crash_between_number_and_block_leaves_a_void_number(tmp_path: Path) -
     limits = BlockLimits(block_bytes=1, max_bytes=2**24)
     writer = folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits)
     writer.write(sample(0))
-    slot = writer._slot
-    slot._store_number(2)  # type: ignore[attr-defined]
+    slot: Any = writer._slot
+    slot._next = 2
+    slot._store_number()
     (place / "producers" / "p" / ".000000001.tmp").write_bytes(b"half a block")
     slot.release()
     with folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits) as again:
@@ -139,7 +141,7 @@ def test_blocks_that_disappear_are_expired_also_the_last(tmp_path: Path) -> None
         path.unlink()
     with folder.open_writer(place, SPEC, run="kills", producer="p", limits=limits) as again:
         again.write(sample(3))
-    store = folder.FolderStore(folder.BlockFiles(place), group="default")
+    store = folder.FolderStore(place, group="default")
     assert ["expired"] * 3 + ["sealed", "closed"] == [store.state(BlockName("p", number)) for number in range(5)]
     store.release()
 

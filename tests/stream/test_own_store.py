@@ -49,11 +49,11 @@ class TestRedis(CarrierContract):
 
     def writer(self, place: Any, **options: Any) -> Any:
         """A writer."""
-        return page.open_writer(connect, place, SPEC, **options)
+        return page.open_writer(place, SPEC, connect=connect, **options)
 
     def reader(self, place: Any, **options: Any) -> Any:
         """A reader."""
-        return page.open_reader(connect, place, **options)
+        return page.open_reader(place, connect=connect, **options)
 
     def kill(self, place: Any, writer: Any) -> None:
         """Somebody deletes the key of a name whose process died."""

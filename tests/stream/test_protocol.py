@@ -137,9 +137,10 @@ def report(count: int, *, truncated: bool = False, complete: bool = True) -> Str
     found = StreamReport(
         batches=count, quarantined_count=1, quarantined=(entry,), outside=1, truncated=truncated, complete=complete
     )
+    counts = RecordCounts()
     for sample in range(count):
-        found = found.with_record(record(sample))
-    return found
+        counts.add(record(sample))
+    return found.with_counts(counts)
 
 
 @given(before=st.integers(0, 3), found=st.lists(records(), max_size=4))
@@ -148,7 +149,9 @@ def test_counting_records_reports_what_adding_them_one_by_one_does(before: int, 
     start, counts = report(before), RecordCounts()
     expected = start
     for each in found:
-        expected = expected.with_record(each)
+        one = RecordCounts()
+        one.add(each)
+        expected = expected.with_counts(one)
         counts.add(each)
 
     assert expected == start.with_counts(counts)

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import ray
 
-from routeplane.errors import ErrorKind, TransportError
+from routeplane.errors import ErrorKind, TransportError, UsageError
 from routeplane.record.interfaces import BlockName, Position
 from routeplane.stream import ray as carrier
+from routeplane.stream.blocks import Manifest
 from routeplane.testing.builders import SPEC, facts, sample, watermarked_record, watermarked_spec
 from routeplane.testing.contracts import CarrierContract
 from tests.ray_cluster import local_cluster
@@ -168,42 +169,58 @@ def test_a_rank_is_brought_the_cut_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def kind_of(call: Callable[[], object]) -> ErrorKind:
+    """The kind of the error that a call raises."""
+    with pytest.raises(UsageError, match=r"'[pg]'") as caught:
+        call()
+    return caught.value.kind
+
+
 def test_a_place_tells_names_and_blocks_apart() -> None:
     """Taken, closed, vanished and unknown names; blocks that are waited for, sealed and gone; strangers."""
     here = carrier._Owner.here()
+    first, second, reader, stranger = (here._replace(token=token) for token in ("first", "second", "reader", "other"))
     dead = here._replace(pid=2**22 + 1)
-    place = carrier._PlaceActor()
-    declared = {"groups": ["g"]}
-    assert declared == place.declare(declared) == place.declare({"groups": ["other"]}) == place.manifest()
-    said = [
-        place.look("p", 0)[0],  # a name that has not opened the place
-        place.open("producer", "p", here, "first"),
-        place.open("producer", "p", here, "second"),
-        place.look("p", 0)[0],
-    ]
-    reference = ray.put(np.zeros(8, dtype=np.uint8))
-    assert (-1, 0) == (place.publish("p", "stranger", [reference], None, 100)[0], place.last_number("p"))  # type: ignore[index]
-    published = [place.publish("p", "first", [reference], None, 8) for _ in range(2)]
-    place.end("p", "stranger", "closed")
-    place.release("producer", "p", "stranger")
-    said += [place.look("p", 0)[0], place.look("p", 1)[0]]
-    saved = [place.open("group", "g", here, "reader"), place.save_position("g", "stranger", "{}")]
-    after = Position(place="x", next={"p": 1}).to_json()
-    saved += [place.save_position("g", "reader", after), place.load_position("g")]
-    # what the group acknowledged makes space
-    assert 1 == place.publish("p", "first", [reference], None, 8)[0]  # type: ignore[index]
-    said += [place.look("p", 0)[0], place.look("p", 1)[0], place.look("p", 2)[0]]
-    place.release("producer", "p", "first")
-    said += [place.look("p", 2)[0], place.open("producer", "p", dead, "third"), place.look("p", 2)[0]]
-    place.end("p", "third", "closed")
-    said += [place.look("p", 2)[0], place.open("producer", "p", here, "fourth")]
+    place = carrier._PlaceActor("name")
+    declared = Manifest.of(SPEC, run="run", groups=["g"], encoding="auto")
+    again = Manifest.of(SPEC, run="run", groups=["g"], encoding="auto")
+    block = (ray.put(np.zeros(8, dtype=np.uint8)), 8)
+    # a name that has not opened the place
+    said: list[Any] = [place.manifest(), place.look("p", 0)[0], place.last_number("p")]
+    assert [None, "waiting", 0] == said
 
-    assert [0, None] == [None if each is None else each[0] for each in published]
-    assert ["open", False, True, after] == saved
-    assert [
-        *("waiting", "open", "taken", "waiting", "sealed", "waiting", "expired", "sealed", "waiting"),
-        *("vanished", "open", "vanished", "closed", "closed"),
-    ] == said
+    assert [declared] * 3 == [
+        place.open_producer(declared, "p", first),
+        place.open_producer(again, "q", first),
+        place.manifest(),
+    ]
+    assert ErrorKind.PRODUCER_TAKEN is kind_of(lambda: place.open_producer(again, "p", second))
+    assert ErrorKind.PRODUCER_TAKEN is kind_of(lambda: place.publish("p", stranger, block, None, 100))
+    assert "waiting" == place.look("p", 0)[0]
+
+    published = [place.publish("p", first, block, None, 8) for _ in range(2)]
+    place.end("p", stranger, "closed")
+    place.release(stranger)
+    said = [None if each is None else each[0] for each in published]
+    assert [0, None, "sealed", "waiting"] == [*said, place.look("p", 0)[0], place.look("p", 1)[0]]
+
+    after = Position(place=declared.place, next={"p": 1})
+    assert Position(place=declared.place) == place.open_group("g", reader)
+    assert ErrorKind.GROUP_TAKEN is kind_of(lambda: place.open_group("g", stranger))
+    assert ErrorKind.GROUP_TAKEN is kind_of(lambda: place.save_position("g", stranger, after))
+    place.save_position("g", reader, after)
+    # what the group acknowledged makes space
+    assert 1 == place.publish("p", first, block, None, 8)[0]  # type: ignore[index]
+    assert ["expired", "sealed", "waiting"] == [place.look("p", number)[0] for number in range(3)]
+
+    place.release(first)
+    place.release(reader)
+    assert ("vanished", after) == (place.look("p", 2)[0], place.open_group("g", second))
+    place.open_producer(again, "p", dead)
+    assert "vanished" == place.look("p", 2)[0]
+    place.end("p", dead, "closed")
+    assert ("closed", 2) == (place.look("p", 2)[0], place.last_number("p"))
+    assert ErrorKind.ARGUMENT is kind_of(lambda: place.open_producer(again, "p", here))
 
 
 def test_a_process_that_ended_is_not_alive() -> None:

@@ -37,7 +37,7 @@ def written(place: Path, count: int = 1) -> Path:
 
 def raw(path: Path) -> folder.FolderStore:
     """The place as its default group sees it."""
-    return folder.FolderStore(folder.BlockFiles(path), group="default")
+    return folder.FolderStore(path, group="default")
 
 
 def closed_writer(place: Path) -> Any:

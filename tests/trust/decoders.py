@@ -527,13 +527,13 @@ class _LyingServer(flight.Server):
 
 def answers(home: Home) -> Iterator[Input]:
     """What a client of Flight makes of a server's answers: manifest, names, states, numbers, positions, retention."""
-    server = _LyingServer(Manifest.of(SPEC, run="run", groups=("default",), encoding="auto"), home / "nothing")
+    declared = Manifest.of(SPEC, run="run", groups=("default",), encoding="auto")
+    server = _LyingServer(declared, home / "nothing")
     home.stack.callback(server.shutdown)
     block = SealedBlock.of([sample(0)], SPEC, encoding="narrow")
 
     def ask() -> None:
-        client = flight._Client(server.place, flight.NO_ACCESS)
-        store = flight._Store(client, group="default", timeout_s=0.0)
+        store = flight._Store(server.place, group="default", timeout_s=0.0)
         try:
             for producer in store.producers():
                 store.state(BlockName(producer, store.last_number(producer)))
@@ -542,8 +542,7 @@ def answers(home: Home) -> Iterator[Input]:
             store.release()
 
     def put() -> None:
-        asked = {"manifest": {}, "producer": "p", "limits": {}}
-        slot = flight._Slot(flight._Client(server.place, flight.NO_ACCESS), asked, max_bytes=2**30)
+        slot = flight._Slot(server.place, declared, producer="p", limits=BlockLimits())
         try:
             slot.publish(block)
         finally:

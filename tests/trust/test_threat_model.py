@@ -42,10 +42,10 @@ SECRET = "s3cr3t-of-a-role"
 
 def test_a_stream_listens_on_the_loopback_unless_a_host_is_spelled_out() -> None:
     """``tcp://:port`` is 127.0.0.1, and nothing else stands for all interfaces than their address."""
-    assert "127.0.0.1" == parse_address("tcp://:0").host
+    assert ("127.0.0.1", 0) == parse_address("tcp://:0").place
     with listen("tcp://:0") as listener:
         assert "127.0.0.1" == listener._server.getsockname()[0]
-    assert "0.0.0.0" == parse_address("tcp://0.0.0.0:0").host
+    assert ("0.0.0.0", 0) == parse_address("tcp://0.0.0.0:0").place
 
 
 @pytest.mark.parametrize("address", ["grpc://0.0.0.0:0", "grpc://[::]:0", "grpc://:0", "grpc://10.0.0.1:0"])

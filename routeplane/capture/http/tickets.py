@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
 from routeplane.capture import recorder
-from routeplane.errors import DataError, ErrorKind, UsageError, refused
+from routeplane.errors import DataError, ErrorKind, UsageError, check_type, refused
 from routeplane.record.calls import ModelCall, RowLoss, VersionSpan
 from routeplane.record.checksum import require_equal
 from routeplane.record.counts import Counts
@@ -24,8 +24,6 @@ from routeplane.record.interfaces import RouteTicket
 from routeplane.record.record import RecordKey, RouteRecord
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from routeplane.record.spec import RouteSpec
 
 __all__ = ["TicketReport", "TicketStore", "call_of_ticket", "issue_ticket", "ticket_of_record"]
@@ -56,6 +54,7 @@ def issue_ticket(call: ModelCall, spec: RouteSpec, *, stream: str) -> tuple[Rout
     >>> call_of_ticket(record, ticket).call_id == ticket.call_id
     True
     """
+    check_type(call, ModelCall, expected="a ModelCall")
     record = recorder.record_of_call(call, spec, sample_id=call.call_id)
     return record, ticket_of_record(record, call, stream=stream)
 
@@ -346,9 +345,7 @@ class TicketStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

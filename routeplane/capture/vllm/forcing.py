@@ -30,11 +30,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from routeplane.capture.recorder import FollowedRows
 from routeplane.capture.vllm.interface import (
-    FOLLOWING_FIELDS,
-    FOLLOWING_FUNCTIONS,
+    FOLLOWING_NAMES,
     FOLLOWING_RUNNER,
-    WEIGHTS_FIELDS,
-    WEIGHTS_FUNCTIONS,
+    WEIGHTS_NAMES,
     WEIGHTS_RUNNER,
     RequestOptions,
     choice_of,
@@ -125,7 +123,7 @@ class _Following:
     """The state of one worker: running requests, marks of KV slots, and the rows of the step that runs."""
 
     def __init__(self, worker: Any) -> None:
-        require_running(FOLLOWING_FUNCTIONS, FOLLOWING_FIELDS)
+        require_running(FOLLOWING_NAMES)
         runner = worker.model_runner
         require_plain(worker.vllm_config, runner)
         routers = {layer: module.router for layer, module in routers_of(runner.model)}
@@ -478,7 +476,7 @@ def record_weights(worker: Any, kept: str) -> str:
     Example:
         ``[meaning] = executor.collective_rpc(record_weights, args=("float32",))``
     """
-    require_running({**FOLLOWING_FUNCTIONS, **WEIGHTS_FUNCTIONS}, {**FOLLOWING_FIELDS, **WEIGHTS_FIELDS})
+    require_running({**FOLLOWING_NAMES, **WEIGHTS_NAMES})
     runner, config = worker.model_runner, worker.vllm_config.model_config
     require_plain(worker.vllm_config, runner, names=WEIGHTS_RUNNER)
     modules = dict(routers_of(runner.model))

@@ -33,14 +33,11 @@ if TYPE_CHECKING:
     from routeplane.record.record import RouteRecord
 
 __all__ = [
-    "FIELDS",
-    "FOLLOWING_FIELDS",
-    "FOLLOWING_FUNCTIONS",
+    "FOLLOWING_NAMES",
     "FOLLOWING_RUNNER",
-    "FUNCTIONS",
     "KEY",
-    "WEIGHTS_FIELDS",
-    "WEIGHTS_FUNCTIONS",
+    "NAMES",
+    "WEIGHTS_NAMES",
     "WEIGHTS_RUNNER",
     "RequestOptions",
     "WriterConfig",
@@ -152,8 +149,9 @@ def _compare(spec: RouteSpec, config: Any) -> None:
 
 # ---- private names --------------------------------------------------------------------------------------------------
 
-#: Module and qualified name -> the parameters that are used, beyond which others may stand.
-FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+#: Module and class -> attributes that are read; module, class and method -> parameters that are used. Others may stand
+#: beside them.
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output": ("request", "new_token_ids"),
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("scheduler_output", "model_runner_output"),
@@ -179,11 +177,6 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "resumable",
         ),
         "vllm.v1.request:RequestStatus.get_finished_reason": ("status",),
-    }
-)
-#: Module and class -> attributes that are read.
-FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
         "vllm.v1.engine:EngineCoreOutput": (
             "request_id",
             "new_token_ids",
@@ -214,7 +207,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 #: What following recorded routes rests on, in the worker's process (``forcing``), as of 0.30.
-FOLLOWING_FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+FOLLOWING_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
         "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._compute_routing": (
@@ -223,11 +216,6 @@ FOLLOWING_FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "indices_type",
             "input_ids",
         ),
-    }
-)
-#: Likewise.
-FOLLOWING_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("block_ids", "sampling_params"),
         "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_computed_tokens_cpu", "req_ids"),
         "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids", "total_num_scheduled_tokens"),
@@ -239,7 +227,7 @@ FOLLOWING_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 #: What recording routing weights rests on, beside following: the pipe by which rows reach the scheduler, as of 0.30.
-WEIGHTS_FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+WEIGHTS_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_routed_experts": ("num_tokens",),
         "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsCapturer.capture": (
@@ -260,11 +248,6 @@ WEIGHTS_FUNCTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "hidden_states",
             "router_logits",
         ),
-    }
-)
-#: Likewise.
-WEIGHTS_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
         "vllm.v1.outputs:RoutedExpertsLists": ("routing_data", "slot_mapping"),
         "vllm.v1.outputs:ModelRunnerOutput": ("routed_experts",),
         "vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsManager": (
@@ -285,41 +268,34 @@ WEIGHTS_RUNNER = (*FOLLOWING_RUNNER, "routed_experts_capturer", "routed_experts_
 
 
 def find_drift(
-    parameters_of: Callable[[str], Sequence[str] | None],
-    fields_of: Callable[[str], Sequence[str] | None],
-    *,
-    functions: Mapping[str, tuple[str, ...]] = FUNCTIONS,
-    fields: Mapping[str, tuple[str, ...]] = FIELDS,
+    names_of: Callable[[str], Sequence[str] | None], *, table: Mapping[str, tuple[str, ...]] = NAMES
 ) -> list[str]:
     """Compare a table with one vLLM.
 
     Args:
-        parameters_of: Names the parameters of a function of ``functions``; None where there is none.
-        fields_of: Names the attributes of a class of ``fields``; None where there is none.
-        functions: What is used of functions.
-        fields: What is used of classes.
+        names_of: Lists the parameters of a method of the table, or the attributes of a class; None where there is none.
+        table: What is used.
 
     Returns:
         What differs, one line each.
 
-    >>> find_drift(lambda name: None, lambda name: ("outputs",))[0]
+    >>> find_drift(lambda name: None)[0]
     'vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output is gone'
     """
     found = []
-    for table, lookup in ((functions, parameters_of), (fields, fields_of)):
-        for name, expected in table.items():
-            there = lookup(name)
-            if there is None:
-                found.append(f"{name} is gone")
-            elif absent := [item for item in expected if item not in there]:
-                found.append(f"{name} has no {', '.join(absent)}")
+    for name, expected in table.items():
+        there = names_of(name)
+        if there is None:
+            found.append(f"{name} is gone")
+        elif absent := [item for item in expected if item not in there]:
+            found.append(f"{name} has no {', '.join(absent)}")
     return found
 
 
-def require_running(functions: Mapping[str, tuple[str, ...]], fields: Mapping[str, tuple[str, ...]], /) -> None:
+def require_running(table: Mapping[str, tuple[str, ...]], /) -> None:
     """Raise CaptureError (CAPTURE_OFF) for a vLLM of this process whose names have changed: at start, not with wrong
     rows."""
-    drift = find_drift(_parameters_of, _fields_of, functions=functions, fields=fields)
+    drift = find_drift(_names_of, table=table)
     if drift:
         raise CaptureError(
             "expected the names of vLLM that routeplane was tested with, got " + "; ".join(drift),
@@ -338,15 +314,12 @@ def _object_of(name: str) -> Any:
     return found
 
 
-def _parameters_of(name: str) -> Sequence[str] | None:
-    found = _object_of(name)
-    return None if found is None else list(inspect.signature(found).parameters)
-
-
-def _fields_of(name: str) -> Sequence[str] | None:
+def _names_of(name: str) -> Sequence[str] | None:
     found = _object_of(name)
     if found is None:
         return None
+    if "." in name.partition(":")[2]:
+        return list(inspect.signature(found).parameters)
     constructor = getattr(found.__init__, "__code__", None)
     set_by_it = () if constructor is None else constructor.co_names
     return [*getattr(found, "__struct_fields__", ()), *getattr(found, "__annotations__", ()), *set_by_it, *dir(found)]

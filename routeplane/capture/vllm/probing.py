@@ -138,9 +138,6 @@ def _constant(rows_RLK: NDArray[np.int16], spec: RouteSpec) -> list[Problem]:
 
 # ---- from outside ---------------------------------------------------------------------------------------------------
 
-# Steps that a slow reader of a stream sleeps through.
-_STREAMED = 24
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
@@ -150,16 +147,13 @@ class ProbeReport:
         rows: Number of rows that came.
         agreement: Share of rows (token and layer) of generated tokens that are the same set as when the tokens are read
             as a prompt; 1.0 in float32, less in low precision.
-        deltas_keep_rows: Whether DELTA outputs that were merged for a slow reader still carry routes; None where it was
-            not tried.
 
-    >>> ProbeReport(rows=39, agreement=1.0).deltas_keep_rows is None
-    True
+    >>> ProbeReport(rows=39, agreement=1.0).rows
+    39
     """
 
     rows: int
     agreement: float
-    deltas_keep_rows: bool | None = None
 
 
 def probe(engine: Any, spec: RouteSpec, *, min_agreement: float = 0.5) -> ProbeReport:
@@ -189,7 +183,7 @@ def probe(engine: Any, spec: RouteSpec, *, min_agreement: float = 0.5) -> ProbeR
 
 
 async def probe_async(engine: Any, spec: RouteSpec, *, min_agreement: float = 0.5) -> ProbeReport:
-    """Generate a few tokens with an ``AsyncLLM`` and judge their rows; tries a slow reader of DELTA outputs as well.
+    """Generate a few tokens with an ``AsyncLLM`` and judge their rows.
 
     Args:
         engine: The engine.
@@ -208,24 +202,12 @@ async def probe_async(engine: Any, spec: RouteSpec, *, min_agreement: float = 0.
     tokens = [*prompt, *first.outputs[0].token_ids]
     second = await _whole(engine, _salted(tokens, "read"), _sampling(1), name="read")
     third = await _whole(engine, _salted(other, "other"), _sampling(1), name="other")
-    kept = await _slow_reader(engine, prompt)
-    return _judge((first, second, third), spec, min_agreement=min_agreement, deltas_keep_rows=kept)
+    return _judge((first, second, third), spec, min_agreement=min_agreement)
 
 
 async def _whole(engine: Any, prompt: dict[str, Any], sampling: SamplingParams, *, name: str) -> Any:
     outputs = [output async for output in engine.generate(prompt, sampling, f"routeplane-probe-{name}")]
     return outputs[-1]
-
-
-async def _slow_reader(engine: Any, prompt: Sequence[int]) -> bool:
-    """Read a DELTA stream's first output, and the rest when another request of twice its length has ended."""
-    sampling = _sampling(_STREAMED)
-    sampling.output_kind = RequestOutputKind.DELTA
-    stream = engine.generate(_salted(prompt, "streamed"), sampling, "routeplane-probe-streamed")
-    await anext(stream)
-    await _whole(engine, _salted(prompt, "waited"), _sampling(2 * _STREAMED), name="waited")
-    rest = [output async for output in stream]
-    return rest[-1].outputs[0].routed_experts is not None
 
 
 def _check_share(min_agreement: float) -> None:
@@ -249,20 +231,14 @@ def _sampling(max_tokens: int) -> SamplingParams:
     )
 
 
-def _judge(
-    outputs: Sequence[Any], spec: RouteSpec, *, min_agreement: float, deltas_keep_rows: bool | None = None
-) -> ProbeReport:
+def _judge(outputs: Sequence[Any], spec: RouteSpec, *, min_agreement: float) -> ProbeReport:
     rows = []
     for output in outputs:
         [call] = calls(output, spec, weights_version=None, call_id="probe")
         rows.append(call.routes if call.routes is not None else spec.missing_rows(0))
     found = CheckRows(*rows)
     require_capture(found, spec, min_agreement=min_agreement)
-    return ProbeReport(
-        rows=sum(map(len, rows)),
-        agreement=float(agreement(found.generated, found.read).mean()),
-        deltas_keep_rows=deltas_keep_rows,
-    )
+    return ProbeReport(rows=sum(map(len, rows)), agreement=float(agreement(found.generated, found.read).mean()))
 
 
 # ---- inside a scheduler ---------------------------------------------------------------------------------------------

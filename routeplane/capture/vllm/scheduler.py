@@ -25,8 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from routeplane.capture.vllm.engine_writer import EngineReport, EngineWriter, RunningSequence
 from routeplane.capture.vllm.interface import (
-    FIELDS,
-    FUNCTIONS,
+    NAMES,
     WriterConfig,
     captures_routes,
     ids_of,
@@ -78,7 +77,7 @@ class RouteScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM's types are 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        require_running(FUNCTIONS, FIELDS)
+        require_running(NAMES)
         _require_capture(self.vllm_config)
         config = WriterConfig.from_additional(self.vllm_config.additional_config)
         spec = spec_from_vllm(self.vllm_config)
