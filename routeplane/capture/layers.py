@@ -39,10 +39,12 @@ __all__ = [
 LayerAxis = Literal["decoder", "captured"]
 
 # With K = 1 a row of zeros is expert 0, so a layer of zeros is judged by the chance that a written one would be. Where
-# other layers vary: (the share of their commonest expert) ** (how many different rows they show), that one expert takes
-# all, by 1 / E, that it is expert 0. Where all are zero: that of one row, if experts were equally likely. Measured on
-# tiny top-1 models (``tests.capture.top_1``).
-_CHANCE = 1e-5
+# other layers vary: (the share of the commonest expert in the layer that varies least) ** (how many different rows they
+# show), that one expert takes all, by 1 / E, that it is expert 0. Where all are zero: that of one row, if experts were
+# equally likely. The bound lies below what honest layers of tiny top-1 models show (``tests.capture.top_1``, and
+# ``tests.trust.alarm_rates`` for vLLM): behind repeated tokens, layers collapse more the deeper they lie.
+_CHANCE = 1e-8
+_CHANCE_OF_ALL = 1e-5
 _MANY_ROWS = 64
 
 
@@ -331,10 +333,10 @@ def _unwritten_top_1(narrow_RLK: NDArray[Any], spec: RouteSpec) -> NDArray[np.bo
         return none_RL
     if zero_L.all():
         chance = prod(1.0 / width for width in spec.experts_per_layer)
-        judged = len(narrow_RLK) >= _MANY_ROWS or chance < _CHANCE
+        judged = len(narrow_RLK) >= _MANY_ROWS or chance < _CHANCE_OF_ALL
     else:
         varied_VL = np.unique(narrow_RLK[:, ~zero_L, 0], axis=0)
-        common = float(np.median([np.bincount(ids_V).max() for ids_V in varied_VL.T]))
+        common = max(int(np.bincount(ids_V).max()) for ids_V in varied_VL.T)
         alone = ((common + 1) / (len(varied_VL) + 1)) ** len(varied_VL)
         judged = alone / min(spec.experts_per_layer) < _CHANCE
     return none_RL | (zero_L & judged)

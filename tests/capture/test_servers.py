@@ -528,3 +528,15 @@ def test_honest_top_1_layers_pass(experts: int) -> None:
         routes_RLK = np.where(rng.random((length, 4, 1)) < 0.8, 0, rng.integers(0, experts, (length, 4, 1)))
         routes_RLK[:, 2] = 0
         assert length == len(rows_from_slots(routes_RLK.astype(np.uint8), spec))
+
+
+def test_a_deep_layer_may_collapse_behind_repeated_tokens() -> None:
+    """A record of vLLM, by its counts: 27 different rows, deeper layers with fewer experts, the deepest with one."""
+    at_R = np.arange(27)
+    shallow_R, middle_R, deep_R = at_R // 4, at_R % 4, np.where(at_R < 17, 2, at_R % 2)
+    routes_RLK = np.stack([shallow_R, middle_R, deep_R, np.zeros(27)], axis=1)[:, :, None].astype(np.uint8)
+    spec = RouteSpec(num_experts=8, top_k=1, layer_ids=(0, 1, 2, 3))
+
+    assert routes_RLK.tolist() == rows_from_slots(routes_RLK, spec).tolist()
+    with pytest.raises(CaptureError):  # the same zeros where no other layer leans on one expert
+        rows_from_slots(np.where(np.arange(4)[:, None] == 2, routes_RLK[:, :1], routes_RLK), spec)
