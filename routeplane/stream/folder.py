@@ -100,9 +100,10 @@ def _load(path: Path, parse: Callable[[dict[str, Any]], _Document]) -> _Document
 
 
 class _Numbers(NamedTuple):
-    """What a producer used: its next number, numbers without a block, and what each block leans on."""
+    """What a producer used: its next number, the first that may have a block, those without, and what each leans on."""
 
     next: int = 0
+    first: int = 0
     void: tuple[int, ...] = ()
     leans: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
@@ -115,7 +116,8 @@ class _Numbers(NamedTuple):
     def _parse(cls, document: dict[str, Any]) -> _Numbers:
         number = partial(check_count, name="a number of a block", below=2**63)
         leans = {int(name): tuple(map(number, others)) for name, others in document["leans"].items()}
-        return cls(number(document["next"]), tuple(map(number, document["void"])), leans)
+        first = number(document.get("first", 0))  # places of earlier writers do not say
+        return cls(number(document["next"]), first, tuple(map(number, document["void"])), leans)
 
 
 def _position(home: Path) -> Position | None:
@@ -334,7 +336,7 @@ class FolderSlot(blocks.ProducerSlot):
             raise blocks.producer_closed(self._producer, self._home)
         numbers = _Numbers.of(self._home)
         self._next, self._void = numbers.next, list(numbers.void)
-        sizes = self._files.held(self._producer, range(self._acknowledged(), self._next))
+        sizes = self._files.held(self._producer, range(numbers.first, self._next))
         leans = {number: others for number, others in numbers.leans.items() if number in sizes}
         self.retention = blocks.Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)
         # the number is stored before the block is committed: a writer that died in between left it prepared
@@ -349,7 +351,8 @@ class FolderSlot(blocks.ProducerSlot):
 
     def _store_number(self) -> None:
         leans = {str(number): others for number, others in self.retention.leans.items()}
-        document = {"next": self._next, "void": self._void, "leans": leans}
+        first = min(self.retention.sizes, default=self._next)
+        document = {"next": self._next, "first": first, "void": self._void, "leans": leans}
         _store(self._home / "number.json", document, sync=self._limits.sync)
 
     def publish(self, block: blocks.SealedBlock) -> BlockName:

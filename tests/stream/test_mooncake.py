@@ -136,6 +136,29 @@ def test_a_key_that_exists_is_not_taken_for_a_block_of_ours(tmp_path: Path, port
     client.close()
 
 
+def test_a_restarted_producer_deletes_what_was_acknowledged_before(tmp_path: Path, port: int) -> None:
+    """Objects are pinned: one that the restarted producer did not know of would stay for ever."""
+    settings, place = settings_of(port, segment=0), tmp_path / "place"
+
+    def opened(**limits: int) -> Any:
+        bounds = BlockLimits(block_bytes=1, **limits)
+        return carrier.open_writer(place, SPEC, store=settings, run="run", producer="p", limits=bounds)
+
+    writer = opened()
+    for index in range(3):
+        writer.write(sample(index, tokens=50))
+    keys = [writer._slot._files.key(BlockName("p", number)) for number in range(3)]
+    with carrier.open_reader(place, store=settings, producers=1, follow=False) as reader:
+        assert 3 == len(list(reader))
+    writer._slot.release()  # as a death does: no end is stated
+
+    with opened(max_bytes=1) as again:
+        again.write(sample(3, tokens=50))
+    client = carrier.Client(settings)
+    assert [0, 0, 0] == [client.store.is_exist(key) for key in keys]
+    client.close()
+
+
 def test_ranks_behind_a_relay_are_sent_what_they_train_on(tmp_path: Path, port: int) -> None:
     """Objects are fetched whole, once, by the relay; each of 64 ranks is sent its own rows, layers and tokens."""
     settings, place = settings_of(port, segment=0), tmp_path / "place"
