@@ -273,9 +273,9 @@ def recover(
 ) -> Recovery:
     """Copy what is intact to a new archive; the damaged one is left as it is.
 
-    Intact records are copied as they are. A damaged one is kept as a reader under ``on_corrupt="quarantine"`` gives it:
-    its rows MISSING, its captures ``lost``, ``attributes["quarantined"]`` set. A record whose tokens, or whose row of
-    the record table, are damaged is not kept, and counted.
+    Intact records are copied as they are. Of a damaged one, the intact chunks are kept: rows in the others become
+    MISSING, its captures say ``lost`` or ``partial``, and ``attributes["recovered"]`` is set. A record whose tokens or
+    whose row of the record table are damaged is not kept, and counted.
 
     Args:
         store: The damaged archive, as in ``new_run``, and so ``options``.

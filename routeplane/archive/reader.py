@@ -71,13 +71,14 @@ __all__ = [
     "Piece",
     "Run",
     "beside_readers",
+    "build",
     "check_root",
     "commit_numbers",
     "newest",
+    "read_beside",
     "read_commit",
     "read_record",
     "route_ranges",
-    "without_rows",
 ]
 
 ROUTES, TOKENS, LOGPROBS = "routes", "token_ids", "logprobs"
@@ -759,7 +760,7 @@ class ArchiveReader(RecordReader):
         self, run: Run, row: Row, error: DataError | FormatError, *, tokens: tuple[int, int] | None, index: int
     ) -> RouteRecord | None:
         """Count, and give what can stand in: the record without its rows, or nothing."""
-        kept = without_rows(run, row, tokens=tokens, layers=self._layer_ids)
+        kept = _without_rows(run, row, tokens=tokens, layers=self._layer_ids)
         reason = (
             error
             if isinstance(error, DataError)
@@ -769,7 +770,7 @@ class ArchiveReader(RecordReader):
         return kept
 
 
-def without_rows(
+def _without_rows(
     run: Run, row: Row, *, tokens: tuple[int, int] | None, layers: Sequence[int] | None
 ) -> RouteRecord | None:
     """The tokens with every row MISSING and marked ``lost``; None where they are damaged too."""

@@ -3,6 +3,8 @@
 ``verify`` goes on after everything that can be wrong: a root, a commit, a run's manifest, a record table, a chunk.
 Each finding is a Problem, with sample, token and layer where it has them. ``recover`` writes a new archive and never
 the damaged one. ``delete`` is a commit; ``compact`` removes the bytes. All of them read one record at a time.
+
+Axes: S tokens of a record, L captured layers, K top-k slots.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+import numpy as np
 import xxhash
 
 from routeplane.archive.layout import (
@@ -32,23 +35,29 @@ from routeplane.archive.reader import (
     Piece,
     Run,
     beside_readers,
+    build,
     check_root,
     commit_numbers,
     newest,
+    read_beside,
     read_commit,
     read_record,
     route_ranges,
-    without_rows,
+    widened,
 )
 from routeplane.archive.shards import Range
 from routeplane.archive.writer import ArchiveWriter, RunFiles, drop_commits, publish
-from routeplane.errors import DataError, ErrorKind, FormatError, Problem, refused
+from routeplane.errors import ChecksumError, DataError, ErrorKind, FormatError, Problem, refused
+from routeplane.record.aligned import BFLOAT16_NAN, AlignedColumn
 from routeplane.record.counts import Counts, rule
 from routeplane.record.record import RecordKey
-from routeplane.record.spans import Coverage
+from routeplane.record.spans import PRESENT_STATES, STATES, Capture, Coverage, partial_states
 from routeplane.record.spec import RouteSpec
+from routeplane.record.validate import missing_rows
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from routeplane.archive.store import ArchiveStore
     from routeplane.record.record import RouteRecord
 
@@ -306,7 +315,7 @@ def _refusal(run: Run, wanted: Range) -> FormatError | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery(Counts):
-    """What was copied. ``intact``: records as they were; ``partial``: those that are kept without their rows; ``lost``:
+    """What was copied. ``intact``: records as they were; ``partial``: those of which some rows are kept; ``lost``:
     those of which nothing is.
 
     >>> Recovery(intact=2, lost=1).merge(Recovery(intact=1)).intact
@@ -368,8 +377,75 @@ def _salvaged(run: Run, row: Row | None, problems: list[Problem]) -> tuple[str, 
     if not isinstance(record, Exception):
         return "intact", record
     problems += record_problems(run, row, error=record)
-    kept = without_rows(run, row, tokens=None, layers=None)
-    return ("lost" if kept is None else "partial"), kept
+    piece = Piece.of(row, None)
+    try:
+        beside = read_beside(run, row, piece=piece)
+        routes_SLK = _readable_rows(run, row)
+        beside["columns"] = _blanked(beside["columns"], routes_SLK)
+        changes = {
+            "captures": _lose_missing(row.captures, routes_SLK, routes_start=row.routes_start),
+            "attributes": {**row.attributes, "recovered": "true"},
+            "checksum": None,
+        }
+        return "partial", build(run, row, piece=piece, beside=beside, stored=routes_SLK, changes=changes)
+    except (DataError, FormatError):
+        return "lost", None
+
+
+def _blanked(columns: Mapping[str, AlignedColumn], routes_SLK: NDArray[np.int16]) -> dict[str, AlignedColumn]:
+    """The columns with NaN as the routing weights of rows that are MISSING."""
+    found = dict(columns)
+    if "route_weights" in found:
+        weights = found["route_weights"]
+        values = weights.values.copy()
+        values[len(values) - len(routes_SLK) :][missing_rows(routes_SLK)] = (
+            BFLOAT16_NAN if values.dtype == np.uint16 else np.nan
+        )
+        values.flags.writeable = False
+        found["route_weights"] = replace(weights, values=values)
+    return found
+
+
+def _readable_rows(run: Run, row: Row) -> NDArray[np.int16]:
+    """The rows of a record, those of damaged chunks MISSING."""
+    spec = run.spec
+    routes_SLK = spec.missing_rows(row.num_rows)
+    bad = list(damaged_cells(run, row))
+    if not bad:
+        raise ChecksumError("expected a damaged chunk, got none: the record differs", kind=ErrorKind.CHECKSUM)
+    chunk_rows = run.chunks.layout("routes").chunk_rows
+    edges = sorted({0, row.num_rows, *range(-row.row_start % chunk_rows, row.num_rows, chunk_rows)})
+    for first, last in itertools.pairwise(edges):
+        lost = {cell.slot for cell in bad if cell.first == first}
+        slots = [slot for slot in range(spec.num_layers) if slot not in lost]
+        if None in lost or not slots:
+            continue
+        place = replace(Piece.of(row, None), first_row=row.row_start + first, last_row=row.row_start + last)
+        found = [run.chunks.read(each) for each in route_ranges(place, slots)]
+        routes_SLK[first:last, slots] = widened(np.concatenate(found, axis=1), spec)
+    return routes_SLK
+
+
+def _lose_missing(
+    captures: tuple[Capture, ...], routes_SLK: NDArray[np.int16], *, routes_start: int
+) -> Iterator[Capture]:
+    """Captures for rows of which some are gone: tokens without any are lost, those with some are partial."""
+    for capture in captures:
+        first = max(capture.start, routes_start)
+        if capture.state not in (*PRESENT_STATES, "partial") or first >= capture.stop:
+            yield capture
+            continue
+        if capture.start < first:
+            yield replace(capture, stop=first)
+        states_S = partial_states(routes_SLK[first - routes_start : capture.stop - routes_start])
+        edges = [0, *(np.flatnonzero(np.diff(states_S)) + 1).tolist(), len(states_S)]
+        for a, b in itertools.pairwise(edges):
+            found = STATES[int(states_S[a])]
+            piece = replace(capture, start=first + a, stop=first + b)
+            if found == "not_captured":
+                yield replace(piece, state="lost", weights_version=None)
+            else:
+                yield replace(piece, state=capture.state if found == "captured" else "partial")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

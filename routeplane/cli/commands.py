@@ -77,6 +77,8 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         command.add_argument(
             "--samples", action="append", metavar="SAMPLE", help="only this sample; repeat for more of them"
         )
+    for command in (stats, report):
+        command.add_argument("--ray", action="store_true", help="count the sources as tasks of a Ray cluster")
     return [info, validate, stats, diff, explain, report]
 
 
@@ -129,11 +131,16 @@ def _stats(options: argparse.Namespace) -> int:
     from routeplane.inspect.diagnose import find_findings
     from routeplane.inspect.statistics import collect
 
+    count_on_ray = _ray() if options.ray else None
     sources = _sources(options.sources, options)
-    records = sources.records(layer_ids=options.layer, samples=options.samples)
-    with Progress("stats") as progress:
-        found = collect(progress.watch(records), _spec(sources, options))
-    damage = records.damage
+    damage: Sequence[tuple[str, Problem]] = ()
+    if count_on_ray is not None:
+        found = count_on_ray(sources, options)
+    else:
+        records = sources.records(layer_ids=options.layer, samples=options.samples)
+        with Progress("stats") as progress:
+            found = collect(progress.watch(records), _spec(sources, options))
+        damage = records.damage
     _require_samples(found.coverage.records, options)
     findings = find_findings(found)
     document = {
@@ -202,6 +209,7 @@ def write_comparison(source: str, against: str, *, out: Path) -> None:
             png=None,
             layer=None,
             samples=None,
+            ray=False,
             on_corrupt="raise",
             on_truncated="raise",
         )
@@ -220,12 +228,19 @@ def require_report() -> Any:
 
 
 def _write_report(options: argparse.Namespace) -> tuple[list[Path], list[tuple[str, Problem]], Overview]:
+    from routeplane.inspect.overview import Overview
+
     if options.attribute and options.against is None:
         raise refused("--against with --attribute, the side that scored with and without", "none")
     report = require_report()
+    count_on_ray = _ray() if options.ray else None
     sources = _sources(options.sources, options)
     against = _sources([options.against], options) if options.against else None
-    overview, damage = _survey(sources, against, options)
+    damage: list[tuple[str, Problem]] = []
+    if count_on_ray is not None and against is None:
+        overview = Overview.of(count_on_ray(sources, options))
+    else:
+        overview, damage = _survey(sources, against, options)
     _require_samples(overview.statistics.coverage.records, options)
     page = report.render_report(
         overview,
@@ -291,6 +306,22 @@ def _sources(places: Sequence[str], options: argparse.Namespace) -> SourceSet:
 
 def _spec(sources: SourceSet, options: argparse.Namespace) -> RouteSpec:
     return sources.spec.select(options.layer) if options.layer else sources.spec
+
+
+def _ray() -> Any:
+    """What counts on a cluster; asked for before anything is read. Raises MissingExtraError."""
+    try:
+        from routeplane.inspect.ray_data import collect_on_ray, joined_cluster
+    except MissingExtraError:
+        raise
+    except ImportError as error:
+        raise _missing("ray", error) from error
+
+    def count(sources: SourceSet, options: argparse.Namespace) -> Any:
+        with joined_cluster():
+            return collect_on_ray(sources, layer_ids=options.layer, samples=options.samples)
+
+    return count
 
 
 def _require_samples(records: int, options: argparse.Namespace) -> None:

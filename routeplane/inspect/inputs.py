@@ -57,6 +57,7 @@ __all__ = [
     "SourceSet",
     "damage_of",
     "find_sources",
+    "is_archive",
     "is_wanted",
     "parse_sample",
     "resolve",
@@ -201,6 +202,11 @@ def _copied(name: str, opening: Callable[[], Any]) -> Source:
         shutil.copyfileobj(file, copy)
     copy.flush()
     return Source(name=name, path=copy.name, kind=_file_kind(copy.name), copy=copy)
+
+
+def is_archive(path: str) -> bool:
+    """Whether a path names an archive: a URL, or a folder without blocks."""
+    return "://" in path or (Path(path).is_dir() and not any(Path(path).rglob("*.arrows")))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

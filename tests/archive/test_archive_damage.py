@@ -402,7 +402,7 @@ def test_a_record_that_differs_from_its_checksum_is_listed(tmp_path: Path) -> No
 
 
 def test_recover_keeps_what_is_intact(damaged: tuple[Path, list[RouteRecord]], tmp_path: Path) -> None:
-    """Intact records as they were; of damaged ones the tokens, with rows MISSING and captures that say so."""
+    """Every row outside the damaged chunks, by token and layer; captures that say which are gone."""
     where, records = damaged
     before = {path: path.read_bytes() for path in files(where)}
     found = recover(where, tmp_path / "b")
@@ -410,10 +410,15 @@ def test_recover_keeps_what_is_intact(damaged: tuple[Path, list[RouteRecord]], t
 
     assert (1, 2, 0) == (found.intact, found.partial, found.lost)
     assert content(records[0]) == content(kept[0])
-    assert (kept[1].routes == -1).all()
+    expected_SLK = records[1].routes.copy()
+    expected_SLK[212:724, 1] = -1
+    expected_SLK[1_236:] = -1
+    assert np.array_equal(expected_SLK, kept[1].routes)
     assert np.array_equal(records[1].token_ids, kept[1].token_ids)
-    assert ["lost"] == [capture.state for capture in kept[1].captures[:-1]]
-    assert ["true", "true"] == [item.attributes["quarantined"] for item in kept[1:]]
+    assert [(0, 212, "captured"), (212, 724, "partial"), (724, 1_236, "captured"), (1_236, 1_299, "lost")] == [
+        (capture.start, capture.stop, capture.state) for capture in kept[1].captures[:-1]
+    ]
+    assert ["true", "true"] == [item.attributes["recovered"] for item in kept[1:]]
     assert verify(tmp_path / "b").intact
     assert before == {path: path.read_bytes() for path in files(where)}
     assert verify(where).problems == found.problems

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray._private import services
 
 from routeplane.inspect.compare import compare
 from routeplane.inspect.look import explain
@@ -227,3 +230,23 @@ def test_a_stream_without_rows_uses_no_expert(routeplane: Program, left: Path) -
     shown = routeplane("stats", cut)
     assert 1 == shown.status
     assert " 0/" in shown.out
+
+
+# ---- on a cluster ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xdist_group("ray")
+def test_without_a_cluster_ray_says_how_to_get_one(
+    routeplane: Program, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 2: none is running, or RAY_ADDRESS is not an address. No cluster is started."""
+    # other clusters of this machine are none of the test's business
+    monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: None)
+    for address in ("", "nowhere"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        shown = routeplane("stats", left, "--ray", "--json")
+        assert (2, "") == (shown.status, shown.out)
+        error = json.loads(shown.err)["error"]
+        assert ("connection", True) == (error["kind"], "`ray start --head` starts" in error["message"])
+        assert not ray.is_initialized()

@@ -147,11 +147,11 @@ SALVAGE = {"--on-corrupt", "--on-truncated"}
 OPTIONS = {
     "info": {"--help", "--json"},
     "validate": {"--help", "--json", "--alarms"},
-    "stats": {"--help", "--json", "--layer", "--samples", *SALVAGE},
+    "stats": {"--help", "--json", "--layer", "--samples", "--ray", *SALVAGE},
     "diff": {"--help", "--json", "--layer", "--samples", *SALVAGE},
     "explain": {"--help", "--json", "--layer", *SALVAGE},
     "report": {
-        *("--help", "--json", "--layer", "--samples", "--against", "--attribute", "--out", "--png"),
+        *("--help", "--json", "--layer", "--samples", "--ray", "--against", "--attribute", "--out", "--png"),
         *SALVAGE,
     },
     "audit": {"--against", "--captured", "--decoder-layers", "--help", "--json", "--layout", "--model"},

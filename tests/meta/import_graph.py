@@ -104,7 +104,7 @@ THIRD_PARTY = {
     "vllm": ("capture.vllm",),
     "pybase64": ("capture.wire",),
     "mooncake": ("stream.mooncake",),
-    "ray": ("stream.ray", "fleet", "cli.demo.ray_fleet"),
+    "ray": ("stream.ray", "inspect.ray_data", "fleet", "cli.demo.ray_fleet"),
     "obstore": ("archive.objectstore",),
     "google_crc32c": ("archive",),  # this and the next come with zarr
     "numcodecs": ("archive",),

@@ -26,6 +26,7 @@ _NOT_RUN = re.compile(r"^<!--\s*not run:(?P<reason>.*)-->$")
 #: Pages whose blocks start a cluster: they run, and what they print is not compared.
 NOT_COMPARED = {
     "docs/how-to/carry-routes-over-ray.md",
+    "docs/how-to/inspect-with-ray-data.md",
     "docs/how-to/start-a-fleet.md",
 }
 #: Other names for Python; a block that wears one would escape.

@@ -186,6 +186,7 @@ DOTTED = {
 #: Modules that unpickle, and what.
 UNPICKLED = {
     "fleet/environment.py": "a tokenizer, from the actor that starts it",
+    "inspect/ray_data.py": "statistics, from the tasks that it started",
     "testing/contracts/carrier_contract.py": "a reader that the test pickled",
 }
 
