@@ -72,7 +72,7 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         module = importlib.import_module(face)
         for name in module.__all__:
             found = getattr(module, name)
-            if inspect.isfunction(found) and found.__module__.startswith("routeplane") and name not in INNER:
+            if inspect.isroutine(found) and found.__module__.startswith("routeplane") and name not in INNER:
                 yield f"{face}.{name}", found
 
 
