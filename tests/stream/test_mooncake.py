@@ -140,7 +140,7 @@ def test_a_restarted_producer_deletes_what_was_acknowledged_before(tmp_path: Pat
     """Objects are pinned: one that the restarted producer did not know of would stay for ever."""
     settings, place = settings_of(port, segment=0), tmp_path / "place"
 
-    def opened(**limits: int) -> Any:
+    def opened(**limits: Any) -> Any:
         bounds = BlockLimits(block_bytes=1, **limits)
         return carrier.open_writer(place, SPEC, store=settings, run="run", producer="p", limits=bounds)
 
