@@ -164,7 +164,7 @@ class IpcReader(RecordReader):
                     ended = True
                     continue
                 self._counter.add_batch()
-                self._report = replace(self._report, batches=self._report.batches + 1)
+                self._count(batches=1)
                 yield from self._checked.records(
                     batch,
                     select=self._early_selection(),
@@ -186,11 +186,7 @@ class IpcReader(RecordReader):
             # a compressed stream is refused as a whole; it is not damaged
             if self._policy.on_corrupt == "raise" or (frame.compressed and not self._uncompressed):
                 raise
-            self._report = replace(
-                self._report,
-                skipped_batches=self._report.skipped_batches + 1,
-                skipped_records=self._report.skipped_records + frame.rows,
-            )
+            self._count(skipped_batches=1, skipped_records=frame.rows)
             return None
         self._uncompressed = True
         return batch
