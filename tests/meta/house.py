@@ -32,6 +32,8 @@ BARS: dict[str, float] = {
     "root python files": 3,
     # one of them is `__main__.py`, two lines that `python -m routeplane` needs
     "modules": 140,
+    "lines": 53_000,
+    "lines of stream/": 4_040,
     "files under 60 lines": 8,
     "import problems, cycles included": 0,
     "duplicate basenames": 0,
@@ -45,7 +47,7 @@ BARS: dict[str, float] = {
     "doctests": 250,
 }
 #: What the design asks for, where a bar still stands elsewhere.
-GOALS: dict[str, float] = {}
+GOALS: dict[str, float] = {"lines": 32_000, "lines of stream/": 3_600}
 
 #: Basenames that two modules share, and why both keep the name.
 EXPLAINED_DUPLICATES: dict[str, str] = {
@@ -224,6 +226,8 @@ def measure() -> dict[str, float]:
         "root entries": len(root),
         "root python files": len([name for name in root if name.endswith(".py")]),
         "modules": len(sources),
+        "lines": sum(text.count("\n") for text in sources.values()),
+        "lines of stream/": sum(text.count("\n") for path, text in sources.items() if "/stream/" in path),
         "files under 60 lines": len(small),
         "import problems, cycles included": len(find_graph_problems(sources)),
         "duplicate basenames": len(unexplained),
