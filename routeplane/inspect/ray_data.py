@@ -27,6 +27,7 @@ from routeplane.errors import (
     SpecError,
     TransportError,
     TruncatedError,
+    check_type,
     refused,
 )
 from routeplane.inspect.inputs import SourceSet, is_archive, is_wanted, parse_sample
@@ -117,6 +118,7 @@ def filter_batches(records: ray.data.Dataset, keep: Callable[[pa.Table], Any]) -
 
         filter_batches(dataset("a.arrows"), lambda table: pc.equal(table["attempt"], 0)).count()
     """
+    _require_dataset(records)
     return records.map_batches(partial(_keep, keep), batch_format="pyarrow", batch_size=None, zero_copy_batch=True)
 
 
@@ -129,6 +131,7 @@ def records_of(records: ray.data.Dataset, *, verify: bool = True) -> Iterator[Ro
 
         for record in records_of(dataset("a.arrows")): ...
     """
+    _require_dataset(records)
     for table in records.iter_batches(batch_format="pyarrow", batch_size=None):
         for batch in table.to_batches():
             batch.validate(full=True)
@@ -136,6 +139,10 @@ def records_of(records: ray.data.Dataset, *, verify: bool = True) -> Iterator[Ro
                 if isinstance(read, DataError):
                     raise read
                 yield read.verify() if verify else read
+
+
+def _require_dataset(records: object) -> None:
+    check_type(records, ray.data.Dataset, expected="a data set of Ray (dataset makes one)")
 
 
 def _keep(keep: Callable[[pa.Table], Any], table: pa.Table) -> pa.Table:
@@ -236,6 +243,7 @@ def collect_on_ray(
 
         collect_on_ray(find_sources(["step-*.arrows"])).scalars()
     """
+    check_type(sources, SourceSet, expected="sources (find_sources gives them)")
     spec = sources.spec if layer_ids is None else sources.spec.select(layer_ids)
     records = dataset([source.path for source in sources.sources], layer_ids=layer_ids)
     counted = records.map_batches(

@@ -407,39 +407,45 @@ from tests.batch.test_logprobs import LABELS, SPEC, VOCAB, logits_of, rollout
 
 rank, where = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{where}/ranks", rank=rank, world_size=2)
-records = [rollout(index, 3, 9, states=("listed", "full")) for index in range(3)]
-batch = collate(records, SPEC, options=LABELS)
-whole = logits_of(batch).requires_grad_()
-cut = 23
-own = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
-part = whole.detach()[..., own].clone().requires_grad_()
-vocab = VocabShard(start=own.start, group=dist.group.WORLD)
-for function in (label_logprobs, token_entropy):
-    expected, found = function(whole, batch, masks="apply"), function(part, batch, masks="apply", vocab=vocab)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert int((~found.isnan()).sum()) == 27
-    (wanted,) = torch.autograd.grad(expected.nansum(), whole)
-    (grad,) = torch.autograd.grad(found.nansum(), part)
-    torch.testing.assert_close(grad, wanted[..., own], rtol=1e-5, atol=1e-5)
 
-# context parallel: each rank scores the rows that it has; together they are all tokens, each once
-options = replace(LABELS, pad_to_multiple_of=8)
-packed = collate(records, SPEC, layout="packed", options=options)
-expected = label_logprobs(logits_of(packed), packed, masks="apply")
-own = collate(records, SPEC, layout="packed", options=options, shard=Shard(context_parallel=(rank, 2)))
-scores = label_logprobs(logits_of(own), own, masks="apply")
-placed = torch.zeros(3, 16, dtype=torch.float64)
-counts = torch.zeros(3, 16, dtype=torch.int64)
-for record, token, score in zip(own.plan.record_N, own.plan.token_N, scores.tolist(), strict=True):
-    if score == score:
-        placed[record, token] += score
-        counts[record, token] += 1
-dist.all_reduce(placed)
-dist.all_reduce(counts)
-assert int(counts.max()) == 1 and int(counts.sum()) == 27
-for record, token, score in zip(packed.plan.record_N, packed.plan.token_N, expected.tolist(), strict=True):
-    if score == score:
-        assert abs(score - placed[record, token]) < 1e-5
+
+def score():
+    records = [rollout(index, 3, 9, states=("listed", "full")) for index in range(3)]
+    batch = collate(records, SPEC, options=LABELS)
+    whole = logits_of(batch).requires_grad_()
+    cut = 23
+    own = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
+    part = whole.detach()[..., own].clone().requires_grad_()
+    vocab = VocabShard(start=own.start, group=dist.group.WORLD)
+    for function in (label_logprobs, token_entropy):
+        expected, found = function(whole, batch, masks="apply"), function(part, batch, masks="apply", vocab=vocab)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert int((~found.isnan()).sum()) == 27
+        (wanted,) = torch.autograd.grad(expected.nansum(), whole)
+        (grad,) = torch.autograd.grad(found.nansum(), part)
+        torch.testing.assert_close(grad, wanted[..., own], rtol=1e-5, atol=1e-5)
+
+    # context parallel: each rank scores the rows that it has; together they are all tokens, each once
+    options = replace(LABELS, pad_to_multiple_of=8)
+    packed = collate(records, SPEC, layout="packed", options=options)
+    expected = label_logprobs(logits_of(packed), packed, masks="apply")
+    own = collate(records, SPEC, layout="packed", options=options, shard=Shard(context_parallel=(rank, 2)))
+    scores = label_logprobs(logits_of(own), own, masks="apply")
+    placed = torch.zeros(3, 16, dtype=torch.float64)
+    counts = torch.zeros(3, 16, dtype=torch.int64)
+    for record, token, score in zip(own.plan.record_N, own.plan.token_N, scores.tolist(), strict=True):
+        if score == score:
+            placed[record, token] += score
+            counts[record, token] += 1
+    dist.all_reduce(placed)
+    dist.all_reduce(counts)
+    assert int(counts.max()) == 1 and int(counts.sum()) == 27
+    for record, token, score in zip(packed.plan.record_N, packed.plan.token_N, expected.tolist(), strict=True):
+        if score == score:
+            assert abs(score - placed[record, token]) < 1e-5
+
+
+score()  # what it leaves behind would hold the group, and its threads, until the process ends
 dist.destroy_process_group()
 """
 
