@@ -136,9 +136,8 @@ class Aligned:
         elif kind.shape:
             width = int(np.prod(kind.shape))
             inner = storage.values.slice(storage.offset * width, len(storage) * width)
-            _without_nulls(
-                storage.flatten()
-            )  # of the entries that are there: Parquet's readers mark null ones inside too
+            # of the entries that are there: Parquet's readers mark null ones inside too
+            _without_nulls(storage.flatten())
             self._values = _plain_values(inner).reshape(-1, *kind.shape)
         else:
             self._values = _plain_values(storage)
