@@ -334,9 +334,9 @@ class FolderSlot(blocks.ProducerSlot):
         """Go on where the last writer of this name stood, and remove what it left half done."""
         if _end_of(self._home) == "closed":
             raise blocks.producer_closed(self._producer, self._home)
-        self._acknowledged()  # a damaged position is refused here, not when space is needed
         numbers = _Numbers.of(self._home)
         self._next, self._void = numbers.next, list(numbers.void)
+        self._acknowledged()  # a damaged position is refused here, not when space is needed
         sizes = self._files.held(self._producer, range(numbers.first, self._next))
         leans = {number: others for number, others in numbers.leans.items() if number in sizes}
         self.retention = blocks.Retention(max_bytes=self._limits.max_bytes, sizes=sizes, leans=leans)

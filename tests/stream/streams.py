@@ -172,6 +172,23 @@ def contents(found: Iterable[RouteRecord]) -> list[dict[str, Any]]:
     return [content(item) for item in found]
 
 
+def flip_in_rows(data: bytes) -> bytes:
+    """A stream with one bit flipped in the middle of a record's rows; as it is where no record has rows.
+
+    The middle of the bytes may be anything else: a length, a part of the schema, padding.
+    """
+    with open_stream(data, on_alarm="ignore") as reader:
+        stored = [np.ascontiguousarray(found.stored_routes) for found in reader]
+    for rows in stored:
+        for kind in (np.int16, np.uint8):  # plain, narrow
+            written = rows.astype(kind).tobytes()
+            if written and (at := data.find(written)) >= 0:
+                changed = bytearray(data)
+                changed[at + len(written) // 2] ^= 1
+                return bytes(changed)
+    return data
+
+
 def flip_outcomes(data: bytes, places: Sequence[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
     """What reading ``data`` gives with one byte changed, for each ``(position, mask)``; outcome -> places.
 

@@ -25,6 +25,7 @@ from routeplane.stream import flight as carrier
 from routeplane.stream import folder
 from routeplane.testing.builders import SPEC, facts, sample
 from routeplane.testing.contracts import CarrierContract
+from tests.stream.streams import flip_in_rows
 
 
 class TestFlight(CarrierContract):
@@ -60,10 +61,8 @@ class TestFlight(CarrierContract):
         self.path(name).unlink()
 
     def damage(self, place: Any, name: BlockName) -> None:
-        """Flip one bit in its file."""
-        data = bytearray(self.path(name).read_bytes())
-        data[len(data) // 2] ^= 1
-        self.path(name).write_bytes(data)
+        """Flip one bit in the rows of its file."""
+        self.path(name).write_bytes(flip_in_rows(self.path(name).read_bytes()))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from routeplane.stream.blocks import BlockLimits
 from routeplane.testing.builders import SPEC, sample
 from routeplane.testing.contracts import CarrierContract
 from tests.batch import test_rank_local_reads as rank_local
+from tests.stream.streams import flip_in_rows
 
 # one master for the file
 pytestmark = pytest.mark.xdist_group("mooncake")
@@ -113,10 +114,9 @@ class TestMooncake(CarrierContract):
     def damage(self, place: Any, name: BlockName) -> None:
         """Another object takes its place."""
         client, key = self.key(place, name)
-        data = bytearray(client.store.get(key))
-        data[len(data) // 2] ^= 1
+        data = flip_in_rows(client.store.get(key))
         assert 0 == client.store.remove(key, True)
-        assert 0 == client.store.put(key, bytes(data))
+        assert 0 == client.store.put(key, data)
         client.close()
 
 

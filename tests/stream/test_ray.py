@@ -21,6 +21,7 @@ from routeplane.stream.blocks import Manifest
 from routeplane.testing.builders import SPEC, facts, sample, watermarked_record, watermarked_spec
 from routeplane.testing.contracts import CarrierContract
 from tests.ray_cluster import local_cluster
+from tests.stream.streams import flip_in_rows
 
 # one worker for all files that start a cluster: at most one at a time
 pytestmark = pytest.mark.xdist_group("ray")
@@ -76,9 +77,8 @@ def _dropped(actor: Any, producer: str, number: int) -> None:
 
 def _damaged(actor: Any, producer: str, number: int) -> None:
     blocks = actor._producers[producer].references
-    data = np.array(ray.get(blocks[number]))
-    data[len(data) // 2] ^= 1
-    blocks[number] = ray.put(data)
+    data = flip_in_rows(bytes(ray.get(blocks[number])))
+    blocks[number] = ray.put(np.frombuffer(data, dtype=np.uint8))
 
 
 def write_and_die(place: str, count: int) -> None:
