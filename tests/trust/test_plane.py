@@ -619,4 +619,4 @@ def test_a_planted_fault_is_found(fault: str) -> None:
     # the model's verdict, the library's own refusal, or a block that the machine means to damage and that is gone
     verdicts = (AssertionError, RouteplaneError, ExceptionGroup, FileNotFoundError)
     with mock.patch.object(owner, name, broken), pytest.raises(verdicts):
-        play(contracts.TestFolder(), examples=200, steps=60, phases=(Phase.generate,))
+        play(contracts.TestFolder(), examples=1_000, steps=60, phases=(Phase.generate,))
