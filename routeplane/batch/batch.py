@@ -22,7 +22,7 @@ from routeplane.batch.layouts import Fill, StackLayout, read_layout, take_rows
 from routeplane.batch.matching import plan_of_rows
 from routeplane.batch.plan import PADDING, Layout, TokenPlan
 from routeplane.batch.slots import ContextLayout, RankOf, Shard
-from routeplane.errors import DataError, ErrorKind, MissingExtraError, refused
+from routeplane.errors import DataError, ErrorKind, MissingExtraError, check_type, refused
 from routeplane.record.aligned import ColumnType
 from routeplane.record.counts import html_table
 from routeplane.record.spans import STATES, Coverage
@@ -212,8 +212,7 @@ class RouteBatch:
         ([[3, 5], [-1, -1], [-1, -1]], 0)
         """
         for name, given in (("routes", routes), ("token_ids", token_ids)):
-            if not isinstance(given, torch.Tensor):
-                raise refused(f"{name} as a tensor", type(given).__name__)
+            check_type(given, torch.Tensor, expected=f"{name} as a tensor")
         if routes.is_nested and token_ids.is_nested:
             nested: Any = token_ids
             cu_seqlens, routes, token_ids = nested.offsets(), routes.values(), nested.values()

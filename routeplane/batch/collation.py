@@ -46,7 +46,7 @@ from routeplane.batch.columns import (
 from routeplane.batch.layouts import Fill, balanced_rows, check_fill
 from routeplane.batch.plan import PADDING, Layout, PlanOptions, RankCounts, TokenPlan, budget_groups
 from routeplane.batch.slots import RankOf, Shard, records_of_rank, require_positive
-from routeplane.errors import ErrorKind, UsageError, refused
+from routeplane.errors import ErrorKind, UsageError, check_type, refused
 from routeplane.record.aligned import AlignedColumn, ColumnType
 from routeplane.record.record import checked_records
 from routeplane.record.spec import RouteSpec
@@ -115,8 +115,7 @@ class _Target:
 
     @classmethod
     def of(cls, spec: RouteSpec, layout: Layout, options: BatchOptions, shard: Shard | None) -> _Target:
-        if not isinstance(options, BatchOptions):
-            raise refused("options as BatchOptions", type(options).__name__)
+        check_type(options, BatchOptions, expected="options as BatchOptions")
         options.check_layout(layout)
         cut = Shard() if shard is None else shard
         own = spec if cut.layers is None else spec.select(cut.layers)

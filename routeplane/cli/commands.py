@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from routeplane.batch.layouts import LAYOUTS
 from routeplane.cli.output import Progress, problem_line, show
-from routeplane.errors import ErrorKind, MissingExtraError, Problem, refused
+from routeplane.errors import ErrorKind, MissingExtraError, Problem, check_type, refused
 from routeplane.inspect.audit import OWN_LAYOUT, audit_batch, load_batch
 from routeplane.inspect.inputs import find_sources
 from routeplane.record.spec import RouteSpec
@@ -450,9 +450,8 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _model_config(place: Path) -> dict[str, Any]:
     path = place / "config.json" if place.is_dir() else place
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise refused("a config.json with an object", type(found).__name__)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    check_type(found, dict, expected="a config.json with an object")
     return found
 
 

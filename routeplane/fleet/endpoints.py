@@ -23,13 +23,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from routeplane.errors import ErrorKind, FleetError, refused
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "WILDCARDS",

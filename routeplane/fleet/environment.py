@@ -114,10 +114,10 @@ class EnvironmentWorker:
         """
         module, _, attribute = self._factory.partition(":")
         if not module or not attribute:
-            raise refused("a factory like package.module:function", f"{self._factory!r}")
+            raise refused("a factory like package.module:function", repr(self._factory))
         self._environment = self._ours("making the environment", self._make, module, attribute)
         if tokenizer is not None and not hasattr(self._environment, "set_tokenizer"):
-            raise refused("an environment with set_tokenizer, since a tokenizer is given", f"{self._factory}")
+            raise refused("an environment with set_tokenizer, since a tokenizer is given", self._factory)
         self._ours("starting the environment", self._up().start)
         if tokenizer is not None:
             self._ours("installing the tokenizer", self._up().set_tokenizer, pickle.loads(tokenizer))

@@ -126,7 +126,7 @@ class GymEnvironment:
         """
         agent = str((example.get("agent_ref") or {}).get("name"))
         if agent not in self._urls:
-            raise refused(f"agent_ref.name among {', '.join(sorted(self._urls))}", f"{agent!r}")
+            raise refused(f"agent_ref.name among {', '.join(sorted(self._urls))}", repr(agent))
         answer = self._post(f"{self._urls[agent]}/run", example)
         if self._require_routes:
             check_routes(answer)

@@ -166,7 +166,7 @@ class Counts:
             A new report. Raises UsageError (ARGUMENT) for a report of another class.
         """
         if type(other) is not type(self):
-            raise refused(f"another {type(self).__name__} to merge", f"{type(other).__name__}")
+            raise refused(f"another {type(self).__name__} to merge", type(other).__name__)
         values = {item.name: item.merge(getattr(self, item.name), getattr(other, item.name)) for item in self._items()}
         return type(self)(**values)
 

@@ -56,7 +56,7 @@ def geometry_from_hf_config(config: object) -> Geometry:
     """
     document = _mapping(config)
     if document is None:
-        raise refused("a configuration (a mapping, or an object with to_dict)", f"{type(config).__name__}")
+        raise refused("a configuration (a mapping, or an object with to_dict)", type(config).__name__)
     try:
         return _from_table(document)
     except SpecError as error:

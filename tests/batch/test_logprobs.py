@@ -409,7 +409,7 @@ rank, where = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{where}/ranks", rank=rank, world_size=2)
 
 
-def score():
+def compare():
     records = [rollout(index, 3, 9, states=("listed", "full")) for index in range(3)]
     batch = collate(records, SPEC, options=LABELS)
     whole = logits_of(batch).requires_grad_()
@@ -445,7 +445,7 @@ def score():
             assert abs(score - placed[record, token]) < 1e-5
 
 
-score()  # what it leaves behind would hold the group, and its threads, until the process ends
+compare()  # what it leaves behind would hold the group, and its threads, until the process ends
 dist.destroy_process_group()
 """
 

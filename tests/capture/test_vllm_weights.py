@@ -261,38 +261,37 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**FAMILY_SIZES, **config))
 
 
-def glm4() -> Any:
-    """DeepSeek-V3's router on ordinary attention: sigmoid, a bias that selects, groups, and a factor on the output."""
-    config: dict[str, Any] = {
-        "n_routed_experts": 16,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "head_dim": 32,
-    }
-    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**{**FAMILY_SIZES, **config}))
+#: DeepSeek-V3's router: sigmoid, groups, and a factor on the output; ``biased`` adds the bias that selects.
+V3_ROUTER: dict[str, Any] = {
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
+
+def biased(model: Any) -> Any:
+    """The model with a bias for each expert, behind its dense layer."""
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.copy_(0.1 * torch.randn(16))
     return model
 
 
+def glm4() -> Any:
+    """DeepSeek-V3's router on ordinary attention."""
+    config = transformers.Glm4MoeConfig(**{**FAMILY_SIZES, **V3_ROUTER, "head_dim": 32})
+    return biased(transformers.Glm4MoeForCausalLM(config))
+
+
 def deepseek_v3() -> Any:
     """The same router behind latent attention."""
     config: dict[str, Any] = {
-        "n_routed_experts": 16,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
+        **V3_ROUTER,
         "scoring_func": "sigmoid",  # what real checkpoints say, and vLLM reads; Transformers has no such key
         "topk_method": "noaux_tc",
         "initializer_range": 0.15,  # or too few tokens choose other experts than their neighbours
@@ -303,10 +302,7 @@ def deepseek_v3() -> Any:
         "v_head_dim": 32,
         "num_key_value_heads": 4,
     }
-    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**FAMILY_SIZES, **config}))
-    for layer in model.model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias.copy_(0.1 * torch.randn(16))
-    return model
+    return biased(transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**FAMILY_SIZES, **config})))
 
 
 def llama4() -> Any:

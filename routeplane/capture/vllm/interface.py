@@ -97,7 +97,7 @@ def model_config_of(engine: object) -> Any:
     """vLLM's ``ModelConfig`` of an engine or one of its configurations. Raises UsageError for anything else."""
     config = getattr(engine, "model_config", engine)
     if not hasattr(config, "hf_config"):
-        raise refused("a vLLM engine or one of its configurations", f"{type(engine).__name__}")
+        raise refused("a vLLM engine or one of its configurations", type(engine).__name__)
     return config
 
 
